@@ -16,8 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from lightning_zenflow.schedule.compensation import gradient_steps, momentum_steps
-from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
+from lightning_zenflow.core.schedule import StaggeredSchedule, UpdateSchedule, gradient_steps, momentum_steps
 
 TRAIN, STEP, COPY, HOST, WAIT, LIGHT = "#4c78a8", "#f58518", "#72b7b2", "#54a24b", "#e45756", "#d9dee5"
 STYLE = {

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
 from typing_extensions import Self
 
+from lightning_zenflow.core.auto_policy import LARGEST_LAG, candidates_of, first_schedule
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.schedule.auto_policy import LARGEST_LAG, candidates_of, first_schedule
-from lightning_zenflow.schedule.compensation import StalenessCompensation
+from lightning_zenflow.core.schedule import StalenessCompensation
 
 _LARGEST_INTERVAL = 1024
 _OF_LATE_WEIGHTS = ("topk_ratio", "weight_prediction", "provisional_scale")
@@ -74,7 +74,7 @@ class ZenFlowConfig(BaseModel):
 
     update_interval: _Interval | _Auto = _key("auto", unit="steps")
     """Window S: the worker replays the gradients of S steps in one pass. "auto" takes a power of two: with
-    publish_lag, the least stale pair whose work hides behind training; see `lightning_zenflow.schedule.auto_policy`."""
+    publish_lag, the least stale pair whose work hides behind training; see `lightning_zenflow.core.auto_policy`."""
 
     max_update_interval: _Interval = _key(16, unit="steps")
     """Upper bound of `update_interval: auto`, hence of the gradients held in host memory."""
@@ -103,11 +103,11 @@ class ZenFlowConfig(BaseModel):
 
     weight_prediction: _Factor | _Auto = _key("auto", unit="steps")
     """Steps along the momentum by which published weights are extrapolated from the exact ones; 0 disables it. "auto" takes the mean
-    number that AdamW would have made by the steps that use them; see `lightning_zenflow.schedule.compensation`."""
+    number that AdamW would have made by the steps that use them; see `lightning_zenflow.core.schedule`."""
 
     provisional_scale: _Factor | _Auto = _key("auto", unit="learning rates")
     """Step size of the device's provisional update of host-owned weights during backward; 0 disables it. "auto" takes the size of the
-    update that AdamW would have made of the gradient by then; see `lightning_zenflow.schedule.compensation`."""
+    update that AdamW would have made of the gradient by then; see `lightning_zenflow.core.schedule`."""
 
     auto_ratio: Annotated[_Share, AfterValidator(_without_effect)] = _key(0.99, changes_numbers=False)
     """A key of DeepSpeed's ZenFlow without effect: measured times choose S, and max_update_interval bounds it."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.auto_policy import candidates_of
 from lightning_zenflow.core.partition import STATE_BYTES
-from lightning_zenflow.schedule.auto_policy import candidates_of
-from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule, blocks_wanted, bucket_size
+from lightning_zenflow.core.schedule import StaggeredSchedule, UpdateSchedule, blocks_wanted, bucket_size
 
 _MOMENTS_BYTES = {"float32": 8.0, "bfloat16": 4.0, "int8": 2 + 8 / 128}
 """Of both moments of a parameter; in 8 bits two scales are shared by 128."""
@@ -164,7 +164,7 @@ def _job_bytes(b: int, config: ZenFlowConfig, schedule: UpdateSchedule) -> float
 
 def _arena_bytes(setup: Setup, config: ZenFlowConfig, schedule: UpdateSchedule, owned_numel: float) -> float:
     """Host memory of one rank's arena (`worker.arena`) without its tables: states, slots, publish buffers, and a place to which the
-    state of the device-owned entries is exported (`topk.columns`).
+    state of the device-owned entries is exported (`offload.columns`).
     """
     numel, in_backward = setup.partition_numel, config.submits_in_backward
     n_blocks = blocks_wanted(

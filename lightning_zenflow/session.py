@@ -29,7 +29,7 @@ from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
 from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.engine.config import (
+from lightning_zenflow.deepspeed.config import (
     ConfigSource,
     offloads_parameters,
     prepare_deepspeed_config,
@@ -38,18 +38,18 @@ from lightning_zenflow.engine.config import (
     says_bucket_size,
     set_bucket_size,
 )
-from lightning_zenflow.engine.engines import missing_overrides
-from lightning_zenflow.engine.environment import RankEnvironment, rank_resources
-from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
-from lightning_zenflow.engine.precision import restore_types
-from lightning_zenflow.engine.release import Released, as_in_training, make_whole, pickled_as_before, release
-from lightning_zenflow.engine.supported import refuse_unfrozen
-from lightning_zenflow.engine.user_optimizer import UsersOptimizer
+from lightning_zenflow.deepspeed.engines import missing_overrides
+from lightning_zenflow.deepspeed.environment import RankEnvironment, rank_resources
+from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
+from lightning_zenflow.deepspeed.precision import restore_types
+from lightning_zenflow.deepspeed.release import Released, as_in_training, make_whole, pickled_as_before, release
+from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
+from lightning_zenflow.deepspeed.stage_2 import zenflow_optimizer as zero_in_engine
+from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
+from lightning_zenflow.deepspeed.stage_3 import zenflow_optimizer as zero3_in_engine
+from lightning_zenflow.deepspeed.supported import refuse_unfrozen
+from lightning_zenflow.deepspeed.user_optimizer import UsersOptimizer
 from lightning_zenflow.worker.process import WorkerError
-from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
-from lightning_zenflow.zero.optimizer import zenflow_optimizer as zero_in_engine
-from lightning_zenflow.zero3.optimizer import ZenFlowZero3Optimizer
-from lightning_zenflow.zero3.optimizer import zenflow_optimizer as zero3_in_engine
 
 Built = TypeVar("Built", bound=tuple[Any, ...])
 

@@ -31,18 +31,18 @@ from lightning_zenflow.checkpoint.single_file import SavedFile
 from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.config import ZenFlowConfig, given_keys
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.engine.config import prepare_deepspeed_config
-from lightning_zenflow.engine.engines import inference_engine
-from lightning_zenflow.engine.pieces import is_in_pieces, load_whole
-from lightning_zenflow.engine.precision import TrainerPrecision
-from lightning_zenflow.engine.supported import (
+from lightning_zenflow.deepspeed.config import prepare_deepspeed_config
+from lightning_zenflow.deepspeed.engines import inference_engine
+from lightning_zenflow.deepspeed.pieces import is_in_pieces, load_whole
+from lightning_zenflow.deepspeed.precision import TrainerPrecision
+from lightning_zenflow.deepspeed.supported import (
     refuse_missing_loss,
     refuse_unsupported_callbacks,
     refuse_unsupported_module,
     refuse_unsupported_training,
     several_devices_in_notebook,
 )
-from lightning_zenflow.engine.user_optimizer import validate_optimizer
+from lightning_zenflow.deepspeed.user_optimizer import validate_optimizer
 from lightning_zenflow.monitor.callbacks import StallMonitor, StallMonitoring, insert_first
 from lightning_zenflow.session import FromTrainer, Session
 

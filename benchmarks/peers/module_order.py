@@ -7,7 +7,7 @@ from torch.nn import Module
 from typing_extensions import override
 
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.zero import optimizer
+from lightning_zenflow.deepspeed import stage_2
 
 
 class ModuleOrder(ZenFlowStrategy):
@@ -15,5 +15,5 @@ class ModuleOrder(ZenFlowStrategy):
 
     @override
     def _setup_model_and_optimizer(self, model: Module, *args: Any, **kwargs: Any) -> Any:
-        with mock.patch.object(optimizer, "balanced_order", lambda numels, n_ranks: list(range(len(numels)))):
+        with mock.patch.object(stage_2, "balanced_order", lambda numels, n_ranks: list(range(len(numels)))):
             return super()._setup_model_and_optimizer(model, *args, **kwargs)

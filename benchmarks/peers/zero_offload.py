@@ -19,11 +19,11 @@ from typing_extensions import override
 
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.partition import Tile
-from lightning_zenflow.engine.config import set_bucket_size
-from lightning_zenflow.engine.environment import RankEnvironment
+from lightning_zenflow.deepspeed.config import set_bucket_size
+from lightning_zenflow.deepspeed.environment import RankEnvironment
+from lightning_zenflow.deepspeed.stage_2 import zenflow_optimizer as zero_in_engine
+from lightning_zenflow.deepspeed.stage_3 import zenflow_optimizer as zero3_in_engine
 from lightning_zenflow.worker.moments import CodedMoment, CodedMoments, first_scales
-from lightning_zenflow.zero.optimizer import zenflow_optimizer as zero_in_engine
-from lightning_zenflow.zero3.optimizer import zenflow_optimizer as zero3_in_engine
 
 
 class ZeroOffload(ZenFlowStrategy):

@@ -14,7 +14,7 @@ from benchmarks.recorded_device.clocks import HOST, MAIN, Clock, Operation, Orde
 from benchmarks.recorded_device.memory import DeviceMemory
 from benchmarks.recorded_device.tensors import DEVICE
 from lightning_zenflow.core import device as zenflow_device
-from lightning_zenflow.engine.environment import CpuAccelerator
+from lightning_zenflow.deepspeed.environment import CpuAccelerator
 
 
 class RecordedDevice:

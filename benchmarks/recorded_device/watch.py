@@ -27,7 +27,7 @@ from benchmarks.recorded_device.passes import one_launch_a_pass
 from benchmarks.recorded_device.tensors import DEVICE, Transfer, tell_apart
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.device import RUNTIMES
-from lightning_zenflow.engine import between_steps, build
+from lightning_zenflow.deepspeed import between_steps, build
 from lightning_zenflow.native import protocol
 from lightning_zenflow.native.protocol import Tentative
 from lightning_zenflow.session import Session

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from benchmarks.step_time.models import SimulatedAccelerator
-from lightning_zenflow.step.step import ZenFlowStep
+from lightning_zenflow.offload.step import ZenFlowStep
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Of the partition's elements: the first gradient, a quarter of them, and so on."""

@@ -25,9 +25,9 @@ from benchmarks.step_time.copied_bytes import CopyMeter
 from benchmarks.step_time.methods import METHODS
 from benchmarks.step_time.models import COLUMNS, ROWS, SimulatedAccelerator, TimedGpt, TimedModule
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.engine.config import offloads_parameters
-from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
-from lightning_zenflow.engine.user_optimizer import whole_numel
+from lightning_zenflow.deepspeed.config import offloads_parameters
+from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
+from lightning_zenflow.deepspeed.user_optimizer import whole_numel
 
 Device = Literal["simulated", "cpu", "cuda"]
 

@@ -3,4 +3,4 @@
 Code enters that reads or writes checkpoint files; what a component keeps is in its own `state_dict`.
 """
 
-import lightning_zenflow.engine  # noqa: F401  # DeepSpeed's first import
+import lightning_zenflow.deepspeed  # noqa: F401  # DeepSpeed's first import

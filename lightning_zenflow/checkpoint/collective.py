@@ -20,13 +20,13 @@ from lightning_zenflow.checkpoint.single_file import SavedFile, as_loaded
 from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.engine.on_disk import free_disk
-from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
-from lightning_zenflow.engine.pieces import is_in_pieces, load_whole
-from lightning_zenflow.step.run_state import CHECKPOINT_KEY
+from lightning_zenflow.deepspeed.on_disk import free_disk
+from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
+from lightning_zenflow.deepspeed.pieces import is_in_pieces, load_whole
+from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
+from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
+from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 from lightning_zenflow.worker.process import WorkerError
-from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
-from lightning_zenflow.zero3.optimizer import ZenFlowZero3Optimizer
 
 
 def save_together(

@@ -15,7 +15,7 @@ from torch.nn import Module
 from typing_extensions import Self
 
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint
-from lightning_zenflow.engine.pieces import is_in_pieces, load_pieces, whole_shapes
+from lightning_zenflow.deepspeed.pieces import is_in_pieces, load_pieces, whole_shapes
 
 AVERAGED = "averaged_state_dict"
 """Key of the averaged weights, which Lightning's `WeightAveraging` saves in the place of the model's."""

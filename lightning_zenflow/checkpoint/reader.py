@@ -28,7 +28,7 @@ from deepspeed.checkpoint.constants import (
 from torch import Tensor
 
 from lightning_zenflow.checkpoint.files import CheckpointError, read, refusal, verify
-from lightning_zenflow.engine.flat_layout import (
+from lightning_zenflow.deepspeed.flat_layout import (
     FlatLayout,
     Layout,
     PieceLayout,
@@ -38,8 +38,8 @@ from lightning_zenflow.engine.flat_layout import (
     keys_of,
     repartition,
 )
-from lightning_zenflow.engine.host_state import MOMENTS
-from lightning_zenflow.step.run_state import CHECKPOINT_KEY, VERSION
+from lightning_zenflow.deepspeed.host_state import MOMENTS
+from lightning_zenflow.offload.run_state import CHECKPOINT_KEY, VERSION
 
 
 def is_part(path: Path) -> Path | None:

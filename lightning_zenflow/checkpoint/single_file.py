@@ -31,11 +31,11 @@ from torch import Tensor
 from lightning_zenflow.checkpoint.engine_content import restore_counts
 from lightning_zenflow.checkpoint.files import refusal
 from lightning_zenflow.core.distributed import all_agree
-from lightning_zenflow.engine.host_state import MOMENTS
-from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
-from lightning_zenflow.engine.pieces import is_divided
-from lightning_zenflow.engine.user_optimizer import REQUIRED_OPTIONS
-from lightning_zenflow.step.run_state import CHECKPOINT_KEY, VERSION
+from lightning_zenflow.deepspeed.host_state import MOMENTS
+from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
+from lightning_zenflow.deepspeed.pieces import is_divided
+from lightning_zenflow.deepspeed.user_optimizer import REQUIRED_OPTIONS
+from lightning_zenflow.offload.run_state import CHECKPOINT_KEY, VERSION
 
 FILE_KEY = "lightning_zenflow.run_state"
 """Entry of ours in a file, beside those of users."""

@@ -20,15 +20,15 @@ from typing_extensions import override
 
 from lightning_zenflow.config import KEYS, ZenFlowConfig, given_keys
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.engine.engines import inference_engine
-from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
-from lightning_zenflow.engine.precision import PlainPrecision
-from lightning_zenflow.engine.supported import refuse_unsupported_module
-from lightning_zenflow.engine.user_optimizer import validate_optimizer
+from lightning_zenflow.deepspeed.engines import inference_engine
+from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
+from lightning_zenflow.deepspeed.precision import PlainPrecision
+from lightning_zenflow.deepspeed.supported import refuse_unsupported_module
+from lightning_zenflow.deepspeed.user_optimizer import validate_optimizer
 from lightning_zenflow.fabric.checkpoints import FabricCheckpoints
 from lightning_zenflow.monitor.summary import StepMeter
+from lightning_zenflow.offload.step import ZenFlowStep
 from lightning_zenflow.session import FromTrainer
-from lightning_zenflow.step.step import ZenFlowStep
 
 _BELONGS_TO_THE_LOOP = {
     "optimizer": "give it to `fabric.setup(model, optimizer)`",

@@ -12,7 +12,7 @@ from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.monitor.summary import METRICS, StepMeter
 
 if TYPE_CHECKING:
-    from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+    from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 
 PROGRESS_BAR_KEY = "stall_%"
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.schedule.auto_policy import HIDDEN, SMALL_STALL
+from lightning_zenflow.core.auto_policy import HIDDEN, SMALL_STALL
 from lightning_zenflow.telemetry.telemetry import Reading
 
 if TYPE_CHECKING:
-    from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+    from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 
 
 from lightning_zenflow.telemetry.telemetry import CAUSES, Cause

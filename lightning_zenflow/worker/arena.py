@@ -54,7 +54,7 @@ class ArenaSizes:
     newest_first: bool = False
     """Whether the worker takes the newest job whose gradients have arrived, instead of the oldest."""
     export_bytes: int = 0
-    """State of device-owned entries on its way to the device (`lightning_zenflow.topk.columns`)."""
+    """State of device-owned entries on its way to the device (`lightning_zenflow.offload.columns`)."""
 
 
 Touch = Callable[[int, int, int], None]

@@ -18,7 +18,7 @@ from checkpoint_files import MODEL_FILE, RANK_FILE, change_byte, edit
 from harness import Case, run_here
 from lightning_zenflow.checkpoint.files import CheckpointError
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint
-from lightning_zenflow.step.run_state import VERSION
+from lightning_zenflow.offload.run_state import VERSION
 
 
 @pytest.fixture(scope="module")

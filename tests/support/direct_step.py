@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from harness import Case, Run, flatten, show, snapshot, untrained
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import row_length
-from lightning_zenflow.engine.build import ZeroPartition, build
-from lightning_zenflow.engine.environment import RankResources
-from lightning_zenflow.engine.user_optimizer import read_hyperparameters
-from lightning_zenflow.step.freezing import Freezing
-from lightning_zenflow.step.plan import StepInputs
-from lightning_zenflow.step.step import ZenFlowStep
+from lightning_zenflow.deepspeed.build import ZeroPartition, build
+from lightning_zenflow.deepspeed.environment import RankResources
+from lightning_zenflow.deepspeed.user_optimizer import read_hyperparameters
+from lightning_zenflow.offload.freezing import Freezing
+from lightning_zenflow.offload.plan import StepInputs
+from lightning_zenflow.offload.step import ZenFlowStep
 from lightning_zenflow.worker.cores import WorkerCores, allowed_cores
 from lightning_zenflow.worker.moments import Moment
 from reference import slices_of_rank

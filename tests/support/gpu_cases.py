@@ -8,7 +8,7 @@ import torch
 
 from harness import EVERYTHING, Case
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 
 MILLISECOND = 1_800_000
 """Cycles of the device, roughly."""

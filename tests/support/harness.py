@@ -26,13 +26,13 @@ import models
 import networks
 from as_before import assert_as_before, looks
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.engine.environment import RankEnvironment
-from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.deepspeed.environment import RankEnvironment
+from lightning_zenflow.deepspeed.flat_buffers import balanced_order
+from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
+from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
+from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
 from lightning_zenflow.strategy import ZenFlowPrecision
 from lightning_zenflow.worker.cores import allowed_cores
-from lightning_zenflow.zero.flat_buffers import balanced_order
-from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
-from lightning_zenflow.zero3.optimizer import ZenFlowZero3Optimizer
 from models import OptimizerOptions, TestModule
 from reference import AdamWState, Group, ReferenceZenFlow, adamw_reference
 from scripted_schedule import Entry, scripted

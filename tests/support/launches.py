@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate
-from lightning_zenflow.step.step import ZenFlowStep
+from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
+from lightning_zenflow.offload.step import ZenFlowStep
 
 _FOREACH, _CAT = 64, 128
 """Tensors that one kernel of `torch._foreach_copy_` and of `torch.cat` takes."""
@@ -96,7 +96,7 @@ def counted_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchCounter]
         keep(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_zenflow.engine.build.kernels_for", lambda device: triton.TritonKernels())
+        patch.setattr("lightning_zenflow.deepspeed.build.kernels_for", lambda device: triton.TritonKernels())
         for name in ("route", "factored_step", "provisional_update", "adamw", "gather_columns", "write_columns"):
             patch.setattr(triton.device, name, _NotRun(name, counter))
         for method in (ZenFlowStep.begin_backward, ZenFlowStep.receive, ZenFlowStep.step):

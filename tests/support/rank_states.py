@@ -9,8 +9,8 @@ from torch import Tensor
 from lightning_zenflow.core.device import SideStream
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.kernels.base import Kernels, kernels_for
+from lightning_zenflow.offload.columns import export_bytes
 from lightning_zenflow.telemetry.telemetry import StallClock, Telemetry
-from lightning_zenflow.topk.columns import export_bytes
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
 from lightning_zenflow.worker.cores import allowed_cores
 from lightning_zenflow.worker.process import Worker

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zenflow.core.partition import Slice, align, build_partition
-from lightning_zenflow.zero.flat_buffers import balanced_order
+from lightning_zenflow.deepspeed.flat_buffers import balanced_order
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from harness import Case, Run, untrained
-from lightning_zenflow.schedule.staggered import blocks_wanted
+from lightning_zenflow.core.schedule import blocks_wanted
 from reference import AdamWState
 from replay_reference import ReplayedAdamW
 

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from lightning_zenflow.schedule.auto_policy import SchedulePolicy
-from lightning_zenflow.schedule.staggered import UpdateSchedule
-from lightning_zenflow.step.plan import StepPlan
+from lightning_zenflow.core.auto_policy import SchedulePolicy
+from lightning_zenflow.core.schedule import UpdateSchedule
+from lightning_zenflow.offload.plan import StepPlan
 
 Entry = tuple[int, int, int]
 """Step, S and d."""
@@ -65,5 +65,5 @@ def scripted(script: Sequence[Entry]) -> Iterator[list[ScriptedSchedule]]:
         built.append(ScriptedSchedule(script, auto))
         return built[-1]
 
-    with mock.patch("lightning_zenflow.engine.build.ScheduleControl", build):
+    with mock.patch("lightning_zenflow.deepspeed.build.ScheduleControl", build):
         yield built

@@ -11,7 +11,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from harness import After, Case, Run, make_trainer, snapshot, untrained
-from lightning_zenflow.engine.environment import RankEnvironment
+from lightning_zenflow.deepspeed.environment import RankEnvironment
 from models import TestModule, generator
 
 INITIAL_SCALE_POWER = 7

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from typing_extensions import Any, override
 
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 
 
 def optimizer_of(trainer: pl.Trainer) -> ZenFlowOptimizer:

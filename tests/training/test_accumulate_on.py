@@ -7,7 +7,7 @@ import torch
 
 from direct_step import direct_step
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, make_trainer, run_here
-from lightning_zenflow.step import fill
+from lightning_zenflow.offload import fill
 from same_bits import assert_is_adamw, assert_same_run, assert_same_tensors
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")

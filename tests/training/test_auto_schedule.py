@@ -15,10 +15,10 @@ from typing_extensions import override
 from harness import AUTO, EVERYTHING, Case, Run, fit, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.schedule.auto_policy import LARGEST_LAG
-from lightning_zenflow.schedule.staggered import UpdateSchedule
-from lightning_zenflow.step import plan as planning
-from lightning_zenflow.step.plan import ScheduleControl, StepPlan
+from lightning_zenflow.core.auto_policy import LARGEST_LAG
+from lightning_zenflow.core.schedule import UpdateSchedule
+from lightning_zenflow.offload import plan as planning
+from lightning_zenflow.offload.plan import ScheduleControl, StepPlan
 from lightning_zenflow.worker.memory import HOST_MEMORY
 from models import LinearLossModule
 from rank_processes import run_on_ranks

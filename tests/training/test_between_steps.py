@@ -16,7 +16,7 @@ from docs.between_steps import DOCUMENT, with_table
 from fabric_runs import set_up, train_step
 from harness import Case, fit, snapshot
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.engine.between_steps import WrittenWeights
+from lightning_zenflow.deepspeed.between_steps import WrittenWeights
 from models import OneGroup, TestModule
 from networks import SmallNet
 from rank_processes import run_each

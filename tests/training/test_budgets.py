@@ -14,10 +14,10 @@ from gpu_cases import RACES, optimizer_of
 from harness import AUTO, Case, run_here
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import STATE_BYTES, column_count, row_length
-from lightning_zenflow.deferred import provisional_update
+from lightning_zenflow.core.schedule import UpdateSchedule, blocks_wanted, bucket_size
 from lightning_zenflow.estimate import Cost, Setup, costs
 from lightning_zenflow.kernels.factored import NOISE_NUMEL
-from lightning_zenflow.schedule.staggered import UpdateSchedule, blocks_wanted, bucket_size
+from lightning_zenflow.offload import provisional_update
 from lightning_zenflow.worker.arena import WORD_BYTES
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")

@@ -19,10 +19,10 @@ from benchmarks.recorded_device.watch import recorded_device
 from gpu_cases import RACES, optimizer_of
 from harness import AUTO, EVERYTHING, Case, run_here
 from lightning_zenflow.core.device import SideStream, runtime_of
-from lightning_zenflow.deferred import provisional_update
+from lightning_zenflow.deepspeed.fetch import FetchCoordinator
+from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
+from lightning_zenflow.offload import provisional_update
 from lightning_zenflow.worker.supervisor import SupervisedWorker
-from lightning_zenflow.zero3.fetch import FetchCoordinator
-from lightning_zenflow.zero3.optimizer import ZenFlowZero3Optimizer
 from networks import TiedNet
 from rank_processes import run_on_ranks
 from same_bits import assert_same_run, assert_same_state

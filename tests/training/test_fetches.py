@@ -21,10 +21,10 @@ from typing_extensions import override
 from harness import make_trainer
 from interrupts import Interrupt
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.deepspeed import fetch
+from lightning_zenflow.deepspeed.fetch import FetchCoordinator
 from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
-from lightning_zenflow.zero3 import fetch
-from lightning_zenflow.zero3.fetch import FetchCoordinator
 from models import generator
 from worker_killer import optimizer_of
 

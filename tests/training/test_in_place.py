@@ -21,9 +21,9 @@ from direct_step import DirectStep, direct_step
 from harness import Case, run_here
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import SideStream
-from lightning_zenflow.deferred.buffers import InPlacePublisher, Publisher
-from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.native.protocol import Tentative
+from lightning_zenflow.offload.buffers import InPlacePublisher, Publisher
+from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from processes import wait_for

@@ -53,7 +53,7 @@ def test_launches_of_a_step(shapes: Shapes, keys: dict[str, Any], ceiling: int) 
 
 @pytest.mark.parametrize("n_blocks", [8, 64])
 def test_columns_of_all_blocks_are_updated_and_written_at_once(n_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_zenflow.engine.build.blocks_wanted", lambda *_, **__: n_blocks)
+    monkeypatch.setattr("lightning_zenflow.deepspeed.build.blocks_wanted", lambda *_, **__: n_blocks)
     for counts in launches(LLAMA, update_interval=4, publish_lag=1)[7:]:
         assert (counts["adamw"], counts["write_columns"]) == (1, 1)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from harness import fit
 from lightning_zenflow import StallMonitor, ZenFlowStrategy
 from lightning_zenflow.monitor.summary import METRICS
-from lightning_zenflow.step import readings
+from lightning_zenflow.offload import readings
 from lightning_zenflow.worker.arena import WORD_BYTES
 from models import LinearLossModule
 from networks import SmallNet

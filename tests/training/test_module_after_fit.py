@@ -26,10 +26,10 @@ from typing_extensions import override
 from as_before import assert_as_before, looks
 from harness import Case, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.engine.user_optimizer import UsersOptimizer
+from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
+from lightning_zenflow.deepspeed.user_optimizer import UsersOptimizer
 from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
 from lightning_zenflow.worker.memory import HOST_MEMORY
-from lightning_zenflow.zero3.optimizer import ZenFlowZero3Optimizer
 from networks import TiedNet
 from rank_processes import run_on_ranks
 from same_bits import assert_same_tensors

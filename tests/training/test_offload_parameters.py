@@ -18,8 +18,8 @@ from typing_extensions import override
 from harness import Case, Run, make_trainer, run_here
 from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
 from lightning_zenflow.core.partition import Slice
-from lightning_zenflow.engine.build import MemoryPlan, ZeroPartition
-from lightning_zenflow.schedule.staggered import blocks_wanted
+from lightning_zenflow.core.schedule import blocks_wanted
+from lightning_zenflow.deepspeed.build import MemoryPlan, ZeroPartition
 from rank_processes import Runs, run_each
 from same_bits import assert_close_to_adamw, assert_is_adamw, assert_same_run, assert_same_tensors
 from worker_killer import KillsWorker, optimizer_of

@@ -14,9 +14,8 @@ from typing_extensions import override
 
 from direct_step import direct_step
 from harness import APPROXIMATE, AUTO, RESELECTING, Case, Run, fit, run_here
+from lightning_zenflow.core.schedule import StalenessCompensation, UpdateSchedule
 from lightning_zenflow.kernels.factored import SecondMoment, factored_step_
-from lightning_zenflow.schedule.compensation import StalenessCompensation
-from lightning_zenflow.schedule.staggered import UpdateSchedule
 from models import SHAPES
 from networks import SmallNet
 from reference import AdamWState, factored_second_moment, owned_elements

@@ -18,7 +18,7 @@ from gpu_cases import optimizer_of
 from harness import APPROXIMATE, EVERYTHING, UP_TO_TWO, Case, Run, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint
-from lightning_zenflow.schedule.staggered import blocks_wanted
+from lightning_zenflow.core.schedule import blocks_wanted
 from models import SHAPES, LinearLossModule
 from reference import Group
 from replay_reference import coded, noise_of, noise_seed, other_noise_of, round_stochastically

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from harness import Case, Run, run_here
-from lightning_zenflow.schedule.staggered import blocks_wanted
-from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
+from lightning_zenflow.core.schedule import blocks_wanted
+from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from models import OptimizerOptions
 from reference import ReferenceZenFlow
 from same_bits import assert_same_run

@@ -11,8 +11,8 @@ import torch
 
 from direct_step import direct_step
 from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.engine import build as assembly
-from lightning_zenflow.engine.host_state import HostState
+from lightning_zenflow.deepspeed import build as assembly
+from lightning_zenflow.deepspeed.host_state import HostState
 from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
 from lightning_zenflow.worker.cores import allowed_cores
 from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError

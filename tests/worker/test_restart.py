@@ -22,7 +22,7 @@ from direct_step import direct_step
 from harness import UP_TO_TWO, Case, run_here
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.engine import environment
+from lightning_zenflow.deepspeed import environment
 from lightning_zenflow.native.protocol import Acknowledged, Done
 from lightning_zenflow.telemetry.telemetry import StallClock
 from lightning_zenflow.worker.arena import Arena

@@ -17,8 +17,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from docs.configuration import DOCUMENT, with_table
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.config import KEYS, ZenFlowConfig, allowed_values
+from lightning_zenflow.core.schedule import StalenessCompensation
 from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
-from lightning_zenflow.schedule.compensation import StalenessCompensation
 
 SHARE = ([0, 1, 0.5], [-0.01, 1.01, "auto", 10**400])
 BOOLEAN = ([True, False], [0, 1, "true", "auto"])

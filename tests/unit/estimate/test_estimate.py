@@ -11,9 +11,9 @@ import torch
 from lightning_zenflow.cli import main
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Slice, build_partition
+from lightning_zenflow.core.schedule import StaggeredSchedule
 from lightning_zenflow.estimate import Cost, Setup, as_text, costs
-from lightning_zenflow.schedule.staggered import StaggeredSchedule
-from lightning_zenflow.topk.columns import export_bytes
+from lightning_zenflow.offload.columns import export_bytes
 from lightning_zenflow.worker.arena import ArenaSizes, arena_bytes
 
 pytestmark = pytest.mark.unit

@@ -1,0 +1,229 @@
+"""Staggered update schedule: the steps at which windows close and update jobs are published; and the compensation of the staleness that
+remains. Pure functions of the step number.
+
+Steps count from 1. The *window* of a block holds the gradients of consecutive steps until the worker replays them together. Blocks have
+phases 0..S-1 (S = update_interval). Each step closes the windows of one phase, so that all steps copy the same number of bytes and
+give the worker the same work. A closed window becomes an *update job*. A job submitted at the end of step t is published before
+step t + 1 + d (d = publish_lag). If the worker has not finished it by then, the trainer waits, and the wait counts as stall.
+The step number alone determines all of this, so that runs repeat bit for bit.
+
+Compensation moves weights beyond the exact ones, so that a forward pass sees nearly AdamW's.
+A window that closes with step t is published d steps later. The forward passes of steps t + d + 1 to t + d + S see its weights: the exact
+weights w and momentum m of step t. At these passes n = d, ..., d + S - 1 newer gradients g_1, ..., g_n exist, and AdamW would have
+
+    w - lr / (sqrt(v) + eps) * (A_n * m + B_(n,1) * g_1 + ... + B_(n,n) * g_n)
+    A_n = beta1 + beta1^2 + ... + beta1^n,        B_(n,i) = 1 - beta1^(n - i + 1)
+
+up to the bias corrections and the change of v. Weight prediction adds one multiple of m when the weights are published, for all their
+passes. A provisional update adds one multiple of each gradient when it arrives, for all passes after it. The multiples are the means of
+A_n and B_(n,i) over these passes, which minimise the mean square distance from AdamW. With S = 1 each is seen by a single pass,
+and only the approximations of v remain.
+
+This matters for stability more than for the lag itself. A gradient that is one step late lowers the largest stable curvature of Adam with
+beta1 = 0.9 from 38 / step size to 1.0 / step size, and to 0.4 / step size with S = 4. See docs/decisions.md.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, total_ordering
+from statistics import fmean
+from typing import Literal
+
+from typing_extensions import Self
+
+
+@total_ordering
+@dataclass(frozen=True, kw_only=True)
+class UpdateSchedule:
+    """S and d; ordered by staleness.
+
+    The forward passes that see a window's weights lack d, ..., d + S - 1 gradients. Less stale is the smaller mean, d + (S - 1) / 2; among
+    equal means, the smaller maximum.
+    """
+
+    update_interval: int
+    """S, in steps."""
+    publish_lag: int
+    """d, in steps."""
+
+    def __lt__(self, other: "UpdateSchedule") -> bool:
+        return self._staleness < other._staleness
+
+    @property
+    def _staleness(self) -> tuple[int, int]:
+        return self.update_interval - 1 + 2 * self.publish_lag, self.update_interval
+
+    @property
+    def is_immediate(self) -> bool:
+        """Whether every step ends with weights that have all of its gradients: S = 1, d = 0."""
+        return self.update_interval == 1 and self.publish_lag == 0
+
+    @property
+    def kept_share(self) -> float:
+        """Gradients kept to be reapplied after a publish, at the end of backward, in sizes of the model: d (d + 1) / (2 S) for d <= S.
+
+        A block keeps all gradients since its oldest job in flight was submitted, 1 to d steps ago; jobs of a step are of 1/S of the blocks.
+        """
+        s, d = self.update_interval, self.publish_lag
+        return sum(range(max(0, d - s) + 1, d + 1)) / s
+
+
+_LEAST_BLOCKS, _MOST_BLOCKS, _BLOCK = 16, 64, 1 << 22
+"""Where each block is submitted in backward, the worker's time for the last one is not hidden: so many of them at least and at most, and
+the elements of one in between. A block takes the training thread 0.2 to 0.3 ms a step, and the worker 1.3 to 2 ms at 60 to 100 GB/s."""
+
+
+def blocks_wanted(
+    update_intervals: Sequence[int], *, in_backward: bool, numel: int, awaited_singly: bool = False
+) -> int:
+    """Number of blocks to cut a partition into: at least the largest S, so that every step closes a window.
+
+    Args:
+        update_intervals: values of S that may be used.
+        in_backward: whether blocks may be submitted in backward.
+        numel: elements of the partition.
+        awaited_singly: whether blocks are awaited one by one, in the next forward pass. It begins with that of the last gradient, so that
+            smaller ones make the wait shorter.
+    """
+    finer = 1 + awaited_singly
+    of_backward = min(max(-(-finer * numel // _BLOCK), _LEAST_BLOCKS), finer * _MOST_BLOCKS) if in_backward else 1
+    return max(*update_intervals, of_backward)
+
+
+_SLOTS_AT_ONCE, _BUFFERS_AT_ONCE = (4, 3), (8, 2)
+"""Where blocks are submitted in backward: there are slots for one in 4 of the jobs that a step submits, at least for 3, beside those that
+are held between steps, and buffers for one in 8, at least 2. A block takes its slot with its first gradient, its buffer with the last."""
+
+_BUCKETS = 32
+"""Per step. Gradients leave the device bucket by bucket; with few buckets, copies that could hide behind backward wait for its end."""
+
+SMALLEST_BUCKET, LARGEST_BUCKET = 4_000_000, 200_000_000
+"""Elements. Below the smallest, calls cost more than copies; the largest is the default of Lightning's `DeepSpeedStrategy`."""
+
+
+def bucket_size(numel: int) -> int:
+    """Elements per bucket of reduced gradients, for a model with `numel` trained parameters."""
+    return min(max(-(-numel // _BUCKETS), SMALLEST_BUCKET), LARGEST_BUCKET)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaggeredSchedule(UpdateSchedule):
+    """Closing and publish steps of all blocks, and the memory that they need."""
+
+    n_blocks: int
+    in_backward: bool = False
+    """Whether blocks are submitted in backward where d = 0. The last gradient of a window then keeps its slot until the next job commits
+    it, and slots and publish buffers are freed block by block."""
+
+    @classmethod
+    def of(cls, schedule: UpdateSchedule, *, n_blocks: int, in_backward: bool = False) -> Self:
+        """The staggered schedule of given S and d."""
+        s, d = schedule.update_interval, schedule.publish_lag
+        return cls(n_blocks=n_blocks, update_interval=s, publish_lag=d, in_backward=in_backward)
+
+    def closing_blocks(self, step: int) -> range:
+        """Blocks whose window closes at the end of `step`."""
+        return range(step % self.update_interval, self.n_blocks, self.update_interval)
+
+    @property
+    def n_slots(self) -> int:
+        """Largest number of gradient slots in use; a slot holds the gradient of one block and step.
+
+        Of S blocks with different phases, the open windows hold at most 1 + 2 + ... + S slots, and d jobs of at most S slots each are
+        in flight while the next step's gradients arrive. Windows that follow a simultaneous close of all blocks are shorter.
+
+        Where blocks are submitted in backward with d = 0, windows of 1, 2, ... S slots are open between steps, the first slot of each
+        with a gradient that the last job has shown. Beside them there is room for a few jobs (`_at_once`) and their new gradients;
+        more of them wait (`JobQueue`, backpressure).
+        """
+        s, d = self.update_interval, self.publish_lag
+        jobs = self._at_once(*_SLOTS_AT_ONCE) if self._frees_in_backward else d * self._n_closing
+        return self._n_closing * s * (s + 1) // 2 + s * jobs
+
+    @property
+    def n_publish_buffers(self) -> int:
+        """Largest number of publish buffers in use by staggered steps: the jobs of d + 1 steps.
+
+        In backward a buffer is used again as soon as its weights are on their way up. One more is for jobs whose weights are not copied to
+        the model.
+        """
+        all_at_once = self._n_closing * (self.publish_lag + 1)
+        jobs = self._at_once(*_BUFFERS_AT_ONCE) if self._frees_in_backward else all_at_once
+        return jobs + (self.in_backward and self.n_blocks > 0)
+
+    @property
+    def _frees_in_backward(self) -> bool:
+        return self.in_backward and self.publish_lag == 0
+
+    @property
+    def _n_closing(self) -> int:
+        """Windows that close in a step, at most."""
+        return -(-self.n_blocks // self.update_interval)
+
+    def _at_once(self, share: int, least: int) -> int:
+        """Jobs in flight at once in backward: one in `share` of those that a step submits, at least `least` of them."""
+        return min(self._n_closing, max(least, -(-self._n_closing // share)))
+
+    @property
+    def n_step_records(self) -> int:
+        """Number of step records to keep: a job reaches back S + 1 steps, and its block may close up to S steps later."""
+        return 2 * self.update_interval + max(1, self.publish_lag) + 3
+
+
+_FACTORED_CORRECTION = 2.0
+"""Corrects for the factored second moment (`lightning_zenflow.kernels.factored`): where few entries hold most of a matrix's gradient, it
+exceeds the true second moment of most entries, and provisional updates are too small. Measured, see docs/decisions.md."""
+
+
+@lru_cache
+def momentum_steps(schedule: UpdateSchedule, beta1: float) -> float:
+    """Mean of A_n, in steps along the momentum.
+
+    Args:
+        schedule: S and d.
+        beta1: decay of the first moment, 0 <= beta1 < 1.
+    """
+    s, d = schedule.update_interval, schedule.publish_lag
+    return beta1 / (1 - beta1) * fmean(1 - beta1**n for n in range(d, d + s))
+
+
+@lru_cache
+def gradient_steps(schedule: UpdateSchedule, beta1: float, age: int) -> float:
+    """Mean of B_(n,i), relative to a whole AdamW step along the gradient.
+
+    Args:
+        schedule: S and d.
+        beta1: decay of the first moment, 0 <= beta1 < 1.
+        age: i, from 1. An i that no regular pass sees (after a change of schedule, or before the first publish) counts as the largest one.
+    """
+    s, d = schedule.update_interval, schedule.publish_lag
+    i = min(age, d + s - 1)
+    return fmean(1 - beta1 ** (n - i + 1) for n in range(max(i, d), d + s)) if i > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StalenessCompensation:
+    """Multiples of momentum and gradients for the configured `weight_prediction` and `provisional_scale`."""
+
+    weight_prediction: float | Literal["auto"]
+    provisional_scale: float | Literal["auto"]
+
+    @property
+    def predicts_weights(self) -> bool:
+        """Whether published weights may differ from the exact ones."""
+        return self.weight_prediction != 0.0
+
+    @property
+    def updates_provisionally(self) -> bool:
+        """Whether weights get provisional updates."""
+        return self.provisional_scale != 0.0
+
+    def prediction_steps(self, schedule: UpdateSchedule, beta1: float) -> float:
+        """Steps along the momentum that are added to published weights."""
+        return momentum_steps(schedule, beta1) if self.weight_prediction == "auto" else self.weight_prediction
+
+    def scale(self, schedule: UpdateSchedule, beta1: float, age: int) -> float:
+        """Size of the provisional update relative to the learning rate, for the `age`-th gradient since the exact weights."""
+        if self.provisional_scale != "auto":
+            return self.provisional_scale
+        return _FACTORED_CORRECTION * gradient_steps(schedule, beta1, age)

@@ -1,0 +1,27 @@
+"""DeepSpeed around a step: configuration, environment, construction, and its optimizers, whose steps are ours.
+
+`optimizer` has what these have in common, `stage_2` and `stage_3` what depends on how a stage of ZeRO divides parameters. Private names of
+DeepSpeed are used in this room and in `checkpoint` only, each with a comment that says which and why.
+"""
+
+import contextlib
+import logging
+import sys
+import warnings
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """Whether a record of DeepSpeed's import is more than the warning that there is no GPU: Lightning chooses the device, and says so."""
+    return record.module != "real_accelerator"
+
+
+# DeepSpeed's logger keeps the standard output that it finds on its first import. Standard output is for the results of a user's program.
+_logger = logging.getLogger("DeepSpeed")
+_logger.addFilter(_is_of_use)
+with contextlib.redirect_stdout(sys.stderr):
+    import deepspeed  # noqa: F401
+_logger.removeFilter(_is_of_use)
+# From torch 2.13 on it warns of the names by which DeepSpeed's stage 3 calls collectives, in every step.
+warnings.filterwarnings(
+    "ignore", r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated", FutureWarning
+)

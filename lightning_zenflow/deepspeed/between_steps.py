@@ -1,0 +1,274 @@
+"""What the user's code finds and does between two steps: weights that it writes in place become master weights, as under a torch optimizer;
+in `parameter.grad` stands a mark, from a backward pass to `zero_grad`, of gradients that have been taken in backward.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import Self
+
+from lightning_zenflow.core.device import AsyncHostCopy
+from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.deepspeed.pieces import is_divided
+from lightning_zenflow.worker.rank_state import RankState
+
+FOLLOWED = 16
+"""Steps after the start, and after each write, in which writes through `parameter.data` are looked for in every one."""
+
+_INSTEAD = (
+    "under ZenFlowStrategy gradients are taken in backward: read them with `deepspeed.utils.safe_get_full_grad` in"
+    " `on_before_optimizer_step`; change them in backward, with `parameter.register_hook(lambda gradient: ...)`; clip them by"
+    " `Trainer(gradient_clip_val=...)` or `fabric.clip_gradients(max_norm=...)`; drop those of a whole step with"
+    " `optimizer.zero_grad()`; to leave a parameter as it is, call `parameter.requires_grad_(False)` before the forward pass"
+)
+
+
+class WrittenWeights:
+    """Notices what the user has written to a model's weights, by torch's counters of writes in place: neither our own writes nor
+    DeepSpeed's gathers change those of the parameters, and of the pieces only the end of `GatheredParameters` does.
+
+    Writes through `parameter.data` change no counter. Sums find them, behind flushes and `FOLLOWED` steps, in which the host waits for the
+    device, and behind one step in 32 others, in which they are refused when the device is there. All ranks call all methods together.
+
+    Args:
+        rank: the rank's weights and master weights.
+        names: of all parameters that are trained, in the order in which `Slice.parameter` counts them.
+        in_place: whether the worker writes weights in place. They are written by pieces then, which counters tell.
+        group: data-parallel ranks.
+    """
+
+    def __init__(self, rank: RankState, names: dict[Any, str], *, in_place: bool, group: dist.ProcessGroup) -> None:
+        self._rank, self._names, self._in_place, self._group = rank, names, in_place, group
+        self._n_ranks, self._is_divided = dist.get_world_size(group), any(map(is_divided, names))
+        self._slices = {s.parameter: s for s in rank.partition.slices}
+        self._followed_until = 0
+        self._found = False
+        self._kept: dict[int, Tensor] = {}
+        self._compared: tuple[AsyncHostCopy, set[int]] | None = None
+        self.note()
+
+    def follows(self, step: int) -> bool:
+        """Whether a write was shortly before a step. The next one is likely then, and a flush behind the step makes what it meets exact."""
+        return step <= self._followed_until
+
+    def note(self, step: int | None = None) -> None:
+        """Takes what the model shows now for our own, behind a step or a flush (None)."""
+        self.note_gather()
+        self._is_followed = step is None or step <= max(self._followed_until, FOLLOWED)
+        # Others by Knuth's multiplicative hash, so that what is written in every n-th step is met.
+        sums = not self._in_place and (self._is_followed or step * 2654435761 % 2**32 < 2**27)  # type: ignore[operator]
+        self._sums = self._sum() if sums else None
+
+    def note_gather(self) -> None:
+        """Takes the counters as our own, while our own updates change weights."""
+        self._counters = self._read_counters()
+        self.begin_updates()
+
+    def begin_updates(self) -> None:
+        """Notes that our own updates change weights from here on, until `note`."""
+        self._sums = None
+
+    def look(self, step: int, *, shows_exact: bool) -> bool:
+        """Copies what the user has written since `note`, before a flush overwrites it.
+
+        Args:
+            step: number of steps so far.
+            shows_exact: whether the model's weights were those of all steps before the user's write.
+
+        Returns:
+            Whether there is something for `take_over`, on any rank.
+
+        Raises:
+            MisconfigurationException: the write cannot be taken over.
+        """
+        found = self._counted()
+        if self._sums is not None:
+            differs = self._sum() != self._sums
+            if self._is_followed:
+                with self._rank.telemetry.stalls.measure("flush"):
+                    if self._n_ranks > 1:
+                        dist.all_reduce(any_differs := differs.any().int(), op=dist.ReduceOp.MAX, group=self._group)
+                        self._found |= bool(any_differs)
+                    found |= self._numbers(differs)
+            else:
+                self._compared = AsyncHostCopy(differs), found
+        if self._compared is not None and self._compared[0].arrived:
+            (copy, seen), self._compared = self._compared, None
+            if unseen := self._numbers(copy.read()) - seen:
+                self._refuse(
+                    unseen,
+                    "through `parameter.data`, which goes unnoticed behind most steps: write to the parameter itself,"
+                    " under `torch.no_grad()`",
+                )
+        if found:
+            self._found, self._counters = True, self._read_counters()
+            if not shows_exact:
+                self._refuse(
+                    found,
+                    "in place while updates of it are pending: call `trainer.strategy.flush()` before the first write, or set"
+                    " update_interval=1 and publish_lag=0",
+                )
+        if self._found:
+            self._followed_until = step + FOLLOWED
+        for number in self._slices.keys() & found:
+            self._kept[number] = self._weights(number).to("cpu", copy=True)
+        return self._found
+
+    @torch.no_grad()
+    def take_over(self) -> bool:
+        """Makes what `look` has copied the model's and the master weights, right after a flush; returns whether there was something, on any
+        rank. What the user has left as it was keeps its precision there.
+        """
+        for number, theirs in self._kept.items():
+            s = self._slices[number]
+            master = self._rank.arena.master.narrow(0, s.begin, s.numel)
+            master.copy_(torch.where(theirs == master.to(theirs.dtype), master, theirs.to(master.dtype)))
+            self._weights(number).copy_(theirs)
+        found, self._found, self._kept = self._found, False, {}
+        return found
+
+    def refuse(self) -> None:
+        """Refuses writes between backward and step, when updates are under way."""
+        if found := self._counted():
+            self._refuse(found, "between backward and step: write it in `on_train_batch_start` or `on_train_batch_end`")
+
+    def _counted(self) -> set[int]:
+        """Numbers of the parameters whose counters have changed."""
+        counters = self._read_counters()
+        if counters == self._counters:
+            return set()
+        (whole, pieces), (whole_before, pieces_before) = counters, self._counters
+        written = {i for i, (now, before) in enumerate(zip(whole, whole_before, strict=True)) if now != before}
+        if not pieces:
+            return written
+        kept = {i for i, (now, before) in enumerate(zip(pieces, pieces_before, strict=True)) if now != before}
+        parameters = list(self._names)
+        missed = all(p.partition_numel() * (self._n_ranks - 1) >= p.ds_numel for p in (parameters[i] for i in kept))
+        if lost := written - kept or (kept if missed else set()):
+            instead = (
+                "in `deepspeed.zero.GatheredParameters(..., modifier_rank=0)`, and some rank must not have padding only"
+            )
+            self._refuse(lost, f"under stage=3 but {instead}, or with `deepspeed.utils.safe_set_full_fp32_param`")
+        return kept
+
+    def _read_counters(self) -> tuple[list[int], list[int]]:
+        # Private: torch's counter.
+        pieces = [p.ds_tensor._version for p in self._names] if self._is_divided else []
+        return [p._version for p in self._names], pieces
+
+    def _refuse(self, numbers: set[int], how: str) -> None:
+        name = list(self._names.values())[min(numbers)]
+        raise MisconfigurationException(f"ZenFlowStrategy: {name} must not be written {how}")
+
+    def _numbers(self, differs: Tensor) -> set[int]:
+        return {number for number, other in zip(self._slices, differs.tolist(), strict=True) if other}
+
+    def _weights(self, number: int) -> Tensor:
+        s = self._slices[number]
+        return self._rank.weights_at(s.param_group, s.begin, s.numel)
+
+    def _sum(self) -> Tensor:
+        """Sum of the bits of each slice: [slices] int32 on the device."""
+        sums = [torch.zeros((), dtype=torch.int32, device=self._rank.device)]
+        for weights in map(self._weights, self._slices):
+            # A CPU adds 32 bits at the speed of memory, others 50 times slower.
+            is_aligned = (weights.storage_offset() | weights.numel()) * weights.itemsize % 4 == 0
+            sums.append(weights.view(torch.int32 if is_aligned else torch.int16).sum(dtype=torch.int32))
+        return torch.stack(sums)[1:]
+
+
+class TakenGradient(Tensor):
+    """Has the shape and type of a parameter's gradient, and memory for one element. Whatever reads or changes elements of it raises
+    `MisconfigurationException`.
+    """
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor) -> Self:
+        """The one for parameters of this shape, type and device."""
+        # Private: torch's constructor of subclasses that see operations.
+        taken: Self = Tensor._make_subclass(cls, parameter.detach().new_zeros(()).expand(parameter.shape))
+        return taken
+
+    # Functions of torch go on to `__torch_dispatch__`; what compiles a module may look at shapes and types.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's documentation has it
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> NoReturn:
+        """Refuses every operation."""
+        raise MisconfigurationException(
+            f"`parameter.grad` must not be used between backward and `zero_grad`: {_INSTEAD}"
+        )
+
+
+class TakenGradients:
+    """`TakenGradient` in the parameters of a model, as long as torch would have gradients there.
+
+    Args:
+        parameters: all that are trained.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self._shapes: list[torch.Size] = []
+        self._marks: list[Tensor] = []
+        self._are_put = self._are_shown = False
+
+    def mark(self) -> None:
+        """Puts them into the parameters, after a backward pass."""
+        # Under stage 3 parameters have another shape where they are gathered.
+        if (shapes := [p.shape for p in self._parameters]) != self._shapes:
+            of_shape = {p.shape: TakenGradient(p) for p in self._parameters}
+            self._shapes, self._marks = shapes, [of_shape[shape] for shape in shapes]
+        # First: who is interrupted below removes what has been put in.
+        self._are_put = True
+        for p, mark in zip(self._parameters, self._marks, strict=True):
+            p.grad = mark
+        self._are_shown = True
+
+    def show(self) -> None:
+        """Ends `hide`."""
+        if self._are_put:
+            self.mark()
+
+    def hide(self) -> None:
+        """Takes them out of the parameters in a forward pass, in which there may be a backward pass of the user's own."""
+        if self._are_put:
+            self._are_shown = False
+            for p in self._parameters:
+                p.grad = None
+
+    def clear(self) -> None:
+        """Removes them, before a backward pass and before the parameters are given back."""
+        self.hide()
+        # Last: who is interrupted before does it again.
+        self._are_put = False
+
+    def replaced(self) -> list[Tensor]:
+        """Parameters whose `grad` has been assigned since `mark`."""
+        marked = zip(self._parameters, self._marks, strict=False) if self._are_shown else ()
+        return [p for p, mark in marked if p.grad is not mark]
+
+    def refuse_accumulation(self) -> None:
+        """Refuses gradients that were there before a step's first backward pass, to which torch would add."""
+        if any(p.grad is mark for p, mark in zip(self._parameters, self._marks, strict=False)):
+            raise MisconfigurationException(
+                "`optimizer_zero_grad` must call `optimizer.zero_grad()` before the backward pass of each step: ZenFlowStrategy does not"
+                " keep gradients of a step that is done; accumulate them with `Trainer(accumulate_grad_batches=...)`"
+            )
+
+    def refuse_second_step(self) -> None:
+        """Refuses a step by gradients that a step before has used."""
+        if self._are_put:
+            raise MisconfigurationException(
+                "ZenFlowStrategy: a step must have a backward pass of its own, got a second call of `optimizer.step` behind one"
+            )
+
+
+def refuse_replaced(names: Sequence[str]) -> None:
+    """Refuses gradients that were assigned between backward and step, by the names of their parameters."""
+    raise MisconfigurationException(
+        f"{', '.join(names)}: `grad` must not be assigned between backward and step: {_INSTEAD}"
+    )

@@ -1,0 +1,270 @@
+"""Construction of a rank's components from DeepSpeed's optimizer."""
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.auto_policy import SchedulePolicy, candidates_of, that_fit, with_changes
+from lightning_zenflow.core.device import SideStream
+from lightning_zenflow.core.distributed import in_common, raise_together, raising_together
+from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.partition import Partition, Slice
+from lightning_zenflow.core.schedule import StaggeredSchedule, UpdateSchedule, blocks_wanted
+from lightning_zenflow.deepspeed.environment import RankResources
+from lightning_zenflow.deepspeed.host_state import HostState
+from lightning_zenflow.kernels.base import kernels_for
+from lightning_zenflow.offload.block import Blocks
+from lightning_zenflow.offload.buffers import InPlacePublisher, Publisher, SlotPool
+from lightning_zenflow.offload.columns import export_bytes
+from lightning_zenflow.offload.fill import Fill
+from lightning_zenflow.offload.jobs import JobQueue
+from lightning_zenflow.offload.ownership import Ownership
+from lightning_zenflow.offload.plan import Planner, ScheduleControl
+from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
+from lightning_zenflow.offload.readings import CounterReader
+from lightning_zenflow.offload.run_state import StepParts
+from lightning_zenflow.offload.selector import Selector
+from lightning_zenflow.telemetry.telemetry import StallClock, Telemetry
+from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
+from lightning_zenflow.worker.cores import WorkerCores
+from lightning_zenflow.worker.memory import check_host_memory, free_host_memory
+from lightning_zenflow.worker.process import Worker
+from lightning_zenflow.worker.rank_state import RankState
+from lightning_zenflow.worker.supervisor import SupervisedWorker
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroPartition:
+    """This rank's part of the training state, as DeepSpeed's optimizer holds it."""
+
+    optimizer: Optimizer
+    """The user's."""
+    masters: Sequence[Tensor]
+    """The rank's flat fp32 partitions, parameters of the optimizer, whose memory is replaced by the arena's."""
+    slices: Sequence[Slice]
+    """Parts of the model's parameters that lie in the partitions."""
+    weights: Sequence[Tensor]
+    """For each flat partition the model's weights, which the values of `masters` equal. In place only their lengths and type count."""
+    device: torch.device
+    """Training device, on which the gradients are."""
+    in_place: bool = False
+    """Whether the weights are to be in host memory, where the worker writes them: `RankState.weights` then take the place of `weights`,
+    until the arena is closed. Forked processes do not have that memory."""
+    release_weights: Callable[[], None] | None = None
+    """Frees the memory of the model's weights where they are to be in place: when the arena has master weights, before the rest of it takes
+    memory."""
+    row_lengths: Sequence[int]
+    """Columns of each parameter's [out, rest] view."""
+    group: dist.ProcessGroup
+    """Data-parallel ranks."""
+
+    @property
+    def publisher(self) -> type[Publisher]:
+        """How new weights come into the model."""
+        return InPlacePublisher if self.in_place else Publisher
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankParts:
+    """Components of one rank: those that must be closed, and those of the step."""
+
+    worker: SupervisedWorker
+    host_state: HostState
+    step: StepParts
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Sizes of a rank's arena, for the schedules that the configuration allows. Pure."""
+
+    config: ZenFlowConfig
+    zero: ZeroPartition
+    partition: Partition
+    n_threads: int
+    """Of the worker."""
+
+    @property
+    def candidates(self) -> list[UpdateSchedule]:
+        """Schedules that the configuration allows, the least stale first."""
+        return candidates_of(self.config.update_intervals, self.config.publish_lags)
+
+    def sizes(self, schedules: Sequence[UpdateSchedule]) -> ArenaSizes:
+        """Sizes of an arena for any of the schedules and the changes between them."""
+        config, n_blocks = self.config, len(self.partition.blocks)
+        staggered = [
+            StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=config.submits_in_backward)
+            for schedule in with_changes(schedules)
+        ]
+        return ArenaSizes(
+            n_param_groups=len(self.zero.masters),
+            n_step_records=max(s.n_step_records for s in staggered),
+            n_slots=max(s.n_slots for s in staggered),
+            n_publish_buffers=max(map(self.zero.publisher.n_buffers, staggered)),
+            dtype=self.zero.weights[0].dtype,
+            moments_dtype=getattr(torch, config.moments_dtype),
+            n_threads=self.n_threads,
+            newest_first=self.zero.in_place,
+            export_bytes=export_bytes(self.partition, config.owned_ratio),
+        )
+
+    def n_bytes(self, schedules: Sequence[UpdateSchedule]) -> int:
+        """Host memory for a run that may use all of the schedules."""
+        return arena_bytes(self.partition, self.sizes(schedules))
+
+
+def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) -> RankParts:
+    """Plans the memory, checks that all ranks have it, and makes the components; the caller closes worker and arena.
+
+    Raises:
+        MisconfigurationException: this or another host has too little memory.
+        WorkerError: the worker could not be started.
+        RuntimeError: page-locked memory was refused; or another rank has failed, whose error is in the message.
+    """
+    assert config.is_immediate or not zero.in_place, "`with_weights_on_host` comes before"
+    # Padding included.
+    sizes = [master.numel() for master in zero.masters]
+    in_backward, in_place = config.submits_in_backward, zero.in_place
+    n_blocks = blocks_wanted(
+        config.update_intervals, in_backward=in_backward, numel=sum(sizes), awaited_singly=in_place
+    )
+    partition = zero.publisher.cut(zero.slices, sizes, n_blocks, zero.weights[0].dtype)
+    plan = MemoryPlan(config=config, zero=zero, partition=partition, n_threads=len(resources.cores.cores))
+    policy = _agree(plan, resources.ranks_on_host)
+    # Outermost, so that ranks that have built their parts release them if another one has not.
+    with ExitStack() as undo:
+        with raising_together(RuntimeError):
+            parts = _make(plan, policy, resources, undo)
+        undo.pop_all()
+    rank_zero_info(_description(config, parts.step.rank, policy.schedule, resources.cores))
+    return parts
+
+
+def _agree(plan: MemoryPlan, ranks_on_host: int) -> SchedulePolicy:
+    """Checks the plan on all ranks; returns a policy for the schedules that every rank has memory for.
+
+    Raises:
+        MisconfigurationException: the arenas do not fit the memory of this or another rank's host; the same on all ranks.
+    """
+    config, candidates = plan.config, plan.candidates
+    # The state of an earlier fit may be garbage that has not been collected, and would count as taken.
+    gc.collect()
+    available = free_host_memory().n_bytes / ranks_on_host
+    fitting = that_fit(candidates, lambda some: plan.n_bytes(some) <= available)
+    # The same on all ranks. Without any that fits, the check below says so.
+    kept = in_common(fitting) or candidates
+    policy = SchedulePolicy(kept, hides_in_backward=config.submits_in_backward)
+    keys = ("update_interval", "publish_lag", "max_update_interval", "topk_ratio")
+    problem = check_host_memory(
+        first=plan.n_bytes([policy.schedule]),
+        largest=plan.n_bytes(kept),
+        ranks=ranks_on_host,
+        keys=", ".join(f"{key}={getattr(config, key)!r}" for key in keys),
+    )
+    # Before any rank has taken its memory.
+    raise_together(None if problem is None else MisconfigurationException(problem), MisconfigurationException)
+    left_out = [c for c in candidates if c not in kept]
+    names = [f"update_interval={s.update_interval}, publish_lag={s.publish_lag}" for s in left_out]
+    if names:
+        rank_zero_info(f"ZenFlow: auto leaves out what host memory has no room for: {'; '.join(names)}")
+    return policy
+
+
+def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, undo: ExitStack) -> RankParts:
+    """Makes the components, in the order in which one needs another; `undo` releases them."""
+    config, zero, cores = plan.config, plan.zero, resources.cores.cores
+    device = zero.device
+    # For every schedule that the configuration allows: what is not used takes no memory.
+    sizes = plan.sizes(plan.candidates)
+    arena = Arena(plan.partition, sizes, device=device, cores=cores)
+    undo.callback(arena.close, keep_state=False)
+    rank = RankState(
+        partition=plan.partition,
+        arena=arena,
+        weights=zero.publisher.place(zero.weights, plan.partition, arena),
+        device=device,
+        kernels=kernels_for(device),
+        telemetry=Telemetry(stalls=StallClock(device)),
+        d2h=SideStream(device),
+    )
+    # Before anything is written to the states: their memory comes from the NUMA node of the thread that touches it first.
+    worker = SupervisedWorker(
+        partial(Worker, arena, cores=cores, timeout_s=config.worker_timeout, word_timeout_s=resources.word_timeout_s),
+        max_restarts=config.max_worker_restarts,
+        stalls=rank.telemetry.stalls,
+    )
+    undo.callback(worker.kill)
+    host_state = HostState(zero.optimizer, zero.masters, partition=plan.partition, arena=arena)
+    if zero.in_place and zero.release_weights is not None:
+        zero.release_weights()
+    blocks = Blocks(plan.partition)
+    slots, publisher = SlotPool(rank, blocks), zero.publisher(rank, blocks)
+    jobs = JobQueue(
+        rank,
+        blocks,
+        worker,
+        slots,
+        publisher,
+        policy.schedule,
+        config.compensation,
+        in_backward=config.submits_in_backward,
+        corrects=zero.in_place and not config.predicts_clipping,
+    )
+    publisher.take_over()
+    selector = Selector(
+        zero.row_lengths,
+        topk_ratio=config.topk_ratio,
+        by_epoch=config.select_strategy == "epoch",
+        interval=config.select_interval,
+        device=rank.device,
+    )
+    ownership = Ownership(rank, worker, topk_ratio=config.owned_ratio)
+    provisional = ProvisionalUpdate(rank, config.compensation, rank_number=dist.get_rank(zero.group))
+    fill = Fill(
+        rank,
+        blocks,
+        slots,
+        jobs,
+        ownership,
+        provisional,
+        accumulate_on=config.accumulate_on,
+        predicts_clipping=config.predicts_clipping or jobs.corrects,
+    )
+    control = None
+    if config.measures:
+        control = ScheduleControl(policy, rank, group=zero.group)
+    planner = Planner(config, jobs, control, selector)
+    skipped = torch.zeros((), dtype=torch.int64, device=rank.device)
+    step = StepParts(
+        rank=rank,
+        slots=slots,
+        jobs=jobs,
+        ownership=ownership,
+        provisional=provisional,
+        fill=fill,
+        selector=selector,
+        planner=planner,
+        counters=CounterReader(rank, jobs, fill.in_backward, ownership, skipped=skipped),
+        write_count=host_state.write_count,
+        skipped=skipped,
+    )
+    return RankParts(worker=worker, host_state=host_state, step=step)
+
+
+def _description(config: ZenFlowConfig, rank: RankState, schedule: UpdateSchedule, cores: WorkerCores) -> str:
+    given = {"update_interval": schedule.update_interval, "publish_lag": schedule.publish_lag}
+    begins = [f"{key}={value}{' (auto)' if getattr(config, key) == 'auto' else ''}" for key, value in given.items()]
+    if "topk_ratio" in config.model_fields_set and config.owned_ratio < config.topk_ratio:
+        begins.append(f"topk_ratio={config.topk_ratio:g} without effect, as no weight is ever late")
+    return (
+        f"ZenFlow: {sum(s.numel for s in rank.partition.slices):,} parameters on this rank; {', '.join(begins)}; worker on cores"
+        f" {list(cores.cores)} ({cores.reason}); {rank.arena.reserved_bytes / 2**30:.2f} GiB of shared host memory"
+    )

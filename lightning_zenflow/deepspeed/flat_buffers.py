@@ -1,0 +1,167 @@
+"""ZeRO's flat buffers: the order of their parameters, by which each rank's share is spread over the depth of the model; its slices; and
+copies of the ranks' states in the order of another layout, for checkpoints that plain DeepSpeed reads.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor
+
+from lightning_zenflow.core.partition import Slice, group_begins
+from lightning_zenflow.deepspeed.flat_layout import FlatLayout, Run, runs
+from lightning_zenflow.deepspeed.on_disk import on_disk
+
+_LARGE = 1 / 8
+"""Of a rank's share. Parameters larger than this are placed first: beside one, a rank takes fewer of the others."""
+
+_ACROSS = 1 / 2
+"""Of a rank's share. Larger parameters are divided between two ranks."""
+
+_CHUNK = 1 << 24
+"""Elements that are exchanged at once: 64 MB of device memory."""
+
+Read = Callable[[int, int], Tensor]
+"""Gives elements [begin, begin + numel) of a state, for a begin and a number; of any type."""
+
+
+def balanced_order(numels: Sequence[int], n_ranks: int) -> list[int]:
+    """Order of a flat buffer that is cut into equal parts, so that every rank gets gradients from the beginning of backward to its end.
+
+    In the module's order, a rank's gradients arrive in one n-th of backward, and its worker has no more time than that. Here parameters are
+    dealt out in backward's order, each to the rank that is then filled least, as a part of its room. Most stay whole: the equal cut moves
+    the ends of the ranks' parts by less than a parameter.
+
+    Args:
+        numels: elements of each parameter, in the module's order, the reverse of which gradients are expected in.
+        n_ranks: number of equal parts.
+
+    Returns:
+        Indexes into `numels`; in the order of the module where there is one rank.
+    """
+    share = sum(numels) / n_ranks
+    room, filled = [share] * n_ranks, [0] * n_ranks
+    own: list[list[int]] = [[] for _ in range(n_ranks)]
+    across: list[list[int]] = [[] for _ in range(n_ranks)]  # between a rank and the next one
+    backward = range(len(numels) - 1, -1, -1)
+    for index in sorted(backward, key=lambda i: numels[i], reverse=True):
+        numel = numels[index]
+        if numel > _ACROSS * share and n_ranks > 1:
+            rank = max(range(n_ranks - 1), key=lambda r: min(room[r], room[r + 1]))
+            across[rank].append(index)
+            room[rank] -= numel / 2
+            room[rank + 1] -= numel / 2
+        elif numel > _LARGE * share:
+            rank = max(range(n_ranks), key=room.__getitem__)
+            own[rank].append(index)
+            room[rank] -= numel
+    for index in backward:
+        if numels[index] <= _LARGE * share:
+            rank = min(range(n_ranks), key=lambda r: (filled[r] + numels[index]) / max(room[r], 1e-3 * share))
+            own[rank].append(index)
+            filled[rank] += numels[index]
+    return [index for rank in range(n_ranks) for index in (*sorted(own[rank]), *across[rank])]
+
+
+def read_slices(zero_optimizer: Any) -> list[Slice]:
+    """Slices of this rank's partition, ascending.
+
+    Private attributes of `DeepSpeedZeroOptimizer`: `params_in_partition` (parameters with a part in the partition, by group) and
+    `grad_position` (for each of them its group, the first element of the part in the parameter and in the group's partition, and its
+    number of elements).
+    """
+    begins = group_begins(zero_optimizer.partition_size)
+    slices = []
+    for parameters in zero_optimizer.params_in_partition:
+        for parameter in parameters:
+            number = zero_optimizer.get_param_id(parameter)
+            group, start, begin, numel = zero_optimizer.grad_position[number]
+            if numel > 0:
+                place = {"param_group": group, "begin": begins[group] + begin, "start": start, "numel": numel}
+                slices.append(Slice.of(parameter.shape, parameter=number, **place))
+    return slices
+
+
+def parameters_in_order(zero_optimizer: Any) -> list[Tensor]:
+    """Trained parameters of the model, in the order in which `Slice.parameter` counts them."""
+    return [parameter for group in zero_optimizer.bit16_groups for parameter in group]
+
+
+def flat_layouts(zero_optimizer: Any, groups: Sequence[Sequence[Tensor]]) -> list[FlatLayout]:
+    """The layout of each parameter group, if its flat buffer has the parameters in the order of `groups`."""
+    names = zero_optimizer.param_names
+    return [
+        FlatLayout.of({names[p]: p.numel() for p in group}, [0] * len(group), partition_numel=numel)
+        for group, numel in zip(groups, zero_optimizer.partition_size, strict=True)
+    ]
+
+
+def fragments(layouts: Sequence[FlatLayout], rank: int) -> list[dict[str, Any]]:
+    """For each parameter group the places of the parameters' parts on a rank, which DeepSpeed makes universal checkpoints by."""
+    found = []
+    for layout in layouts:
+        parts = {name: layout.part_of(name, rank) for name in layout.places}
+        found.append(
+            {n: fragment_address(numel=end - begin, start=begin) for n, (begin, end) in parts.items() if begin < end}
+        )
+    return found
+
+
+class OrderedCopy:
+    """This rank's part of the states in another order, float32, on disk (`on_disk`): a copy in memory would take as much as the states.
+
+    Args:
+        folder: on the file system that the checkpoint is written to.
+        layouts: of each parameter group.
+        n_states: states of each element.
+
+    Attributes:
+        states: for each parameter group its states, [partition_numel], zeros at first.
+
+    Raises:
+        OSError: the disk is full.
+    """
+
+    def __init__(self, folder: Path, layouts: Sequence[FlatLayout], *, n_states: int) -> None:
+        self._layouts = layouts
+        self.states = [[on_disk(folder, layout.partition_numel) for _ in range(n_states)] for layout in layouts]
+
+    def fill(
+        self,
+        states: Sequence[Sequence[Read]],
+        layouts: Sequence[FlatLayout],
+        *,
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Copies the states of all ranks, which call it together. Waits for the other ranks.
+
+        Args:
+            states: as `OrderedCopy.states`, by their functions.
+            layouts: their order.
+            device: of the group's collectives.
+            group: the ranks.
+        """
+        for target, source, theirs, ours in zip(self._layouts, layouts, states, self.states, strict=True):
+            for run in runs(source, target):
+                for from_, to in zip(theirs, ours, strict=True):
+                    _copy(from_, to, run, device, group)
+
+
+def _copy(read: Read, target: Tensor, run: Run, device: torch.device, group: dist.ProcessGroup) -> None:
+    """Copies one run of elements. All ranks do so for all runs in the same order, so none waits for one that waits for it."""
+    rank = dist.get_rank(group)
+    for offset in range(0, run.numel, _CHUNK):
+        n = min(_CHUNK, run.numel - offset)
+        if rank == run.source_rank:
+            values = read(run.source_begin + offset, n)
+            if rank != run.target_rank:
+                dist.send(values.to(device, torch.float32), group=group, group_dst=run.target_rank)
+        if rank == run.target_rank:
+            if rank != run.source_rank:
+                values = torch.empty(n, dtype=torch.float32, device=device)
+                dist.recv(values, group=group, group_src=run.source_rank)
+            target.narrow(0, run.target_begin + offset, n).copy_(values)

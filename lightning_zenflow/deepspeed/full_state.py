@@ -1,0 +1,194 @@
+"""Whole fp32 weights, moments and gradients of single parameters, for `deepspeed.utils.safe_get_full_*` and `safe_set_full_*`."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zenflow.core.partition import Slice
+from lightning_zenflow.deepspeed.on_disk import with_own_storage
+from lightning_zenflow.deepspeed.pieces import is_divided
+from lightning_zenflow.worker.moments import Moment
+
+if TYPE_CHECKING:
+    from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
+
+
+class FullState:
+    """Reads and writes the state of one parameter on all ranks, in the arena. All methods are collective.
+
+    Args:
+        optimizer: the rank's optimizer.
+        parameters: all that are trained, in the order in which `Slice.parameter` counts them.
+        shapes: of the whole parameters.
+    """
+
+    def __init__(
+        self, optimizer: "ZenFlowOptimizer", parameters: Sequence[Tensor], shapes: Sequence[Sequence[int]]
+    ) -> None:
+        rank = optimizer.parts.rank
+        self._optimizer = optimizer
+        self._step = optimizer.zenflow_step
+        self._states: dict[str | None, Moment] = {
+            None: Moment(rank.arena.master),
+            "exp_avg": rank.arena.exp_avg,
+            "exp_avg_sq": rank.arena.exp_avg_sq,
+        }
+        self._slices = {s.parameter: (index, s) for index, s in enumerate(rank.partition.slices)}
+        self._parameters, self._shapes = parameters, [torch.Size(shape) for shape in shapes]
+
+    def read(self, number: int, optim_state_key: str | None = None) -> Tensor:
+        """Exact state of a parameter after the last step; waits for updates that are pending.
+
+        Args:
+            number: of the parameter.
+            optim_state_key: None: the weight; "exp_avg" or "exp_avg_sq": a moment.
+
+        Returns:
+            [*shape of the parameter] float32, on the parameter's device.
+
+        Raises:
+            ValueError: there is no state of this name.
+            RuntimeError: the backward pass of a step's last micro-batch has begun, and the step has not been done.
+            WorkerError: training was interrupted, and the exact state is lost.
+        """
+        self.make_exact(number, "safe_get_full_fp32_param and safe_get_full_optimizer_state")
+        state = self._state(optim_state_key)
+        return self._whole(number, lambda _, s: state.read(s.begin, s.numel))
+
+    def in_memory(self, number: int, optim_state_key: str | None = None) -> Tensor | None:
+        """What `read` gives, without a copy, where this rank has all of it in float32: [*shape of the parameter] on the CPU, in the arena's
+        memory, exact until the next step; otherwise None. No collective.
+        """
+        state, shape = self._state(optim_state_key), self._shapes[number]
+        if number not in self._slices or state.array.dtype != torch.float32:
+            return None
+        _, s = self._slices[number]
+        part = state.array.narrow(0, s.begin, s.numel)
+        return with_own_storage(part.view(shape)) if s.numel == shape.numel() else None
+
+    def write(self, number: int, value: Tensor, optim_state_key: str | None = None) -> None:
+        """Replaces the state of a parameter by `value`, of its shape and any type. Other arguments and errors are those of `read`.
+
+        Training goes on with it; the model shows it with the next publish of its blocks, at most S + d steps later.
+        """
+        self.make_exact(number, "safe_set_full_fp32_param and safe_set_full_optimizer_state")
+        state, shape = self._state(optim_state_key), self._shapes[number]
+        if value.shape != shape:
+            raise ValueError(
+                f"the new value of {self._name(number)} must have the shape {list(shape)}, got {list(value.shape)}"
+            )
+        if number in self._slices:
+            _, s = self._slices[number]
+            state.write(s.begin, value.detach().reshape(-1).narrow(0, s.start, s.numel))
+        self._step.state_written()
+
+    def read_local(self, number: int, optim_state_key: str | None = None) -> Tensor:
+        """This rank's part of `read`, flat, float32, on the CPU. A collective as well, which flushes."""
+        self.make_exact(number, "safe_get_local_fp32_param and safe_get_local_optimizer_state")
+        state = self._state(optim_state_key)
+        if number not in self._slices:
+            return torch.empty(0, dtype=torch.float32, device="cpu")
+        _, s = self._slices[number]
+        # A copy, since the worker writes to the arena.
+        return state.read(s.begin, s.numel).to(torch.float32, copy=True)
+
+    def write_local(self, number: int, value: Tensor, optim_state_key: str | None = None) -> None:
+        """Replaces this rank's part by the first elements of `value`. Other arguments and errors are those of `write`."""
+        self.make_exact(number, "safe_set_local_fp32_param and safe_set_local_optimizer_state")
+        state = self._state(optim_state_key)
+        if number in self._slices:
+            _, s = self._slices[number]
+            state.write(s.begin, value.detach().reshape(-1).narrow(0, 0, s.numel))
+        self._step.state_written()
+
+    def gradient(self, number: int) -> Tensor:
+        """Gradient of the whole step, averaged over the ranks; before clipping, times the loss scale. Waits for the device.
+
+        Returns:
+            [*shape of the parameter] float32, on the parameter's device; zero where the step did not use the parameter.
+
+        Raises:
+            ValueError: there is no gradient at this time.
+        """
+        self._refuse_without_gradients(number)
+        return self._whole(number, lambda index, _: self._step.gradient(index))
+
+    def local_gradient(self, number: int) -> Tensor:
+        """This rank's part of `gradient`, flat, in the model's type; no collective. Errors are the same."""
+        self._refuse_without_gradients(number)
+        if number not in self._slices:
+            return self._parameters[number].new_empty(0)
+        return self._step.gradient(self._slices[number][0])
+
+    def _refuse_without_gradients(self, number: int) -> None:
+        if not self._step.has_gradients:
+            raise ValueError(
+                f"safe_get_full_grad({self._name(number)}): gradients are there after the backward pass of a step's last micro-batch and"
+                " before the step: call it in `on_before_optimizer_step`"
+            )
+
+    def refuse_gradient(self, number: int, value: Tensor) -> None:
+        """Raises RuntimeError, which says where gradients can be changed."""
+        raise RuntimeError(
+            f"safe_set_full_grad({self._name(number)}): under ZenFlowStrategy gradients go to the host during backward and cannot be"
+            " replaced after it: change them in a hook, `parameter.register_hook(lambda gradient: ...)`"
+        )
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of the whole parameters, by name in the order of their numbers."""
+        return {self._name(number): shape for number, shape in enumerate(self._shapes)}
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The parameters by name, in the same order."""
+        return {self._name(number): p for number, p in enumerate(self._parameters)}
+
+    def shown(self) -> list[str]:
+        """Names of the parameters that, right after a flush, show this rank's part of the master weights and no weights of the user's. No
+        collective.
+        """
+        names = []
+        parameters: dict[str, Any] = self.parameters
+        for number, (name, p) in enumerate(parameters.items()):
+            if number in self._slices:
+                _, s = self._slices[number]
+                begin, weights = (0, p.ds_tensor) if is_divided(p) else (s.start, p)
+                part = weights.detach().reshape(-1)[begin : begin + s.numel].cpu()
+                if not torch.equal(part, self._states[None].read(s.begin, s.numel).to(part.dtype)):
+                    continue
+            names.append(name)
+        return names
+
+    def _name(self, number: int) -> str:
+        return str(self._optimizer.param_names[self._parameters[number]])
+
+    def make_exact(self, number: int, caller: str) -> None:
+        """Flushes for a reader or a writer of a parameter's state, whose name is for the error: `read` has them."""
+        # The same on every rank. A flush would drop the step's gradients.
+        if self._step.is_complete:
+            raise RuntimeError(
+                f"{caller}({self._name(number)}): the gradients of a step are there and have not been applied; call it between steps, as"
+                " in the Trainer's `on_train_batch_start` or `on_train_batch_end`"
+            )
+        self._optimizer.flush()
+
+    def _state(self, key: str | None) -> Moment:
+        if key not in self._states:
+            raise ValueError(f"optim_state_key must be 'exp_avg' or 'exp_avg_sq', got {key!r}")
+        return self._states[key]
+
+    def _whole(self, number: int, part: Callable[[int, Slice], Tensor]) -> Tensor:
+        """Puts together what the ranks hold of a parameter."""
+        shape, group = self._shapes[number], self._optimizer.dp_process_group
+        # NCCL takes the rank's device only, which the parameter has left when training has ended.
+        flat = torch.zeros(shape.numel(), dtype=torch.float32, device=self._optimizer.parts.rank.device)
+        if number in self._slices:
+            index, s = self._slices[number]
+            flat.narrow(0, s.start, s.numel).copy_(part(index, s))
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(flat, group=group)
+        return flat.view(shape).to(self._parameters[number].device)

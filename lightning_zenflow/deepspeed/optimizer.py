@@ -1,0 +1,509 @@
+"""What DeepSpeed's optimizers around `ZenFlowStep` have in common, whatever the stage of ZeRO."""
+
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.device import runtime_of
+from lightning_zenflow.core.errors import MisconfigurationException, other_backward
+from lightning_zenflow.deepspeed.between_steps import TakenGradients, WrittenWeights, refuse_replaced
+from lightning_zenflow.deepspeed.build import ZeroPartition, build
+from lightning_zenflow.deepspeed.environment import RankResources
+from lightning_zenflow.deepspeed.flat_layout import Layout
+from lightning_zenflow.deepspeed.full_state import FullState
+from lightning_zenflow.deepspeed.supported import refuse_unused
+from lightning_zenflow.deepspeed.user_optimizer import read_hyperparameters
+from lightning_zenflow.offload.freezing import Freezing
+from lightning_zenflow.offload.plan import StepInputs
+from lightning_zenflow.offload.readings import CounterReader
+from lightning_zenflow.offload.run_state import CHECKPOINT_KEY, StepParts
+from lightning_zenflow.offload.step import ZenFlowStep
+from lightning_zenflow.telemetry.telemetry import Telemetry
+from lightning_zenflow.worker.process import WorkerError
+from lightning_zenflow.worker.supervisor import SupervisedWorker
+
+_DeepSpeedsOptimizer: Any = object
+"""What comes after the mixin in the order of base classes; `Any` for the type checker, since there are two."""
+
+
+class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
+    """Mixin of one of DeepSpeed's ZeRO offload optimizers, whose step then does not wait for the CPU (ZenFlow, arXiv 2505.12242).
+
+    DeepSpeed keeps its part: flat model weights, gradient buckets and their reduction, checkpoint format, the engine around it. Its fp32
+    partitions and AdamW's moments live in the arena that the worker shares, so DeepSpeed's own checkpoint code sees them as they are.
+    Gradients and steps go to `ZenFlowStep`. The class of a stage says where the weights lie and routes the reduced gradients.
+
+    Args:
+        *args: as DeepSpeed's.
+        zenflow: configuration.
+        resources: cores and memory of the rank.
+        **kwargs: as DeepSpeed's.
+
+    Attributes:
+        telemetry: stall clock and copied bytes.
+        counters: all counters, to be read at any time.
+        parts: components of the step.
+        clip_grad: largest norm of the whole gradient after clipping, DeepSpeed's; also of a step that is complete already. 0: no clipping.
+            Infinity: no clipping, which backward passes do not rely on.
+        worker_cores: logical cores of the worker.
+        zenflow_config: configuration of this training.
+        before_step: called before the next step; None: nothing is.
+        zenflow_step: the step. Not `zenflow`, which is a flag of the base class.
+        taken: what stands in `parameter.grad`.
+    """
+
+    state_key: ClassVar[str]
+    """Key of AdamW's state in DeepSpeed's."""
+    # DeepSpeed's own, declared for the type checker.
+    optimizer: Optimizer
+    param_names: dict[Tensor, str]
+    clip_grad: float
+    dp_process_group: dist.ProcessGroup
+
+    def __init__(self, *args: Any, zenflow: ZenFlowConfig, resources: RankResources, **kwargs: Any) -> None:
+        # DeepSpeed's constructor calls `initialize_optimizer_states`, which needs these.
+        self.zenflow_config = zenflow
+        self._resources = resources
+        self.worker_cores = list(resources.cores.cores)
+        self._worker: SupervisedWorker | None = None
+        self._destroyed = self._in_backward = self._is_behind_step = False
+        self.before_step: Callable[[], None] | None = None
+        self._process = os.getpid()
+        # The user's, which DeepSpeed gives other parameters.
+        (users,) = (argument for argument in args if isinstance(argument, Optimizer))
+        self._of_groups = [list(group["params"]) for group in users.param_groups]
+        try:
+            super().__init__(*args, **kwargs)
+        except BaseException:
+            if not self.closed:
+                self.close(keep_state=False)
+            raise
+        # Lightning's `LearningRateMonitor` reads them, as from torch's.
+        self.defaults = dict(self.optimizer.defaults)
+        self._flats = self._exchange_params(self._of_groups)
+        self._is_read = False
+        self._reading = self.optimizer.register_state_dict_pre_hook(self._refuse_reading)
+
+    def _exchange_params(self, of_groups: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """Gives the groups of the user's optimizer other parameters, and returns those that they had."""
+        groups = self.optimizer.param_groups
+        before = [group["params"] for group in groups]
+        for group, params in zip(groups, of_groups, strict=True):
+            group["params"] = list(params)
+        return before
+
+    @contextmanager
+    def _with_flat_groups(self) -> Iterator[None]:
+        """Context of DeepSpeed's code for checkpoints, for which the groups have what it left in them: flat partitions, the keys of the
+        state. Everywhere else they have the module's parameters, as the user's code finds them under torch.
+        """
+        self._is_read = True
+        self._exchange_params(self._flats)
+        try:
+            yield
+        finally:
+            self._exchange_params(self._of_groups)
+            self._is_read = False
+
+    def _refuse_reading(self, _: Optimizer) -> None:
+        if not self._is_read:
+            raise MisconfigurationException(
+                "ZenFlowStrategy: state_dict of the optimizer from configure_optimizers must not be called in training, when the worker has"
+                " AdamW's moments: save a checkpoint, or read them with `deepspeed.utils.safe_get_full_optimizer_state`"
+            )
+
+    def _build_step(self, zero: ZeroPartition, parameters: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> None:
+        """Replaces DeepSpeed's host buffers by the arena and starts the worker.
+
+        Args:
+            zero: the rank's part.
+            parameters: all that are trained, in the order in which `Slice.parameter` counts them.
+            shapes: of the whole parameters.
+        """
+        parts = build(self.zenflow_config, zero, self._resources)
+        self._worker, self._host_state, self._rank = parts.worker, parts.host_state, parts.step.rank
+        self.telemetry: Telemetry = parts.step.rank.telemetry
+        self.counters: CounterReader = parts.step.counters
+        self.parts: StepParts = parts.step
+        self._trained_parameters = parameters
+        self._slice_of_parameter = {s.parameter: i for i, s in enumerate(self._rank.partition.slices)}
+        self.zenflow_step = ZenFlowStep(
+            self.zenflow_config,
+            parts.step,
+            Freezing(self._rank.partition, parameters),
+            self.dp_process_group,
+            read_inputs=self._read_inputs,
+            gather_weights=self._weights_change,
+        )
+        self._full_state = FullState(self, parameters, shapes)
+        self.taken = TakenGradients(parameters)
+        names = {p: str(self.param_names[p]) for p in parameters}
+        self._written = WrittenWeights(self._rank, names, in_place=zero.in_place, group=self.dp_process_group)
+        for number, parameter in enumerate(parameters):
+            added: Any = parameter
+            # Private: with the first, `safe_get_full_grad` calls the second, whatever stands in `parameter.grad`.
+            added._hp_grad, added.get_full_hp_grad = True, partial(self._full_state.gradient, number)
+        # DeepSpeed's start needs up to 6 bytes a parameter more than a step, which `has_room` would count for ever.
+        runtime_of(parts.step.rank.device).forget_peak()
+
+    def _read_inputs(self) -> StepInputs:
+        self._written.begin_updates()
+        groups = read_hyperparameters(self.optimizer)
+        return StepInputs(groups=groups, loss_scale=self.loss_scale, max_norm=float(self.clip_grad))
+
+    def _weights_change(self) -> None:
+        self._gather_weights()
+        # The only parameter of a group may be DeepSpeed's flat buffer itself, and a gather then counts.
+        self._written.note_gather()
+
+    @abstractmethod
+    def _gather_weights(self) -> None:
+        """Exchanges the ranks' updated weights, where that is not done when they are used."""
+
+    @abstractmethod
+    def _begin_step(self) -> None:
+        """What a stage does before a step."""
+
+    def begin_micro_batch(self) -> None:
+        """Before a forward pass, and before a backward pass."""
+        if self._has_found_writes():
+            self.flush()
+
+    def _has_found_writes(self) -> bool:
+        step, schedule = self.zenflow_step, self.parts.jobs.schedule
+        nothing_late = (schedule.update_interval, schedule.publish_lag) == (1, 0)
+        return self._written.look(step.number, shows_exact=step.is_exact or nothing_late)
+
+    def begin_backward(self, *, last: bool) -> None:
+        """`ZenFlowStep.begin_backward`.
+
+        Raises:
+            MisconfigurationException: there was a backward pass of the user's own, or the gradients of the step before were not zeroed.
+        """
+        if self.zenflow_step.micro_batches == 0:
+            self.taken.refuse_accumulation()
+        self.taken.clear()
+        self.begin_micro_batch()
+        # Private: DeepSpeed's buckets, which the end of a backward pass empties.
+        if any(bucket.params for bucket in self.ipg_buckets.values()):
+            raise other_backward()
+        self._in_backward = True
+        self.zenflow_step.begin_backward(last=last)
+
+    def _receive(self, slice_index: int, gradient: Tensor, *, last: bool) -> None:
+        """`ZenFlowStep.receive`; raises `MisconfigurationException` for gradients of a backward pass of the user's own."""
+        if not self._in_backward:
+            raise other_backward()
+        self.zenflow_step.receive(slice_index, gradient, last=last)
+
+    @override
+    def exit_backward(self) -> None:
+        """As DeepSpeed's, which has taken all gradients by then."""
+        super().exit_backward()
+        self._in_backward = False
+        self.taken.mark()
+
+    def _has_gradients(self) -> bool:
+        """Whether there was a backward pass since the last step whose gradients the user has not dropped."""
+        if replaced := self.taken.replaced():
+            if any(p.grad is not None for p in self._trained_parameters):
+                refuse_replaced([self.param_names[p] for p in replaced])
+            # By `module.zero_grad()`.
+            self.taken.clear()
+            self.zenflow_step.drop_gradients()
+        return self.zenflow_step.micro_batches > 0
+
+    @override
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """One optimizer step (`ZenFlowStep.step`), and the bookkeeping that DeepSpeed and torch expect of it. Without gradients since the
+        last one, nothing.
+
+        Raises:
+            MisconfigurationException: the memory of a weight was replaced, or the gradients of some weights; or the step did not use a
+                parameter, and `ignore_unused_parameters` is false.
+            WorkerError: training has ended.
+        """
+        # First: the end of training may move the weights to the CPU, which replaces their memory.
+        if self.closed:
+            raise WorkerError(
+                "training has ended, and the ZenFlow worker of this training has been ended with it: set up the training again"
+            )
+        if self.before_step is not None:
+            self.before_step()
+        # Private: runs torch's hooks around a step, those of all optimizers and those of the user's.
+        Optimizer.profile_hook_step(lambda _: self._step())(self.optimizer)
+
+    def _step(self) -> None:
+        self._begin_step()
+        # Private: torch's Optimizer.step sets it; schedulers warn without it that they were stepped first.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        if not self._has_gradients():
+            # As torch's, which skips parameters without a gradient.
+            self.taken.refuse_second_step()
+            return
+        self._written.refuse()
+        if not self.ignore_unused_parameters:
+            refuse_unused(self.param_names[p] for p in self.zenflow_step.unused_parameters())
+        scale, finite = self.zenflow_step.step(copies_finite=self.loss_scaler.dynamic)
+        # Private: DeepSpeed's engine reads it for `get_global_grad_norm`.
+        self._global_grad_norm = scale.norm
+        if finite is not None:
+            # A dynamic loss scale (fp16) must know on the host whether the step overflowed, and waits for the device.
+            with self.telemetry.stalls.measure("loss_scale"):
+                self.overflow = not bool(finite.read())
+            # Private: the loss scaler's own rule, which DeepSpeed's `step` calls.
+            self._update_scale(self.overflow)
+        if self._written.follows(self.zenflow_step.number):
+            self.flush()
+        self._written.note(self.zenflow_step.number)
+        self._is_behind_step = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        """Refused: the ranks divide all parameters at set-up."""
+        raise MisconfigurationException(
+            "ZenFlowStrategy: add_param_group must not be called in training, since the ranks divide all parameters at set-up; give"
+            " `configure_optimizers` all of them, and set their `requires_grad` between steps"
+        )
+
+    @property
+    def state(self) -> Any:
+        """The state of the user's optimizer, when training has ended.
+
+        Raises:
+            MisconfigurationException: in training, when the worker has it.
+        """
+        if not self.closed:
+            raise MisconfigurationException(
+                "ZenFlowStrategy: optimizer.state must not be used in training, when the worker has AdamW's moments: read and replace them"
+                " with `deepspeed.utils.safe_get_full_optimizer_state` and `safe_set_full_optimizer_state`, between steps"
+            )
+        return self.optimizer.state
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As DeepSpeed's, and drops the gradients that no step has used."""
+        if self._is_behind_step:
+            # DeepSpeed's engine calls it behind each step. Under torch gradients stay until the user's code removes them.
+            self._is_behind_step = False
+            return
+        self.taken.clear()
+        self.zenflow_step.drop_gradients()
+        super().zero_grad(set_to_none)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """DeepSpeed's state with exact master weights and moments, and what else continues this run bit for bit."""
+        self.flush()
+        with self._with_flat_groups():
+            state: dict[str, Any] = super().state_dict()
+        self._put_exact_state(state)
+        state[CHECKPOINT_KEY] = self.zenflow_step.state_dict()
+        return state
+
+    def _put_exact_state(self, state: dict[str, Any]) -> None:
+        """Puts AdamW's state into DeepSpeed's as a checkpoint has it."""
+        state[self.state_key] = self._host_state.as_saved(state[self.state_key])
+
+    @override
+    def load_state_dict(self, state_dict_list: Any, load_optimizer_states: bool = True, **kwargs: Any) -> None:
+        """Loads DeepSpeed's state, a list of those of all ranks, into the arena.
+
+        A checkpoint of this strategy with the same configuration and the same ranks continues the run that wrote it; after any other one
+        nothing is device-owned until the first step has selected columns.
+
+        Raises:
+            MisconfigurationException: the state is a mapping, as torch's `load_state_dict` takes.
+        """
+        if isinstance(state_dict_list, Mapping):
+            raise MisconfigurationException(
+                "ZenFlowStrategy: optimizer.load_state_dict must not be called in training, when the worker has AdamW's moments: continue"
+                " from a checkpoint (`fit(ckpt_path=...)`, `fabric.load`), or write single states with"
+                " `deepspeed.utils.safe_set_full_optimizer_state`"
+            )
+        self.flush()
+        rank = dist.get_rank(group=self.dp_process_group)
+        own = state_dict_list[rank] if state_dict_list else None
+        if own and load_optimizer_states:
+            own = {**own, self.state_key: self._host_state.read_moments(own[self.state_key])}
+            state_dict_list = [*state_dict_list[:rank], own, *state_dict_list[rank + 1 :]]
+        with self._with_flat_groups():
+            super().load_state_dict(state_dict_list, load_optimizer_states=load_optimizer_states, **kwargs)
+        self._continue_from(own, optimizer_states=load_optimizer_states)
+
+    def reset_master_from_model(self) -> None:
+        """Makes the model's weights, loaded from elsewhere right after a flush, the master weights; moments stay."""
+        # Private: DeepSpeed's own way to do the same with its buffers.
+        self._restore_from_bit16_weights()
+        self.zenflow_step.start_over(int(self.zenflow_step.count))
+        self._written.note()
+
+    def flush(self) -> None:
+        """Makes arena and weights the exact state of all steps so far, which DeepSpeed's checkpoint code then reads.
+
+        Raises:
+            WorkerError: the worker has ended, or an interrupted step has been submitted to it; the exact state is lost.
+        """
+        if self.closed and not self.zenflow_step.is_exact:
+            raise WorkerError(
+                f"training ended before the worker had applied all of its {self.zenflow_step.number} steps:"
+                " the exact optimizer state is lost"
+            )
+        # What is written to exact weights, a flush leaves as it is: the next forward pass looks for it.
+        if changes := not self.zenflow_step.is_exact:
+            self._has_found_writes()
+            self._written.begin_updates()
+        try:
+            self.zenflow_step.flush()
+        except WorkerError:
+            # The caller may be ending with an error of its own, and nothing else would end the worker.
+            self.close(keep_state=False)
+            raise
+        if has_written := self._written.take_over():
+            self._gather_weights()
+            self.zenflow_step.state_written()
+        if changes or has_written:
+            self._written.note()
+
+    def close(self, *, keep_state: bool | None = None) -> None:
+        """Ends the worker and releases the shared memory. May be called again.
+
+        Args:
+            keep_state: whether master weights and moments stay readable for as long as DeepSpeed's tensors live, after a regular end of
+                the worker; if not, the worker is killed. None: they stay if they are exact.
+        """
+        if keep_state is None:
+            keep_state = self.zenflow_step.is_exact
+        if self._worker is not None:
+            if keep_state:
+                self._worker.close()
+            else:
+                self._worker.kill()
+            self._worker = None
+        if not keep_state:
+            self._host_state.clear()
+        self._rank.arena.close(keep_state=keep_state, take_weights=self._take_weights)
+
+    def _take_weights(self) -> None:
+        """Copies weights that are in place (`RankState.weights`) to memory of their own, before the arena's is freed; may be called in the
+        middle of construction. For a stage that has none there, nothing.
+        """
+
+    def _forget_weights(self) -> None:
+        """Drops what refers to the flat buffers of the model's weights."""
+        self._rank.forget_weights()
+        self.parts.provisional.forget_weights()
+
+    @property
+    def full_state(self) -> FullState:
+        """Whole weights and moments of single parameters."""
+        return self._full_state
+
+    def load_full_state(self, weights: Mapping[str, Tensor], saved: dict[str, Any] | None) -> None:
+        """Continues from whole states, right after a flush and after the model has loaded its weights; all ranks call it together.
+
+        Args:
+            weights: master weights by name, [*shape of the parameter], any type; those of all trained parameters, perhaps of others.
+            saved: "count" of applied steps; "groups" of hyperparameters; "moments" by key and name, 0 where there is none; and "zenflow",
+                this rank's `ZenFlowStep.state_dict` or None. None: weights only.
+        """
+        for number, (name, shape) in enumerate(self._full_state.shapes.items()):
+            self._full_state.write(number, weights[name])
+            for key, of_names in sorted(({} if saved is None else saved["moments"]).items(), reverse=True):
+                moment = of_names.get(name)
+                self._full_state.write(number, weights[name].new_zeros(shape) if moment is None else moment, key)
+        if saved is not None:
+            for group, values in zip(self.optimizer.param_groups, saved["groups"], strict=True):
+                group.update(values)
+            self._host_state.write_count(saved["count"])
+        self._continue_from(saved, optimizer_states=saved is not None)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the worker has been ended."""
+        return self._worker is None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this process is a fork of the one that trains, which has neither the worker nor the arena's memory."""
+        return os.getpid() != self._process
+
+    def copy_for_save(self, folder: Path) -> Any:
+        """Disk space that a save to a folder needs for `saved_as` beside DeepSpeed's files; None: none.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        return self._host_state.copy_on_disk(folder)
+
+    @contextmanager
+    def saved_as(self, copy: Any) -> Iterator[None]:
+        """Context in which DeepSpeed saves the exact state, entered and left by all ranks together.
+
+        Args:
+            copy: result of `copy_for_save`.
+        """
+        if copy is not None:
+            self.flush()
+        with self._host_state.saved_from(copy):
+            yield
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Context in which a state is loaded, entered and left by all ranks together."""
+        try:
+            yield
+        finally:
+            # What has been loaded is not the user's write.
+            self._written.note()
+
+    @property
+    @abstractmethod
+    def shapes_by_name(self) -> Sequence[Mapping[str, Sequence[int]]]:
+        """For each parameter group the shapes of its whole parameters, by name."""
+
+    @property
+    @abstractmethod
+    def layouts(self) -> Sequence[Layout]:
+        """Layout of each flat partition in training."""
+
+    def _continue_from(self, own: dict[str, Any] | None, *, optimizer_states: bool) -> None:
+        """Continues the run of a checkpoint, after DeepSpeed has loaded its state.
+
+        Args:
+            own: this rank's part of the checkpoint; its entry "zenflow" is read.
+            optimizer_states: whether the optimizer's state was loaded, and not only weights.
+        """
+        count = self._host_state.copy_loaded_state_into_arena()
+        saved = own.get(CHECKPOINT_KEY) if own and optimizer_states else None
+        difference = self.zenflow_step.load_state_dict(saved, count)
+        if difference:
+            rank_zero_info(
+                f"ZenFlow: the checkpoint has AdamW's exact state after {count} steps, but {difference}: the schedule,"
+                " the selection of columns and the second moments of provisional updates start again"
+            )
+
+    @override
+    def destroy(self) -> None:
+        """As DeepSpeed's, and ends the worker if an error has not. May be called again."""
+        if self.is_elsewhere:
+            return
+        if not self.closed:
+            self.close()
+        if not self._destroyed:
+            self.taken.clear()
+            self._reading.remove()
+            self._destroyed = True
+            super().destroy()
+            # The strategy outlives the training, and a module refers to it.
+            self._forget_weights()

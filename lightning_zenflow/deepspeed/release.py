@@ -1,0 +1,327 @@
+"""A module without DeepSpeed: pickled and copied in training as it is without, and after training as it was before, with whole weights in
+memory of its own.
+
+Private names of DeepSpeed's that are removed: `_OF_MODULES`, `_OF_PARAMETERS`, what begins with `ds_` on parameters, and hooks.
+"""
+
+import copyreg
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from operator import methodcaller
+from typing import Any
+from weakref import WeakSet, WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
+from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
+from deepspeed.runtime.zero.partition_parameters import (
+    GatheredParameters,
+    InsertPostInitMethodToModuleSubClasses,
+    ZeroParamStatus,
+)
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, UntypedStorage
+from torch.nn import Module
+
+from lightning_zenflow.core.distributed import all_agree
+from lightning_zenflow.deepspeed.pieces import is_divided, piece_of
+from lightning_zenflow.worker.memory import free_host_memory
+
+_OF_MODULES = (
+    *("_external_params", "_original_parameters", "all_parameters", "applied_pre_backward_ref_cnt"),
+    *("ds_external_parameters", "ds_grads_remaining", "ds_id", "ds_inflight_param_registry", "ds_recompute_parameters"),
+    *("post_bwd_fn", "pre_bwd_fn"),
+)
+"""Under stage 3. Not by their prefix: a user's dataset may be in `ds_train`."""
+
+_OF_PARAMETERS = frozenset(
+    [
+        # Stage 1 and 2.
+        *("_dp_group", "_hp_grad", "_hp_mapping", "_index_in_param_group", "_zero_optimizer", "cpu_data", "grad_accum"),
+        *("get_full_hp_grad", "get_full_hp_param", "load_hp_checkpoint_state", "param_idx_in_group"),
+        *("set_full_hp_grad", "set_full_hp_param"),
+        # Stage 3.
+        *("_ds_z3_eager_fallback_owner", "_ds_z3_gathered_param_context_depth", "_z3_optimizer", "aligned_size"),
+        *("all_gather", "all_gather_coalesced", "convert_to_zero_parameters", "is_external_param", "item"),
+        *("nvme_swapper", "padding_size", "partition", "partition_gradients", "partition_numel"),
+        "reduce_gradients_at_owner",
+    ]
+)
+
+_LEAF = "_z3_leaf"
+"""Flag that a module is gathered as one: users set it, and DeepSpeed by its configuration."""
+
+_users_leaves: "WeakSet[Module]" = WeakSet()
+
+Released = Mapping[Any, dict[str, Any]]
+"""Attributes that DeepSpeed's code for saving reads, by the parameter that they were taken from."""
+
+
+def note_users_flags(module: Module) -> None:
+    """Notes what is the user's own of a module, before DeepSpeed sets it up."""
+    _users_leaves.update(m for m in module.modules() if _LEAF in vars(m))
+
+
+@torch.no_grad()
+def make_whole(model: Module, *, ranks_on_host: int, together: bool) -> None:
+    """Makes the weights whole that stage 3 has divided, one parameter after the other: of one rank where they are, views of its pieces; of
+    several in host memory, if that has room for those of all ranks. The next step is `release`; without it no one may use the module.
+
+    Args:
+        model: the module, or DeepSpeed's engine of it.
+        ranks_on_host: number of ranks on this host.
+        together: whether all ranks call it, which then exchange weights. If not, those of several ranks stay divided.
+    """
+    divided: list[Any] = [p for p in _module(model).parameters() if is_divided(p)]
+    # An exception in DeepSpeed's construction, which moves the pieces, may lose them.
+    if not divided or any(p.ds_tensor is None or p.ds_tensor.numel() < p.partition_numel() for p in divided):
+        return
+    if dist.get_world_size() == 1:
+        for p in divided:
+            p.data = p.ds_tensor.data.narrow(0, 0, p.ds_numel).view(p.ds_shape)
+            p.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        return
+    if not together:
+        return
+    needed = ranks_on_host * sum(p.ds_numel * p.element_size() for p in divided)
+    if not all_agree(needed <= free_host_memory().n_bytes):
+        rank_zero_info(
+            f"ZenFlow: the ranks' pieces stay as they are, since {needed / 2**30:.2f} GiB for whole weights of all ranks of a host are not"
+            " free in its memory; `deepspeed.zero.GatheredParameters` gives whole weights of single layers"
+        )
+        return
+    for p in divided:
+        # After a prefetch that no module has used.
+        p.ds_active_sub_modules.clear()
+        p.partition()
+        with GatheredParameters([p]):
+            whole = p.data.to("cpu", copy=True)
+        p.data = whole
+        p.ds_tensor.data = p.ds_tensor.data.new_empty(0)
+
+
+@torch.no_grad()
+def release(model: Module) -> Released:
+    """Ends DeepSpeed's engine of a module and removes what it has added to it; gives each parameter memory of its own, where it has a part
+    of a flat buffer. A module whose weights are in host memory is there as a whole. One that is divided over ranks (`make_whole`) stays so.
+
+    Args:
+        model: the module, or DeepSpeed's engine of it.
+
+    Returns:
+        What `as_in_training` needs.
+    """
+    module = _module(model)
+    parameters: list[Any] = list(module.parameters())
+    restore_process()
+    modules = set(module.modules())
+    # Private: a process-wide list, to which each set-up and each interrupted forward pass adds.
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [entry for entry in stack if entry not in modules]
+    if any(is_divided(p) and p.numel() != p.ds_numel for p in parameters):
+        return {}
+    if isinstance(model, DeepSpeedEngine):
+        model.destroy()
+    remove_hooks(module)
+    for m in modules:
+        remove_attributes(m, vars(m))
+    _users_leaves.difference_update(modules)
+    released: dict[Any, dict[str, Any]] = {}
+    for p in parameters:
+        names = names_on(p)
+        if not names:
+            continue
+        storage = p.untyped_storage()
+        if storage.nbytes() != p.numel() * p.element_size() or not storage.resizable():
+            p.data = p.data.clone()
+        released[p] = {name: vars(p).pop(name) for name in names}
+        if (piece := released[p].get("ds_tensor")) is not None:
+            piece.data = piece.data.new_empty(0)
+    if any(p.device == torch.device("cpu") for p in parameters):
+        # The weights may be larger than the device's memory, so the buffers come to them.
+        module.cpu()
+    return released
+
+
+@contextmanager
+def as_in_training(released: Sequence[Released]) -> Iterator[None]:
+    """Context in which released parameters are as DeepSpeed's engine saves them; under stage 3 divided, without memory of their own."""
+    whole: list[tuple[Any, Tensor]] = []
+    try:
+        for p, attributes in ((p, attributes) for of_module in released for p, attributes in of_module.items()):
+            whole.append((p, p.data))
+            p.__dict__.update(attributes)
+            if is_divided(p):
+                p.ds_tensor.data = piece_of(p.data, p)
+                p.data = p.data.new_empty(0)
+        yield
+    finally:
+        for p, data in whole:
+            if is_divided(p):
+                p.ds_tensor.data = data.new_empty(0)
+                p.data = data
+            for name in names_on(p):
+                delattr(p, name)
+
+
+def restore_process() -> None:
+    """Undoes what DeepSpeed's stage 3 does to the process."""
+    # Private: DeepSpeed replaces torch's function by one that keeps less memory, for ever, and notes the one before in its first set-up.
+    noted = InsertPostInitMethodToModuleSubClasses
+    if hasattr(noted, "linear_bk"):
+        if torch.nn.functional.linear is zero3_linear_wrap:
+            torch.nn.functional.linear = noted.linear_bk
+        del noted.linear_bk
+    # Private: a method with a cache without a bound, in a decorator; its keys refer to coordinators, and so to whole trainings.
+    decorated = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    inspect.getclosurevars(decorated).nonlocals["func"].cache_clear()
+
+
+def _module(model: Module) -> Module:
+    module: Module = model.module if isinstance(model, DeepSpeedEngine) else model
+    return module
+
+
+def names_on(parameter: Tensor) -> list[str]:
+    """Names of DeepSpeed's attributes of a parameter."""
+    return [name for name in vars(parameter) if name in _OF_PARAMETERS or name.startswith("ds_")]
+
+
+def remove_attributes(module: Module, attributes: dict[str, Any]) -> None:
+    """Removes DeepSpeed's attributes from those of a module: all by their names, or a copy of them."""
+    if isinstance(attributes["_parameters"], ZeROOrderedDict):
+        own = dict(attributes["_parameters"].items())
+        for name in _OF_MODULES:
+            attributes.pop(name, None)
+        attributes["_parameters"] = own
+    if module not in _users_leaves:
+        attributes.pop(_LEAF, None)
+    # Lightning's detour through the engine leaves the class' method on the object.
+    if getattr(attributes.get("forward"), "__func__", None) is type(module).forward:
+        del attributes["forward"]
+
+
+def remove_hooks(module: Module) -> None:
+    """Removes DeepSpeed's hooks and ours from modules and parameters."""
+    for m in module.modules():
+        remove_hooks_in(vars(m))
+    for p in module.parameters():
+        # Private: torch's, where DeepSpeed waits for gradients.
+        _remove_hooks([getattr(p, "_post_accumulate_grad_hooks", None)])
+
+
+def remove_hooks_in(attributes: dict[str, Any]) -> None:
+    """As `remove_attributes`, of hooks."""
+    # Private: torch's dictionaries of hooks and of their kinds, by the hooks' numbers.
+    _remove_hooks([table for name, table in attributes.items() if "_hooks" in name])
+
+
+def _remove_hooks(tables: Sequence[Any]) -> None:
+    tables = [table for table in tables if isinstance(table, dict)]
+    theirs = {
+        number
+        for table in tables
+        for number, hook in table.items()
+        if str(getattr(getattr(hook, "func", hook), "__module__", "")).partition(".")[0]
+        in ("deepspeed", "lightning_zenflow")
+    }
+    for table in tables:
+        for number in theirs:
+            table.pop(number, None)
+
+
+Reduce = Callable[[Any], Any]
+"""What pickle and copy take an object apart with (`object.__reduce_ex__`)."""
+
+_twins: "WeakValueDictionary[int, Tensor]" = WeakValueDictionary()
+"""Of divided parameters, by their identity: one that two modules share is pickled once. A pickler keeps them until its end."""
+
+_ranges: "WeakValueDictionary[tuple[int, int], UntypedStorage]" = WeakValueDictionary()
+"""Of buffers of weights, by their begin and end: tensors in the same range share them, so that a file has tied weights once."""
+
+
+@contextmanager
+def pickled_as_before(parts: Iterable[Module | Tensor]) -> Iterator[None]:
+    """Context in which modules and parameters of the types of `parts` are pickled without what DeepSpeed has added to them; under stage 3
+    with whole weights. Modules are copied so as well. Parameters, and tensors in their memory such as those of a `state_dict`, are pickled
+    with their own elements only.
+
+    Python's registry of such functions has a place for each type, which is free again at the end.
+    """
+    parts = list(parts)
+    parameters: list[Any] = [p for p in parts if isinstance(p, Tensor) and names_on(p)]
+    buffers = {t.untyped_storage().data_ptr() for p in parameters for t in (p, getattr(p, "ds_tensor", p))} - {0}
+    table: dict[type, Any] = copyreg.dispatch_table
+    before = {kind: table.get(kind) for kind in {*map(type, parts), Tensor}}
+    for kind, theirs in before.items():
+        table[kind] = partial(_reduce, theirs or methodcaller("__reduce_ex__", 4), buffers)
+    try:
+        yield
+    finally:
+        for kind, theirs in before.items():
+            del table[kind]
+            if theirs is not None:
+                table[kind] = theirs
+
+
+def _reduce(theirs: Reduce, buffers: set[int], part: Module | Tensor) -> Any:
+    if type(part) is Tensor:
+        is_ours = part.layout is torch.strided and part.untyped_storage().data_ptr() in buffers
+        return theirs(_alone(part) if is_ours else part)
+    if isinstance(part, Tensor):
+        return theirs(_twin(part))
+    reduced = theirs(part)
+    state = reduced[2] if isinstance(reduced, tuple) and len(reduced) > 2 else None
+    # A class may have its own `__getstate__`, but what it leaves of a module's attributes has their names.
+    if not isinstance(state, dict) or "_parameters" not in state:
+        return reduced
+    ours = {k: type(v)(v) if "_hooks" in k and isinstance(v, dict) else v for k, v in state.items()}
+    remove_hooks_in(ours)
+    remove_attributes(part, ours)
+    # Not by their own `_reduce`, of which copies make no use.
+    ours["_parameters"] = {k: p if p is None or not is_divided(p) else _twin(p) for k, p in ours["_parameters"].items()}
+    return (*reduced[:2], ours, *reduced[3:])
+
+
+def _twin(parameter: Any) -> Any:
+    """A parameter of the same elements, without DeepSpeed's attributes.
+
+    Raises:
+        RuntimeError: other ranks have pieces of it.
+    """
+    names = names_on(parameter)
+    if not names:
+        return parameter
+    if (known := _twins.get(id(parameter))) is not None:
+        return known
+    whole = parameter.data
+    if is_divided(parameter) and whole.numel() != parameter.ds_numel:
+        if dist.get_world_size(parameter.ds_process_group) > 1:
+            raise RuntimeError(
+                "a parameter that stage 3 has divided can be pickled or copied where it is whole only: do it on all ranks within"
+                " `deepspeed.zero.GatheredParameters(module.parameters())`, or save with `trainer.save_checkpoint`"
+            )
+        whole = parameter.ds_tensor.data.narrow(0, 0, parameter.ds_numel).view(parameter.ds_shape)
+    twin: Any = Tensor._make_subclass(type(parameter), _alone(whole), parameter.requires_grad)
+    vars(twin).update({k: v for k, v in vars(parameter).items() if k not in names})
+    _twins[id(parameter)] = twin
+    return twin
+
+
+@torch.no_grad()
+def _alone(tensor: Tensor) -> Tensor:
+    """The same elements in the same memory, of which the storage has no others: a file would have all of it."""
+    storage, itemsize, begin = tensor.untyped_storage(), tensor.element_size(), tensor.storage_offset()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    end = begin + 1 + sum((n - 1) * step for n, step in steps) if tensor.numel() else begin
+    at = int(storage.data_ptr() + begin * itemsize), int(storage.data_ptr() + end * itemsize)
+    if (own := _ranges.get(at)) is None:
+        own = _ranges[at] = storage[begin * itemsize : end * itemsize]
+    alone = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(own, 0, tensor.shape, tensor.stride())
+    return alone.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,252 @@
+"""DeepSpeed's ZeRO-2 offload optimizer around `ZenFlowStep`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed.comm as dist
+import deepspeed.runtime.engine as engine_module
+import torch
+from deepspeed.checkpoint.constants import (
+    BASE_OPTIMIZER_STATE,
+    PARAM_SLICE_MAPPINGS,
+    SINGLE_PARTITION_OF_FP32_GROUPS,
+)
+from deepspeed.runtime.utils import all_gather_dp_groups
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
+from torch.nn import Module
+from typing_extensions import override
+
+from lightning_zenflow.core.device import runtime_of
+from lightning_zenflow.core.partition import row_length
+from lightning_zenflow.deepspeed.build import ZeroPartition
+from lightning_zenflow.deepspeed.engines import in_place_of
+from lightning_zenflow.deepspeed.flat_buffers import (
+    OrderedCopy,
+    balanced_order,
+    flat_layouts,
+    fragments,
+    parameters_in_order,
+    read_slices,
+)
+from lightning_zenflow.deepspeed.flat_layout import FlatLayout
+from lightning_zenflow.deepspeed.host_state import MOMENTS
+from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
+from lightning_zenflow.deepspeed.supported import refuse_features, refuse_moved
+
+
+class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no type information
+    """ZeRO stage 2, or 1, under ZenFlow: each rank has all weights, and the optimizer states of its part of them.
+
+    Its flat buffers have an order of ours (`balanced_order`); checkpoints have DeepSpeed's.
+    """
+
+    state_key = BASE_OPTIMIZER_STATE
+    # DeepSpeed's own, declared for the type checker.
+    overlap_comm: bool
+    bit16_groups: list[list[Tensor]]
+    round_robin_bit16_groups: list[list[Tensor]]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._is_round_robin = bool(kwargs.get("round_robin_gradients", False))
+        self._saved: OrderedCopy | None = None
+        # The order of the flat buffers is that of `_round_robin_reorder`.
+        super().__init__(*args, **{**kwargs, "round_robin_gradients": True})
+        # Private: DeepSpeed links the moments to the parameters after its own first step; ours exist already.
+        self._lazy_init_hp_params_optimizer_state()
+        self._addresses = [parameter.data_ptr() for parameter in self._trained_parameters]
+
+    @override
+    def _round_robin_reorder(
+        self, tensor_list: list[Tensor], num_partitions: int
+    ) -> tuple[list[Tensor], dict[int, int]]:
+        # Private: the order of a group's parameters in its flat buffer: the parameters, and the place of each. Where the device has no room
+        # for the buffer, DeepSpeed has moved the weights to `cpu_data`.
+        order = balanced_order([getattr(p, "cpu_data", p).numel() for p in tensor_list], num_partitions)
+        return [tensor_list[index] for index in order], {index: place for place, index in enumerate(order)}
+
+    @override
+    def initialize_optimizer_states(self) -> None:
+        """Replaces DeepSpeed's host buffers by the arena and starts the worker."""
+        refuse_features(
+            self,
+            {
+                "mixture of experts": self.has_moe_layers,
+                "master weights or gradients in half precision": self.low_precision_master_weights_and_grads,
+            },
+        )
+        # Buffers of the size of the largest parameter, which only the stock offload path needs.
+        self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = torch.empty(
+            0, dtype=self.dtype, device="cpu"
+        )
+        # Weights on their way to the device, in the stock offload path.
+        self.param_buffer_of_bit16_for_cpu_offload_groups: list[Tensor] = []
+        parameters = parameters_in_order(self)
+        # Not `detach`: a group's only parameter may be the flat buffer, and our writes would count as the user's.
+        weights = [
+            partitions[dist.get_rank(group=group)].data
+            for partitions, group in zip(
+                self.parallel_partitioned_bit16_groups, self.real_dp_process_group, strict=True
+            )
+        ]
+        zero = ZeroPartition(
+            optimizer=self.optimizer,
+            masters=self.single_partition_of_fp32_groups,
+            slices=read_slices(self),
+            weights=weights,
+            device=weights[0].device,
+            row_lengths=[row_length(p.shape) for p in parameters],
+            group=self.dp_process_group,
+        )
+        self._build_step(zero, parameters, [p.shape for p in parameters])
+
+    @override
+    def _link_all_hp_params(self) -> None:
+        # Private: adds to each parameter what `deepspeed.utils.safe_get_full_fp32_param` and the like call.
+        super()._link_all_hp_params()
+        # DeepSpeed's read views of the arena, which may be some updates behind, and become None when the optimizer is destroyed.
+        for number, parameter in enumerate(self._trained_parameters):
+            added: Any = parameter
+            added.get_full_hp_param = partial(self._full_state.read, number)
+            added.set_full_hp_param = partial(self._full_state.write, number)
+            added.get_full_hp_grad = partial(self._full_state.gradient, number)
+            added.set_full_hp_grad = partial(self._full_state.refuse_gradient, number)
+
+    @override
+    def copy_grads_in_partition(self, param: Tensor, group_idx: int | None = None) -> None:
+        """Routes a reduced gradient before its bucket is reused."""
+        index = self._slice_of_parameter.get(self.get_param_id(param))
+        if index is not None:
+            s = self._rank.partition.slices[index]
+            gradient = self.get_gradient_for_reduction(param).detach().view(-1)
+            if gradient.shape[0] != s.numel:
+                gradient = gradient.narrow(0, s.start, s.numel)
+            self._receive(index, gradient, last=self.is_gradient_accumulation_boundary())
+        self.clear_grad_attribute(param)
+
+    @override
+    def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
+        """Reduces a bucket, and orders what fills it again, on whatever stream, behind the copies of its gradients to the host.
+
+        A gradient that is too large for a bucket has memory of its own, which its copies keep.
+        """
+        runtime, d2h = runtime_of(self._rank.device), self._rank.d2h
+        if self.overlap_comm and self.reduction_stream is not None:
+            # DeepSpeed waits for the bucket's gradients only. Compiled layers give several at once: the training stream may since have been
+            # given reads of memory that was allocated on the reduction's stream (provisional updates) and is free for it to use again.
+            self.reduction_stream.wait_stream(runtime.current_stream())
+        if all(bucket.buffer for bucket in self.ipg_buckets.values()):
+            # DeepSpeed makes the buffers at a backward pass' first gradient; without any there is nothing to reduce.
+            super().reduce_ipg_grads(comm_dtype)
+        for bucket in self.ipg_buckets.values():
+            # Private: DeepSpeed's producers of gradients wait for this event only, which it has recorded before the copies.
+            if (reduced := bucket.reuse_events.get(bucket.index)) is not None:
+                d2h.wait_for(reduced)
+                bucket.reuse_events[bucket.index] = d2h.record_event()
+
+    @override
+    def independent_gradient_partition_epilogue(self) -> None:
+        """Ends a backward pass, without the device synchronisation that DeepSpeed does when communication overlaps."""
+        self.reduce_ipg_grads()
+        if self.reduction_stream is not None:
+            runtime_of(self._rank.device).current_stream().wait_stream(self.reduction_stream)
+        # With empty buckets and ordered streams, the rest of DeepSpeed's epilogue needs no overlap.
+        overlap_comm, self.overlap_comm = self.overlap_comm, False
+        try:
+            super().independent_gradient_partition_epilogue()
+        finally:
+            self.overlap_comm = overlap_comm
+
+    @override
+    def _begin_step(self) -> None:
+        if self._addresses != (addresses := [parameter.data_ptr() for parameter in self._trained_parameters]):
+            places = zip(self._trained_parameters, addresses, self._addresses, strict=True)
+            refuse_moved(self.param_names[parameter] for parameter, now, before in places if now != before)
+
+    @override
+    def _forget_weights(self) -> None:
+        super()._forget_weights()
+        self.bit16_groups_flat: list[Tensor] = []
+        self.parallel_partitioned_bit16_groups: list[list[Tensor]] = []
+
+    @override
+    def _gather_weights(self) -> None:
+        """As ZeRO-2."""
+        all_gather_dp_groups(
+            groups_flat=self.bit16_groups_flat,
+            partitioned_param_groups=self.parallel_partitioned_bit16_groups,
+            dp_process_group=self.real_dp_process_group,
+            start_alignment_factor=self.nccl_start_alignment_factor,
+            allgather_bucket_size=self.allgather_bucket_size,
+        )
+
+    @override
+    def _put_exact_state(self, state: dict[str, Any]) -> None:
+        if self._saved is None:
+            super()._put_exact_state(state)
+            return
+        # Private: cuts off the padding.
+        masters = self._get_groups_without_padding([masters for masters, *_ in self._saved.states])
+        state[SINGLE_PARTITION_OF_FP32_GROUPS] = masters
+        base, moments = state[self.state_key], [dict(zip(MOMENTS, of, strict=True)) for _, *of in self._saved.states]
+        of_keys = zip(base["state"].items(), moments, strict=True)
+        state[self.state_key] = {**base, "state": {key: {**old, **new} for (key, old), new in of_keys}}
+        rank = dist.get_rank(group=self.dp_process_group)
+        state[PARAM_SLICE_MAPPINGS] = fragments(flat_layouts(self, self._plain_groups()), rank)
+
+    @override
+    def copy_for_save(self, folder: Path) -> Any:
+        """Space for the ranks' states in the order in which plain DeepSpeed has them, where that is not ours."""
+        layouts = flat_layouts(self, self._plain_groups())
+        if layouts == self.layouts:
+            return super().copy_for_save(folder)
+        return OrderedCopy(folder, layouts, n_states=1 + len(MOMENTS))
+
+    @contextmanager
+    @override
+    def saved_as(self, copy: Any) -> Iterator[None]:
+        """DeepSpeed saves in its own order; the ranks exchange their parts before."""
+        if not isinstance(copy, OrderedCopy):
+            with super().saved_as(copy):
+                yield
+            return
+        self.flush()
+        states = [
+            [partial(flat.detach().narrow, 0), *(partial(self._host_state.read, group, name) for name in MOMENTS)]
+            for group, flat in enumerate(self.single_partition_of_fp32_groups)
+        ]
+        copy.fill(states, self.layouts, device=self._rank.device, group=self.dp_process_group)
+        # Private: the engine saves the parameters' shapes in the order of these groups.
+        ours = self.round_robin_bit16_groups
+        self._saved, self.round_robin_bit16_groups = copy, self._plain_groups()
+        try:
+            yield
+        finally:
+            self._saved, self.round_robin_bit16_groups = None, ours
+
+    @property
+    @override
+    def shapes_by_name(self) -> list[dict[str, Sequence[int]]]:
+        return [{self.param_names[p]: p.shape for p in group} for group in self.bit16_groups]
+
+    @property
+    @override
+    def layouts(self) -> list[FlatLayout]:
+        return flat_layouts(self, self.round_robin_bit16_groups)
+
+    def _plain_groups(self) -> list[list[Tensor]]:
+        """The parameters in the order of plain DeepSpeed's flat buffers, with the user's configuration."""
+        if not self._is_round_robin:
+            return list(self.bit16_groups)
+        n_ranks, reorder = dist.get_world_size(group=self.dp_process_group), super()._round_robin_reorder
+        return [reorder(group, n_ranks)[0] for group in self.bit16_groups]
+
+
+def zenflow_optimizer(
+    factory: Callable[..., ZenFlowZeroOptimizer], module: Module
+) -> AbstractContextManager[list[ZenFlowZeroOptimizer]]:
+    """As `in_place_of`, of the optimizer of ZeRO stage 1 and 2, which the engine's module imports."""
+    return in_place_of(DeepSpeedZeroOptimizer, engine_module, factory, ZenFlowZeroOptimizer, module)

@@ -1,0 +1,385 @@
+"""DeepSpeed's ZeRO-3 offload optimizer around `ZenFlowStep`, with parameters on the device or in host memory."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import deepspeed.comm as dist
+
+# Before the name in `stage3_module` is replaced: it has a subclass of the class.
+import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
+import deepspeed.runtime.zero.stage3 as stage3_module
+import torch
+from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch import Tensor
+from torch.nn import Module
+from typing_extensions import override
+
+from lightning_zenflow.core.device import Stream, runtime_of
+from lightning_zenflow.core.partition import row_length
+from lightning_zenflow.deepspeed.build import ZeroPartition
+from lightning_zenflow.deepspeed.engines import in_place_of
+from lightning_zenflow.deepspeed.fetch import FetchCoordinator, Piece
+from lightning_zenflow.deepspeed.flat_layout import PieceLayout
+from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
+from lightning_zenflow.deepspeed.pieces import read_slices
+from lightning_zenflow.deepspeed.release import restore_process
+from lightning_zenflow.deepspeed.state_access import StateAccess
+from lightning_zenflow.deepspeed.supported import (
+    check_inputs_of_leaf_modules,
+    refuse_features_of_stage_3,
+    refuse_second_gradient,
+)
+from lightning_zenflow.offload.plan import StepInputs
+
+_REDUCE_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+"""Private: reduces the gradients of a bucket, whose type it takes, and calls `partition_grads`."""
+
+
+class _Offload(DeepSpeedZeRoOffload):  # type: ignore[misc]
+    """DeepSpeed's division of a model whose first parameter has integers, the type of which DeepSpeed takes for that of the weights."""
+
+    @override
+    def _convert_to_zero_parameters(self, ds_config: Any, module: Module, mpu: Any) -> None:
+        self.dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
+        super()._convert_to_zero_parameters(ds_config, module, mpu)
+
+
+def _without_memory(flat: Tensor) -> Tensor:
+    """A tensor of the same length and type that takes no memory. It is NaN, so that a model whose construction fails is not used again."""
+    return flat.new_full((1,), torch.nan).expand(flat.numel())
+
+
+class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # DeepSpeed has no type information
+    """ZeRO stage 3 under ZenFlow: each rank has a piece of every parameter, and its optimizer state.
+
+    DeepSpeed gathers the weights of a module before it runs and drops them after it. What is published goes to the rank's pieces, so no
+    gather ends a step; parameters that DeepSpeed keeps gathered, because they are small, are gathered again.
+
+    With `offload_param` the pieces are in host memory: in the arena, where the worker writes them and DeepSpeed fetches them
+    (`InPlacePublisher`). The worker's answers are awaited there (`Piece`), not at the end of a step. When training ends the pieces move to
+    memory of their own.
+    """
+
+    state_key = OPTIMIZER_STATE_DICT
+    # DeepSpeed's own, declared for the type checker.
+    fp16_groups: list[list[Any]]
+    fp16_partitioned_groups: list[list[Tensor]]
+    sub_group_to_group_id: dict[int, int]
+    persistent_parameters: list[Any]
+    trainable_param_groups: list[dict[str, Any]]
+    offload_param: bool
+    reduce_and_partition_stream: Stream | None
+
+    def __init__(self, *args: Any, ds_config: dict[str, Any], **kwargs: Any) -> None:
+        # DeepSpeed itself reads it under stage 1 and 2 only.
+        self.ignore_unused_parameters = ds_config["zero_optimization"].get("ignore_unused_parameters", True)
+        self._gathers_afterwards = False
+        super().__init__(*args, ds_config=ds_config, **kwargs)
+
+    @override
+    def initialize_ds_offload(self, **options: Any) -> DeepSpeedZeRoOffload:
+        return _Offload(**options)
+
+    @override
+    def _setup_for_real_optimizer(self) -> None:
+        """Makes the state, without DeepSpeed's buffers for gradients in host memory: 4 and 2 bytes a parameter.
+
+        Private: what DeepSpeed's constructor calls behind the division of the parameters.
+        """
+        refuse_features_of_stage_3(self)
+        # Private: copies the weights to `fp32_partitioned_groups_flat`.
+        self._create_fp32_partitions()
+        parameters = [p for sub_group in self.fp16_groups for p in sub_group]
+        # Private: the number that DeepSpeed gives to a parameter.
+        self._numbers = {p.ds_id: number for number, p in enumerate(parameters)}
+        zero = ZeroPartition(
+            optimizer=self.optimizer,
+            masters=self.fp32_partitioned_groups_flat,
+            slices=read_slices(self),
+            # In place, memory of their own would be held until the worker has started.
+            weights=[
+                _without_memory(f) if self.offload_param else f.detach() for f in self.fp16_partitioned_groups_flat
+            ],
+            # On which they are gathered; that of no piece.
+            device=parameters[0].device,
+            in_place=self.offload_param,
+            release_weights=self._release_weights,
+            row_lengths=[row_length(p.ds_shape) for p in parameters],
+            group=self.dp_process_group,
+        )
+        self._build_step(zero, parameters, [p.ds_shape for p in parameters])
+        if self.offload_param:
+            self._use_memory_of(self._rank.weights)
+            self._page_lock_frozen()
+            self._await_answers_in_fetches()
+        for dtype, bucket in self.ipg_buckets.items():
+            bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=self._rank.device)
+
+    @override
+    def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
+        """Makes the memory to which each group's pieces move first; not page-locked, since torch would keep it when they move on.
+
+        Private: what DeepSpeed's constructor calls with `offload_param`.
+        """
+        self.param_groups_fp16_flat_cpu_memory = [
+            torch.empty(sum(p.partition_numel() for p in group["params"]), dtype=self.dtype, device="cpu")
+            for group in self.trainable_param_groups
+        ]
+
+    @override
+    def _create_fp32_partitions(self) -> None:
+        """Makes the flat partitions that the optimizer has as parameters; with `offload_param` they are the weights until `HostState`
+        copies them to the arena, where DeepSpeed would make two copies in float32.
+        """
+        if not self.offload_param:
+            super()._create_fp32_partitions()
+            return
+        self.fp32_partitioned_groups_flat = [f.detach().requires_grad_() for f in self.fp16_partitioned_groups_flat]
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+
+    def _release_weights(self) -> None:
+        """Frees DeepSpeed's copy of the weights in host memory."""
+        self._use_memory_of([_without_memory(flat) for flat in self.fp16_partitioned_groups_flat])
+
+    def _page_lock_frozen(self) -> None:
+        """Makes the pieces of parameters that are never trained as fast to fetch as the others, in memory of their own.
+
+        One after the other, so that they take no more memory than before, when the host's free memory was checked.
+        """
+        for parameter in self.module.parameters():
+            if parameter.ds_id not in self._numbers and parameter.ds_tensor.device.type == "cpu":
+                parameter.ds_tensor.data = self._rank.arena.page_locked_copy(parameter.ds_tensor.data)
+
+    def _await_answers_in_fetches(self) -> None:
+        """Makes whatever reads a piece wait for the worker's updates of it."""
+        for sub_group, pieces in zip(self.fp16_groups, self.fp16_partitioned_groups, strict=True):
+            for index, parameter in enumerate(sub_group):
+                parameter.ds_tensor = pieces[index] = Piece.of(pieces[index], partial(self._before_use, parameter))
+        self.parameter_offload.param_coordinator = FetchCoordinator(
+            self.parameter_offload.param_coordinator,
+            self._fetches,
+            before_use=self._before_use,
+            is_written=self._is_written,
+            one_rank=dist.get_world_size(group=self.dp_process_group) == 1,
+        )
+
+    def _slice_in_flight(self, parameter: Any) -> int | None:
+        """This rank's slice of a parameter, which the worker may be writing; None for one that is frozen or all padding here."""
+        if self.closed:
+            return None
+        number = self._numbers.get(parameter.ds_id)
+        return None if number is None else self._slice_of_parameter.get(number)
+
+    def _before_use(self, parameter: Any) -> None:
+        if (index := self._slice_in_flight(parameter)) is not None:
+            self.zenflow_step.await_weights(index)
+
+    def _is_written(self, parameter: Any) -> bool:
+        index = self._slice_in_flight(parameter)
+        return index is None or self.zenflow_step.has_weights(index)
+
+    def _use_memory_of(self, flats: Sequence[Tensor]) -> None:
+        """Makes other memory that of this rank's pieces; drops the one before, DeepSpeed's."""
+        self.fp16_partitioned_groups_flat = [flat.detach() for flat in flats]
+        # Private: DeepSpeed's flat copy in host memory of each parameter group.
+        self.param_groups_fp16_flat_cpu_memory = []
+        for index in range(len(self.fp16_groups)):
+            # Private: makes each piece a view of the flat partition.
+            self._unflatten_partitioned_parameters(index)
+
+    @override
+    def close(self, *, keep_state: bool | None = None) -> None:
+        was_open = not self.closed
+        if self.offload_param and was_open and keep_state is None:
+            # After an exception too: the worker may be writing weights. Without an exact state they stay as they are.
+            self._written.note()
+            with suppress(RuntimeError):
+                self.flush()
+        super().close(keep_state=keep_state)
+        if was_open:
+            # What an interrupted pass has gathered; other ranks may have ended.
+            with suppress(RuntimeError):
+                self._partition_all_parameters()
+
+    @override
+    def _forget_weights(self) -> None:
+        super()._forget_weights()
+        self.fp16_partitioned_groups_flat = []
+        # Private: the memory of them all.
+        self.lp_param_buffer: Tensor | None = None
+
+    @override
+    def _take_weights(self) -> None:
+        if not self.offload_param:
+            return
+        self._use_memory_of([flat.clone() for flat in self._rank.weights])
+        freed = self._rank.arena.publish.untyped_storage().data_ptr()
+        for parameter in self._trained_parameters:
+            # On a CPU with one rank, what DeepSpeed gathers of a parameter is its piece.
+            if parameter.untyped_storage().data_ptr() == freed:
+                parameter.data = parameter.data.clone()
+
+    @override
+    def create_reduce_and_remove_grad_hooks(self) -> None:
+        """As DeepSpeed's, and what it does not check.
+
+        Private: what DeepSpeed's constructor calls to register hooks, and its list of those that `destroy` removes.
+        """
+        super().create_reduce_and_remove_grad_hooks()
+        self._leaf_module_hooks += check_inputs_of_leaf_modules(self.module)
+
+    @override
+    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Tensor]) -> None:
+        """Routes this rank's pieces of reduced gradients, on the stream of the reduction, before their bucket is reused."""
+        runtime, last = runtime_of(self._rank.device), self.is_gradient_accumulation_boundary()
+        for parameter, piece in zip(params_to_release, grad_partitions, strict=True):
+            index = self._slice_of_parameter.get(self._numbers[parameter.ds_id])
+            if index is not None:
+                if last and self._in_backward and index in self.parts.fill.arrivals.arrived:
+                    refuse_second_gradient(self.param_names[parameter])
+                numel = self._rank.partition.slices[index].numel
+                self._receive(index, piece.detach().view(-1).narrow(0, 0, numel), last=last)
+            if parameter.grad is not None:
+                # One that is too large for the bucket was allocated on the training stream.
+                runtime.keep_for(runtime.current_stream(), parameter.grad)
+            parameter.grad = None
+        # The pieces may lie in the bucket, which is filled again on this stream alone, or be freed for it to use again. DeepSpeed makes the
+        # host wait for it two buckets later, which bounds the memory of gradients on their way. The training stream does not wait.
+        self._rank.d2h.join()
+
+    @override
+    def independent_gradient_partition_epilogue(self) -> None:
+        """Ends a backward pass, without DeepSpeed's wait of the host for the stream of the reduction."""
+        for dtype in self.ipg_buckets:
+            getattr(self, _REDUCE_BUCKET)(dtype)
+        if self.reduce_and_partition_stream is not None:
+            runtime_of(self._rank.device).current_stream().wait_stream(self.reduce_and_partition_stream)
+
+    @override
+    def _read_inputs(self) -> StepInputs:
+        inputs = super()._read_inputs()
+        groups = [inputs.groups[self.sub_group_to_group_id[index]] for index in range(len(self.fp16_groups))]
+        return replace(inputs, groups=groups)
+
+    @override
+    def _begin_step(self) -> None:
+        # Private: DeepSpeed's own begin of a step, which empties buckets that an interrupted backward pass has left.
+        self._pre_step()
+        self._wait_for_fetches()
+
+    @property
+    def _fetches(self) -> Stream | None:
+        # Private: the stream on which DeepSpeed gathers weights; None where the device does not run behind the host.
+        stream: Stream | None = self.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
+        return stream
+
+    def _wait_for_fetches(self) -> None:
+        """Orders writes to the pieces behind fetches that no module has waited for, which a wrong prediction may leave."""
+        if self._fetches is not None:
+            runtime_of(self._rank.device).current_stream().wait_stream(self._fetches)
+
+    @override
+    def _gather_weights(self) -> None:
+        """Drops gathered weights of before, gathers those anew that stay gathered, and orders later fetches behind the new ones.
+
+        DeepSpeed's stream of fetches never waits for the training stream: its own step makes the host wait for the device. One rank uses
+        its pieces in place. Those in host memory are gathered where they are used next, since the worker may not have written them.
+        """
+        if self.closed:
+            return
+        # Private: drops what is gathered of every parameter.
+        self._partition_all_parameters()
+        if self.offload_param:
+            self.parameter_offload.param_coordinator.weights_change()
+            return
+        if dist.get_world_size(group=self.dp_process_group) == 1:
+            return
+        if persistent := self.persistent_parameters:
+            # Private: as a fetch does. `all_gather`, which DeepSpeed's own step calls, makes the host wait for the device.
+            persistent[0].all_gather_coalesced(persistent).wait()
+        if self._fetches is not None:
+            self._fetches.wait_stream(runtime_of(self._rank.device).current_stream())
+
+    @override
+    def flush(self) -> None:
+        self._wait_for_fetches()
+        super().flush()
+
+    @override
+    def reset_master_from_model(self) -> None:
+        super().reset_master_from_model()
+        self._gather_weights()
+
+    @override
+    @contextmanager
+    def saved_as(self, copy: Any) -> Iterator[None]:
+        with super().saved_as(copy), self._gathered_afterwards():
+            yield
+
+    @override
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        # As DeepSpeed's engine: drops what is gathered.
+        self.checkpoint_event_prologue()
+        with super().loading(), self._gathered_afterwards():
+            yield
+
+    @contextmanager
+    def _gathered_afterwards(self) -> Iterator[None]:
+        """Context in which DeepSpeed saves or loads, which may fail on some ranks only: the weights that stay gathered are gathered again
+        at its end, which all ranks reach.
+        """
+        self._gathers_afterwards = True
+        try:
+            yield
+        finally:
+            self._gathers_afterwards = False
+            self._gather_weights()
+
+    @override
+    def checkpoint_event_prologue(self) -> None:
+        """As DeepSpeed's, which drops what is gathered; nothing after the end of training, when all is dropped."""
+        if not self.closed:
+            super().checkpoint_event_prologue()
+
+    @override
+    def checkpoint_event_epilogue(self) -> None:
+        """As DeepSpeed's, which gathers; nothing in `_gathered_afterwards`."""
+        if not self._gathers_afterwards:
+            super().checkpoint_event_epilogue()
+
+    @property
+    @override
+    def shapes_by_name(self) -> list[dict[str, Sequence[int]]]:
+        groups: list[dict[str, Sequence[int]]] = [{} for _ in self.optimizer.param_groups]
+        for index, sub_group in enumerate(self.fp16_groups):
+            groups[self.sub_group_to_group_id[index]] |= {self.param_names[p]: p.ds_shape for p in sub_group}
+        return groups
+
+    @property
+    @override
+    def layouts(self) -> list[PieceLayout]:
+        n_ranks = dist.get_world_size(group=self.dp_process_group)
+        return [PieceLayout.of({self.param_names[p]: p.ds_numel for p in g}, n_ranks=n_ranks) for g in self.fp16_groups]
+
+    @override
+    def destroy(self) -> None:
+        # Once: the collection of an engine calls this again, when another training may be running.
+        is_first = not self._destroyed
+        super().destroy()
+        if is_first:
+            restore_process()
+
+
+def zenflow_optimizer(
+    factory: Callable[..., ZenFlowZero3Optimizer], module: Module
+) -> AbstractContextManager[list[ZenFlowZero3Optimizer]]:
+    """As `in_place_of`, of the optimizer of ZeRO stage 3, which the engine imports where it constructs it."""
+    base = DeepSpeedZeroOptimizer_Stage3
+    return in_place_of(base, stage3_module, factory, ZenFlowZero3Optimizer, module, calls=[_REDUCE_BUCKET])

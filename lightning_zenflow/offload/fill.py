@@ -1,0 +1,223 @@
+"""A step's gradients on their way to the slots: sums over micro-batches, on the device or in the slots, and phase *fill*."""
+
+import logging
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_zenflow.core.device import has_room
+from lightning_zenflow.offload.arrivals import Arrivals, BackwardSubmission, GradientNorms
+from lightning_zenflow.offload.block import Block, Blocks
+from lightning_zenflow.offload.buffers import SlotPool
+from lightning_zenflow.offload.gradient_router import GradientRouter, VectorGradients
+from lightning_zenflow.offload.jobs import JobQueue
+from lightning_zenflow.offload.ownership import Ownership
+from lightning_zenflow.offload.plan import StepContext
+from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
+from lightning_zenflow.worker.rank_state import RankState
+
+_log = logging.getLogger(__name__)
+
+
+class Accumulation:
+    """Owner of the gradients of micro-batches that are not their step's last.
+
+    Sums are in device memory, as much as the rank's part of the gradients; or in the slots that the step's gradients go to in the end. Then
+    the device needs memory for the largest slice only, and each sum crosses PCIe both ways, in stream order; the host does not wait. Sums
+    are rounded to the model's type after each micro-batch: the same bits wherever they are.
+
+    Args:
+        jobs: with sums on the host, a block acquires its slot at the first micro-batch, before phase *open*.
+        where: `ZenFlowConfig.accumulate_on`. "auto" is decided at the first micro-batch, when the device's memory has been as full as it
+            gets.
+    """
+
+    def __init__(
+        self,
+        rank: RankState,
+        blocks: Blocks,
+        slots: SlotPool,
+        jobs: JobQueue,
+        *,
+        where: Literal["auto", "device", "host"],
+    ) -> None:
+        self._rank = rank
+        self._blocks = blocks
+        self._slots = slots
+        self._jobs = jobs
+        self._where = where
+        self._on_device: Tensor | None = None  # [partition.numel], model dtype
+        self._pending: set[int] = set()
+
+    @property
+    def pending(self) -> list[int]:
+        """Slices with a sum that has not been taken, ascending."""
+        return sorted(self._pending)
+
+    def add(self, slice_index: int, gradient: Tensor, step: int) -> None:
+        """Adds a gradient of a micro-batch that is not the step's last.
+
+        Args:
+            slice_index: index into `Partition.slices`.
+            gradient: [slice.numel], model dtype, on the device; may be changed in place.
+            step: number of the step.
+        """
+        if self._where == "auto":
+            room = has_room(self._rank.partition.numel * self._rank.dtype.itemsize, self._rank.device)
+            self._where = "device" if room else "host"
+            _log.info("ZenFlow: accumulate_on='auto': gradients are accumulated on the %s", self._where)
+        if self._where == "host":
+            if slice_index in self._pending:
+                gradient.add_(self._sum(slice_index))
+            else:
+                self._jobs.acquire(self._blocks.of_slice[slice_index], step)
+            for begin, slot in self._slots.views_of_slice(slice_index):
+                slot.copy_(gradient.narrow(0, begin, slot.numel()), non_blocking=True)
+                self._rank.telemetry.traffic.d2h_bytes += slot.nbytes
+        elif slice_index in self._pending:
+            self._sum(slice_index).add_(gradient)
+        else:
+            self._sum(slice_index).copy_(gradient)
+        self._pending.add(slice_index)
+
+    def peek(self, slice_index: int) -> Tensor | None:
+        """A pending sum, which stays pending: [slice.numel], model dtype, on the device; None if there is none."""
+        return self._sum(slice_index) if slice_index in self._pending else None
+
+    def take(self, slice_index: int) -> Tensor | None:
+        """As `peek`; the sum is no longer pending."""
+        total = self.peek(slice_index)
+        self._pending.discard(slice_index)
+        return total
+
+    def clear(self) -> None:
+        """Drops all sums that have not been taken."""
+        self._pending.clear()
+
+    def _sum(self, slice_index: int) -> Tensor:
+        s = self._rank.partition.slices[slice_index]
+        if self._where == "device":
+            if self._on_device is None:
+                self._on_device = torch.empty(
+                    self._rank.partition.numel, dtype=self._rank.dtype, device=self._rank.device
+                )
+            return self._on_device.narrow(0, s.begin, s.numel)
+        total = torch.empty(s.numel, dtype=self._rank.dtype, device=self._rank.device)
+        for begin, slot in self._slots.views_of_slice(slice_index):
+            total.narrow(0, begin, slot.numel()).copy_(slot, non_blocking=True)
+            self._rank.telemetry.traffic.h2d_bytes += slot.nbytes
+        return total
+
+
+class Fill:
+    """Phase *fill* of `JobQueue`: the gradients of a step, from their reduction to the slots, and all that is done when one arrives.
+
+    Args:
+        accumulate_on: `ZenFlowConfig.accumulate_on`.
+
+    Attributes:
+        accumulation: sums over earlier micro-batches.
+        arrivals: what has arrived.
+        norms: squared norms of it.
+        in_backward: submission of complete blocks.
+    """
+
+    def __init__(
+        self,
+        rank: RankState,
+        blocks: Blocks,
+        slots: SlotPool,
+        jobs: JobQueue,
+        ownership: Ownership,
+        provisional: ProvisionalUpdate,
+        *,
+        accumulate_on: Literal["auto", "device", "host"],
+        predicts_clipping: bool,
+    ) -> None:
+        self._rank = rank
+        self._blocks = blocks
+        self._jobs = jobs
+        self._provisional = provisional
+        self.accumulation = Accumulation(rank, blocks, slots, jobs, where=accumulate_on)
+        self._router = GradientRouter(rank, blocks, slots, ownership, provisional)
+        self._vectors = VectorGradients(rank, slots, ownership)
+        self.arrivals = Arrivals(blocks)
+        self.norms = GradientNorms(len(blocks), rank.device)
+        self.in_backward = BackwardSubmission(
+            rank, jobs, self.norms, self._vectors, ownership, predicts=predicts_clipping
+        )
+
+    def accumulate(self, slice_index: int, gradient: Tensor, step: int) -> None:
+        """Takes a gradient of a micro-batch that is not its step's last; as `Accumulation.add`."""
+        if slice_index in self.arrivals.trained:
+            self.accumulation.add(slice_index, gradient, step)
+
+    def open(self, context: StepContext) -> None:
+        """Begins a step; before the first gradient of its last micro-batch."""
+        self._jobs.open(context.number)
+        self.arrivals.open()
+        self.norms.open()
+        self.in_backward.open()
+        self._provisional.open(context.inputs.loss_scale)
+
+    def receive(self, context: StepContext, slice_index: int, gradient: Tensor) -> None:
+        """Takes a gradient of the last micro-batch: [slice.numel], model dtype, on the device; may be changed in place."""
+        # A parameter that was unfrozen between two micro-batches is trained from the next step on.
+        if slice_index in self.arrivals.trained:
+            earlier = self.accumulation.take(slice_index)
+            complete = self._route(context, slice_index, gradient if earlier is None else gradient.add_(earlier))
+            if context.plan.submits_in_backward:
+                self.in_backward.submit(complete, self.arrivals.arrived, context)
+
+    def finish(self, context: StepContext) -> Tensor:
+        """Routes the gradients of parameters that the last micro-batch did not use, after backward.
+
+        Returns:
+            Squared norm of this rank's gradients: 0-D float64 on the device, not finite if any element is not.
+        """
+        for index in self.accumulation.pending:
+            total = self.accumulation.take(index)
+            assert total is not None
+            self._route(context, index, total)
+            # The next step writes to the sum's memory.
+            self._rank.d2h.join()
+        for index in self.arrivals.missing:
+            if index not in self._vectors:
+                self._jobs.acquire(self._blocks.of_slice[index], context.number)
+                self._router.route_zeros(index)
+                self.arrivals.slice_complete(index)
+        self._jobs.in_flight.poll(context.number, self.arrivals.take_new())
+        self._jobs.acquire(self._blocks, context.number)
+        rest = [block for block in self._blocks if block not in self._jobs.submitted_in_backward]
+        self.norms.add(self._vectors.fill(rest, self.arrivals.arrived))
+        return self.norms.whole()
+
+    def gradient(self, slice_index: int) -> Tensor:
+        """As `ZenFlowStep.gradient`."""
+        pending = self.accumulation.peek(slice_index)
+        if pending is not None:
+            return pending
+        is_routed = slice_index in self.arrivals.arrived
+        if is_routed and slice_index in self._vectors:
+            return self._vectors.gradient(slice_index)
+        return self._router.gradient(slice_index, is_routed=is_routed)
+
+    def unused(self) -> list[int]:
+        """Trained slices without a gradient in the step that is next, ascending."""
+        return sorted(set(self.arrivals.missing) - set(self.accumulation.pending))
+
+    def _route(self, context: StepContext, slice_index: int, gradient: Tensor) -> list[Block]:
+        """Routes one slice's gradient of the whole step; returns the blocks that are complete with it."""
+        if slice_index in self._vectors:
+            self._vectors.keep(slice_index, gradient)
+            return self.arrivals.slice_complete(slice_index)
+        self._jobs.acquire(self._blocks.of_slice[slice_index], context.number)
+        squared_norms, late = self._router.route(context, slice_index, gradient)
+        self.norms.add(squared_norms)
+        if late is not None:
+            hyperparameters = context.inputs.groups[self._rank.partition.slices[slice_index].param_group]
+            self._provisional.apply_gradient(context.number, late, hyperparameters, context.schedule)
+        complete = self.arrivals.slice_complete(slice_index)
+        self._jobs.in_flight.poll(context.number, self.arrivals.take_new())
+        return complete

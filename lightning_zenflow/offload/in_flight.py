@@ -1,0 +1,286 @@
+"""Update jobs, from the end of a window until its weights are in the model."""
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Set
+
+from lightning_zenflow.core.device import Event, runtime_of
+from lightning_zenflow.native.protocol import Tentative
+from lightning_zenflow.offload.block import Block, Blocks, Job, JobState, Window
+from lightning_zenflow.offload.buffers import Publisher, SlotPool
+from lightning_zenflow.telemetry.telemetry import Cause
+from lightning_zenflow.worker.process import JobMessage
+from lightning_zenflow.worker.rank_state import RankState
+from lightning_zenflow.worker.supervisor import SupervisedWorker
+
+
+class JobsInFlight:
+    """Owner of the jobs that are not published yet, in the order of their submission, and of the publish buffers: phases *replay* and
+    *publish* of `JobQueue`. It alone changes a job's state. Jobs of one block are published in their order.
+
+    Args:
+        worker: processes the jobs, those of a block in order, each exactly once (see `SupervisedWorker`).
+        slots: takes back the slots that jobs have committed.
+        publisher: copies new weights into the model.
+        has_scratch: whether `Publisher.scratch` is set aside.
+
+    Attributes:
+        n_in_backward: blocks that were submitted in backward and published, since the start.
+        n_late: those of them that were not done when the training thread waited for them: at the end of the step, which a CUDA device may
+            have ended later, or in place where they were fetched.
+    """
+
+    def __init__(
+        self,
+        rank: RankState,
+        blocks: Blocks,
+        worker: SupervisedWorker,
+        slots: SlotPool,
+        publisher: Publisher,
+        *,
+        has_scratch: bool,
+    ) -> None:
+        self._rank = rank
+        self._blocks = blocks
+        self._worker = worker
+        self._slots = slots
+        self._publisher = publisher
+        self._n_buffers = 0
+        self._scratch = publisher.scratch if has_scratch else None
+        self._free_buffers: dict[int, Event | None] = {}
+        self.n_in_backward = self.n_late = 0
+        self._jobs: deque[Job] = deque()
+        # Those of them without an answer.
+        self._unanswered: deque[Job] = deque()
+        self._job_ids = itertools.count(1)
+        self._published: dict[Block, int] = {}
+        worker.diagnosis = self._diagnosis
+
+    def __len__(self) -> int:
+        """Jobs that are not published yet."""
+        return len(self._jobs)
+
+    @property
+    def free_buffers(self) -> Mapping[int, Event | None]:
+        """Publish buffers that no job uses, the one that has been free longest first, each with the event behind the device's last copies
+        from it; None: the last sealed word is ordered behind them.
+        """
+        return self._free_buffers
+
+    def grow_buffers(self, n_buffers: int) -> None:
+        """Allows jobs to use the first `n_buffers` buffers of the arena."""
+        new = (buffer for buffer in range(self._n_buffers, n_buffers) if buffer != self._scratch)
+        self._free_buffers.update(dict.fromkeys(new))
+        self._n_buffers = max(self._n_buffers, n_buffers)
+
+    def free_buffer(self, block: Block) -> int | None:
+        """Of `free_buffers` the one for a block's next job; None: there is none for it."""
+        return self._publisher.buffer_for(block, self._free_buffers)
+
+    def sealed(self) -> None:
+        """Notes that a sealed word is ordered behind the events of all `free_buffers`."""
+        self._free_buffers = dict.fromkeys(self._free_buffers)
+
+    def last_due_step(self, at_least: int) -> int:
+        """Step at whose end the last of the jobs is due, or `at_least`."""
+        return max([at_least, *(job.due_step for job in self._jobs)])
+
+    def enqueue(
+        self,
+        block: Block,
+        window: Window,
+        buffer: int | None,
+        *,
+        due_step: int,
+        prediction_steps: float = 0.0,
+        tentative: Tentative = Tentative.NONE,
+        overwritable: Event | None = None,
+    ) -> None:
+        """Makes a window a job, which `SupervisedWorker.send` sends; within `books`, together with the change of the block's window.
+
+        Args:
+            block: a block.
+            window: of the block.
+            buffer: the block's `free_buffer`; None: the weights are discarded. With the true factor, that of the block's job in backward.
+            due_step: step at whose end the weights are published.
+            prediction_steps: steps along the momentum by which they are ahead of the exact weights.
+            tentative: whether the window's last gradient is applied to the published weights only, and with which factor.
+            overwritable: of a job in backward: the event from which on no kernel of the step reads or updates the block's weights.
+        """
+        n_committed = len(window.slots) - (tentative is not Tentative.NONE)
+        holds_buffer = buffer is not None and tentative is not Tentative.TRUE
+        submission = self._worker.enqueue(
+            JobMessage(
+                job_id=next(self._job_ids),
+                block=block.number,
+                first_step=window.first_step,
+                slots=window.slots,
+                publish_buffer=self._publisher.scratch if buffer is None else buffer,
+                prediction_steps=prediction_steps,
+                tentative=tentative,
+            )
+        )
+        slices = set() if buffer is None else set(block.published)
+        job = Job(
+            block=block,
+            window=window,
+            tentative=tentative,
+            due_step=due_step,
+            buffer=buffer,
+            submission=submission,
+            held_slots=window.slots[:n_committed],
+            holds_buffer=holds_buffer,
+            read=slices if overwritable is None else set(),
+            overwritable=[] if overwritable is None else [(overwritable, slices)],
+        )
+        if holds_buffer:
+            assert buffer is not None
+            del self._free_buffers[buffer]
+        for jobs in (self._jobs, self._unanswered, block.jobs):
+            jobs.append(job)
+
+    def poll(self, step: int, new: Set[int]) -> None:
+        """Reads the answers that are there, and copies weights of jobs that are done and due at the end of the step; in backward. Never
+        waits.
+
+        Args:
+            step: step of the backward pass.
+            new: slices whose weights are neither read nor updated any more in this step, since the last call.
+        """
+        changed: list[Job] = []
+        overwritable: Event | None = None
+        for block in dict.fromkeys(block for index in new for block in self._blocks.of_slice[index]):
+            for job in block.jobs:
+                if job.due_step <= step and (slices := job.read & new):
+                    overwritable = overwritable or runtime_of(self._rank.device).record_event()
+                    job.overwritable.append((overwritable, slices))
+                    job.read -= slices
+                    changed.append(job)
+        while self._unanswered and self._worker.has_answered(self._unanswered[0].submission):
+            changed.append(self._take_answer(self._unanswered[0]))
+        for job in changed + self._take_newer_answers():
+            self._publish_in_backward(job)
+
+    def read_answer(self, cause: Cause) -> bool:
+        """Waits for the answer to one of the jobs; in backward. False if the worker has none."""
+        if not self._unanswered:
+            return False
+        self._wait_for(self._unanswered, cause)
+        for job in self._take_newer_answers() or [self._take_answer(self._unanswered[0])]:
+            self._publish_in_backward(job)
+        return True
+
+    def publish(self, step: int, cause: Cause, *, due_only: bool) -> dict[Block, int]:
+        """Waits for all jobs, or for those that are due and all before them, and copies their weights into the model.
+
+        Returns:
+            For each block whose weights were overwritten since the last call, the last step that its weights are exact for.
+        """
+        due = [index for index, job in enumerate(self._jobs) if job.due_step <= step or not due_only]
+        for _ in range(due[-1] + 1 if due else 0):
+            self._publish(self._jobs[0], cause)
+        published, self._published = self._published, {}
+        return published
+
+    def publish_blocks(self, blocks: Iterable[Block], cause: Cause) -> None:
+        """Waits for all jobs of these blocks, so that the weights are those of the last one submitted."""
+        for block in blocks:
+            while block.jobs:
+                self._publish(block.jobs[0], cause)
+
+    def has_answers(self, block: Block) -> bool:
+        """Whether the worker has done all jobs of a block."""
+        return all(self._worker.has_answered(job.submission) for job in block.jobs)
+
+    def free_one_buffer(self, block: Block, cause: Cause) -> None:
+        """Publishes the oldest job, or the one whose buffer a block's next job needs."""
+        self._publish((block.jobs if self._publisher.in_place else self._jobs)[0], cause)
+
+    def _publish(self, job: Job, cause: Cause) -> None:
+        """Waits for a job, its block's oldest, copies its weights into the model and frees its slots and its buffer."""
+        if job.state is JobState.SUBMITTED:
+            self.n_late += self._is_shown_tentatively(job) and not self._worker.has_answered(job.submission)
+            self._wait_for([job], cause)
+            self._take_answer(job)
+        copied = None
+        if job.buffer is not None:
+            self._copy_overwritable(job, job.buffer)
+            joins = job.state is JobState.PARTLY_PUBLISHED
+            self._publisher.finish(job.block, job.buffer, job.read, joins=joins)
+            copied = runtime_of(self._rank.device).record_event() if job.holds_buffer else None
+        in_backward = self._is_shown_tentatively(job)
+        # After all that may fail or be interrupted: a job whose weights are not in the model yet is published again.
+        with self._rank.books:
+            job.state = JobState.PUBLISHED
+            self._jobs.remove(job)
+            job.block.jobs.popleft()
+            self._free_slots(job)
+            if job.buffer is not None:
+                self._published[job.block] = job.window.last_step
+                if copied is not None:
+                    self._free_buffers[job.buffer] = copied
+        self.n_in_backward += in_backward
+
+    def forget_overwritable(self) -> None:
+        """Drops what is known about slices that the step reads no more: an interrupted step's weights may be read again."""
+        for job in self._jobs:
+            job.read.update(*(slices for _, slices in job.overwritable))
+            job.overwritable.clear()
+
+    def _is_shown_tentatively(self, job: Job) -> bool:
+        """Whether a block's weights in the model will be those of this job, with a tentative gradient."""
+        return job.tentative is not Tentative.NONE and job.block.jobs[-1] is job
+
+    def _wait_for(self, jobs: Iterable[Job], cause: Cause) -> None:
+        """Waits for the worker's answer to one of the jobs."""
+        with self._rank.telemetry.stalls.measure(cause):
+            self._worker.wait_for(*(job.submission for job in jobs))
+
+    def _diagnosis(self) -> str:
+        """All that a wait for the worker may depend on."""
+        states = Counter(job.state for job in self._jobs)
+        jobs = ", ".join(f"{n} jobs {state.name.lower()}" for state, n in states.items())
+        oldest = next((f"; the oldest: {job.submission.message}" for job in self._unanswered), "")
+        return (
+            f"{jobs}; {self._slots.n_free} of {self._slots.n_slots} slots and {len(self._free_buffers)} of {self._n_buffers}"
+            f" publish buffers free{oldest}"
+        )
+
+    def _take_newer_answers(self) -> list[Job]:
+        """Takes answers that have been read while an older job has none: only where the worker takes the newest first."""
+        if not self._publisher.in_place:
+            return []
+        return [self._take_answer(job) for job in list(self._unanswered) if job.submission.is_answered]
+
+    def _take_answer(self, job: Job) -> Job:
+        """Takes the worker's answer, and frees slots."""
+        with self._rank.books:
+            self._unanswered.remove(job)
+            job.state = JobState.ANSWERED
+            # What an earlier publish of the block overwrites may be reapplied from the slots (`ProvisionalUpdate`); nothing in place.
+            if job.block.jobs[0] is job or self._publisher.in_place:
+                self._free_slots(job)
+        return job
+
+    def _free_slots(self, job: Job) -> None:
+        self._slots.free(job.held_slots)
+        job.held_slots = ()
+
+    def _publish_in_backward(self, job: Job) -> None:
+        """Copies weights of an answered job that may be overwritten. A job in backward gives back its buffer behind the last of them."""
+        if job.state is JobState.SUBMITTED or job.buffer is None:
+            return
+        self._copy_overwritable(job, job.buffer)
+        if job.tentative is not Tentative.NONE and job.holds_buffer and not job.read:
+            copied = self._publisher.copied()
+            with self._rank.books:
+                self._free_buffers[job.buffer] = copied
+                job.holds_buffer = False
+
+    def _copy_overwritable(self, job: Job, buffer: int) -> None:
+        """Enqueues copies of the slices that may be overwritten."""
+        if job.overwritable:
+            job.state = JobState.PARTLY_PUBLISHED
+        for event, slices in job.overwritable:
+            self._publisher.copy_behind(event, job.block, buffer, slices)
+        job.overwritable.clear()

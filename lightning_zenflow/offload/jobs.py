@@ -1,0 +1,411 @@
+"""The asynchronous protocol between the training thread and the worker, from the trainer's side."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence, Set
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from lightning_zenflow.core.device import Event, runtime_of
+from lightning_zenflow.core.partition import Partition
+from lightning_zenflow.core.schedule import StaggeredSchedule, StalenessCompensation, UpdateSchedule
+from lightning_zenflow.native.protocol import Tentative
+from lightning_zenflow.offload.block import Block, Blocks, Window
+from lightning_zenflow.offload.buffers import Publisher, SlotPool
+from lightning_zenflow.offload.in_flight import JobsInFlight
+from lightning_zenflow.telemetry.telemetry import Cause
+from lightning_zenflow.worker.arena import WORD_BYTES, StepWords
+from lightning_zenflow.worker.rank_state import RankState
+from lightning_zenflow.worker.supervisor import SupervisedWorker
+
+
+class JobQueue:
+    """Takes the blocks through each step: their windows become update jobs (`JobsInFlight`).
+
+    Each step t has these phases; the code repeats their names.
+
+    1. *open*: the first gradient of the step's last micro-batch arrives.
+    2. *fill*: during backward, each reduced gradient is copied to the slots (d2h), in stream order behind the kernels that computed it. A
+       block acquires a free slot for step t before its first gradient, which may be one of an earlier micro-batch (`acquire`).
+    3. *seal*: behind all of these copies, in the same order, the step's word is copied to its record: its factor (clip coefficient over
+       loss scale) and its sequence number. The worker polls the word, whose arrival happens after the arrival of everything before it. The
+       training thread never waits for the copies.
+    4. *submit*: the windows that close at t become jobs. From here until the job is done, its publish buffer and the block's master
+       weights and moments belong to the worker, and its slots until the job that commits them is done. With d = 0, a block is submitted
+       *in backward*, as soon as it is filled: step t is then *tentative*, with a predicted factor and a sequence number of the block's own
+       behind its gradient (`BackwardSubmission`), and its gradient stays in the block's next window. The buffer may be the block's weights
+       themselves (`InPlacePublisher`): the worker then writes them while backward is running, since the sequence number is behind the
+       step's last read of them as well. Where no forward pass may see a predicted factor, each of these blocks is submitted once more
+       behind *seal*, tentatively with the true factor; the worker has nothing to do if they are the same. If only a gradient that is not
+       finite can make them differ, the last block alone is; the others follow before the next fetch if the step was skipped (`_verify`).
+    5. *replay*, in the worker: wait for the sequence number of the job's last committed step, and of the block if there is a tentative
+       one; apply the committed gradients in order, with their true factors; write the new weights, with the tentative gradient, in the
+       model's type to the publish buffer; answer *done*. The order of the jobs is in ``csrc/common/protocol.h``.
+    6. *publish*: jobs that are due at t are waited for (this is the stall that is measured), and their weights are copied into the model
+       (h2d). No kernel of step t reads a slice's weights any more once its gradient has arrived: the copies are ordered behind that event
+       in *fill*, and those of jobs that are done in time are enqueued there (`Publisher`). In place, nothing is copied, and a job is waited
+       for where its weights are fetched in step t + 1 (`await_slice`).
+
+    *flush* closes every open window, commits what is tentative and publishes every job; then the arena is the exact state of all steps so
+    far.
+
+    Reuse of memory. The slots that a job commits are free when the worker's *done* has been read, in backward or in *publish*: what is
+    copied to them afterwards comes after the worker has read them. A publish buffer is free when the copies from it are enqueued: in
+    *publish*, or in backward for a job that was submitted there. An event behind these copies stays with the buffer, and the word that the
+    buffer's next job waits for (the block's, or the step's in *seal*) is ordered behind it on the device, so the training thread does not
+    wait. Only where that word has been written before (synchronous steps, flush) does it wait for the event.
+
+    Backpressure. Where no slot or buffer is free in *fill*, the training thread reads the answers of the jobs in flight, the oldest first,
+    until one is (cause "slot"). If none is in flight any more and every slot holds a gradient, the windows that step t closes *commit
+    early* what they hold, in jobs whose weights are not copied to the model: where steps are accumulated in host memory, or where a step
+    does not submit in backward while windows hold gradients that are shown already. So n_blocks slots would be enough for d = 0. Whether a
+    block commits early depends on the order of arrival alone, never on the worker's speed, so runs repeat.
+
+    Args:
+        worker: processes the jobs, those of a block in order, each exactly once (see `SupervisedWorker`).
+        publisher: copies new weights into the model.
+        schedule: S and d at the start.
+        compensation: weight prediction and provisional updates of the run.
+        in_backward: whether blocks may be submitted in backward.
+        corrects: whether weights with a predicted factor are published again with the true one; in place only.
+
+    Attributes:
+        in_flight: the jobs.
+        schedule: S and d.
+        staggered: which blocks close when.
+    """
+
+    def __init__(
+        self,
+        rank: RankState,
+        blocks: Blocks,
+        worker: SupervisedWorker,
+        slots: SlotPool,
+        publisher: Publisher,
+        schedule: UpdateSchedule,
+        compensation: StalenessCompensation,
+        *,
+        in_backward: bool,
+        corrects: bool = False,
+    ) -> None:
+        self.corrects = corrects
+        self._rank = rank
+        self._blocks = blocks
+        self._worker = worker
+        self._slots = slots
+        self._publisher = publisher
+        self._compensation = compensation
+        self._in_backward = in_backward
+        # Whether host-owned weights equal the master weights of some step at all times.
+        self._publishes_exactly = not (compensation.predicts_weights or compensation.updates_provisionally)
+        # Weights that are published again start from moments that have been rounded, if they are. So which job has shown the true factor
+        # makes a difference then, and must not depend on when the worker begins it.
+        rounds = rank.arena.rounds
+        self._in_backward_tentative = Tentative.TRUE_IF_KNOWN if corrects and not rounds else Tentative.PREDICTED
+        self.in_flight = JobsInFlight(rank, blocks, worker, slots, publisher, has_scratch=in_backward)
+        self._longest = self._largest_lag = 0
+        self._dropped: list[int] = []  # slots of interrupted steps, free after the next flush
+        self._open_step: int | None = None  # the step that is in phase *fill*
+        self._submitted_in_backward: dict[Block, None] = {}  # in the present step, in order
+        # Step, and blocks in it whose weights are true if the step is applied; the last of them has been submitted again.
+        self._unverified: tuple[int, Sequence[Block]] | None = None
+        self.set_schedule(schedule)
+
+    @property
+    def max_publish_delay(self) -> int:
+        """Steps until every block has closed a window and published its job."""
+        return self.schedule.update_interval + self.schedule.publish_lag
+
+    @property
+    def submitted_in_backward(self) -> Set[Block]:
+        """Blocks that were submitted in the backward pass of the present step; the worker is ahead of that step."""
+        return self._submitted_in_backward.keys()
+
+    def set_schedule(self, schedule: UpdateSchedule) -> None:
+        """Uses another S and d from the next submission on; S is a power of two times, or a power of two'th of, the S before.
+
+        Windows of the longer S begin and end where some of the shorter S do, so no window is ever longer than the longer S.
+        """
+        self.schedule = schedule
+        self.staggered = StaggeredSchedule.of(schedule, n_blocks=len(self._blocks), in_backward=self._in_backward)
+        # Windows of the S before may still be open, and jobs of the d before in flight.
+        self._longest = max(self._longest, schedule.update_interval)
+        self._largest_lag = max(self._largest_lag, schedule.publish_lag)
+        largest = dataclasses.replace(self.staggered, update_interval=self._longest, publish_lag=self._largest_lag)
+        n_slots, n_buffers = largest.n_slots, self._publisher.n_buffers(self.staggered)
+        # In mid-run this may take seconds; a start is no stall.
+        with self._rank.telemetry.stalls.measure("reserve") if self._slots.n_slots else nullcontext():
+            self._rank.arena.reserve(n_slots=n_slots, n_publish_buffers=n_buffers, touch=self._worker.touch)
+        self._slots.grow(n_slots)
+        self.in_flight.grow_buffers(n_buffers)
+
+    def open(self, step: int) -> None:
+        """Phase *open*."""
+        self._verify()
+        self._open_step = step
+
+    def acquire(self, blocks: Iterable[Block], step: int) -> None:
+        """Phase *fill*, before a gradient of these blocks is written to the slots: those without a slot for the step acquire one.
+
+        Waits where none is free (backpressure). The awaited jobs need nothing that the device has not been given before. Several ranks
+        cannot wait for each other here: all enqueue the same collectives in the same order, and a job's gradients depend only on those
+        before its submission. So of the collectives that jobs wait for, the first is enqueued on every rank.
+        """
+        for block in blocks:
+            if block.slot is None:
+                while not self._slots.n_free:
+                    if not self.in_flight.read_answer("slot"):
+                        self._commit_early(step)
+                self._slots.acquire(block)
+
+    def seal(self, step: int, factor: Tensor) -> None:
+        """Phase *seal*.
+
+        Args:
+            step: number of the step.
+            factor: 0-D float32 on the device; NaN if the step changes nothing.
+        """
+        behind = self.in_flight.free_buffers.values()
+        self._write_word(self._rank.arena.step_words, step, step, factor, behind=behind)
+        self.in_flight.sealed()
+
+    def submit_closing(
+        self,
+        step: int,
+        *,
+        beta1: float,
+        synchronous: bool,
+        drain: Set[int],
+        as_predicted: bool = False,
+    ) -> Sequence[int]:
+        """Phase *submit*: the windows that the schedule closes, or all of them in a synchronous step.
+
+        Args:
+            step: number of the step.
+            beta1: decay of the first moment; decides how far weights are predicted.
+            synchronous: whether the jobs are due in this step already.
+            drain: numbers of blocks that must have no other job in flight when this one is published. With a lag of a whole window or more
+                they would have; their jobs, and with them all earlier ones, are then due in this step.
+            as_predicted: whether the step, unless it is skipped, has the factor and the hyperparameters of the jobs in backward.
+
+        Returns:
+            Numbers of the blocks whose windows closed.
+        """
+        self._end_fill(step)
+        if self.corrects and (blocks := list(self._submitted_in_backward)):
+            self._correct(step, blocks[-1:] if as_predicted else blocks)
+            self._unverified = (step, blocks) if as_predicted else None
+        closing = range(len(self._blocks)) if synchronous else self.staggered.closing_blocks(step)
+        overlapping = self.schedule.publish_lag >= self.schedule.update_interval
+        ahead = 0.0 if synchronous else self._compensation.prediction_steps(self.schedule, beta1)
+        for block in (self._blocks[number] for number in closing):
+            if block not in self._submitted_in_backward:
+                at_once = synchronous or (overlapping and block.number in drain)
+                self._submit(block, due_step=step if at_once else self._due_step(step), prediction_steps=ahead)
+        return closing
+
+    def can_submit_in_backward(self, block: Block, step: int) -> bool:
+        """Whether a block's window closes in the open step and is published in it, and no older weights are still to be shown."""
+        at_once = self.schedule.publish_lag == 0
+        # After a change to d = 0 an older job may be in flight, whose weights would otherwise come up behind these.
+        return at_once and block.number in self.staggered.closing_blocks(step) and block.next_due() is None
+
+    def submit_in_backward(self, block: Block, step: int, factor: Tensor, *, beta1: float) -> None:
+        """Phase *submit* of one block in backward, behind its gradient, which is applied tentatively.
+
+        Args:
+            block: one that `can_submit_in_backward`.
+            step: step of the backward pass.
+            factor: 0-D float32 on the device, a prediction; NaN: the published weights do not have the gradient.
+            beta1: see `submit_closing`.
+        """
+        while (buffer := self.in_flight.free_buffer(block)) is None:
+            # Every job that was submitted in this backward pass gives its own back.
+            answered = self.in_flight.read_answer("slot")
+            assert answered, "as many jobs are in flight as buffers are in use"
+        ahead = self._compensation.prediction_steps(self.schedule, beta1)
+        copied = self.in_flight.free_buffers[buffer]
+        self._write_word(self._rank.arena.block_words, block.number, step, factor, behind=[copied])
+        # No kernel of the step reads or updates the block's weights any more.
+        overwritable = runtime_of(self._rank.device).record_event()
+        with self._rank.books:
+            window = block.fill(step)
+            block.window = Window(first_step=step, slots=window.slots[-1:])
+            self.in_flight.enqueue(
+                block,
+                window,
+                buffer,
+                due_step=self._due_step(step),
+                prediction_steps=ahead,
+                tentative=self._in_backward_tentative,
+                overwritable=overwritable,
+            )
+            self._submitted_in_backward[block] = None
+        self._worker.send()
+
+    def publish(self, step: int) -> dict[Block, int]:
+        """Phase *publish*.
+
+        Returns:
+            See `JobsInFlight.publish`.
+        """
+        published = self.in_flight.publish(step, "publish_wait", due_only=True)
+        self._submitted_in_backward.clear()
+        return published
+
+    def flush(self, step: int) -> None:
+        """Closes every open window and publishes every job; arena and weights are then the exact state after `step`.
+
+        May be called again after an exception has interrupted it, or the step.
+        """
+        if self._open_step == step:
+            # Interrupted behind phase *seal*.
+            self._end_fill(step)
+        elif self._open_step is not None:
+            self._drop_open_step(step)
+        self.in_flight.forget_overwritable()
+        self._publisher.wait_for_readers()
+        for block in self._blocks:
+            self._submit(block, due_step=step, cause="flush")
+        self.in_flight.publish(step, "flush", due_only=False)
+        with self._rank.books:
+            self._slots.free(self._dropped)
+            self._dropped.clear()
+        self._forget_words(step + 1)
+        self._submitted_in_backward.clear()
+        self._unverified = None
+
+    def _forget_words(self, step: int) -> None:
+        """Forgets words of a step whose backward pass or end was interrupted: they would match when the step is repeated."""
+        with self._rank.telemetry.stalls.measure("flush"):
+            # One that no job has waited for may still be on its way.
+            runtime_of(self._rank.device).synchronize()
+        self._rank.arena.block_words.reset()
+        self._rank.arena.step_words[step].zero_()
+
+    def await_slice(self, index: int) -> None:
+        """Phase *publish* of the blocks of one slice, whose weights are about to be fetched; in place."""
+        self._verify()
+        self.in_flight.publish_blocks(self._blocks.of_slice[index], "publish_wait")
+
+    def is_written(self, index: int) -> bool:
+        """Whether `await_slice` would return at once; reads the answers that are there."""
+        return self._unverified is None and all(map(self.in_flight.has_answers, self._blocks.of_slice[index]))
+
+    def change_ranges(self, partition: Partition) -> None:
+        """Updates and publishes other ranges from now on; right after a flush only.
+
+        Args:
+            partition: `RankState.partition` with other ranges.
+        """
+        assert not self.in_flight, "flush comes before"
+        self._rank.arena.write_ranges(partition)
+        self._worker.restart()
+        self._publisher.use(partition)
+
+    def _write_word(
+        self, words: StepWords, index: int, step: int, factor: Tensor, *, behind: Iterable[Event | None]
+    ) -> None:
+        for event in behind:
+            if event is not None:
+                self._rank.d2h.wait_for(event)
+        with self._rank.d2h.behind(reads=factor):
+            words.write(index, step, factor)
+        self._rank.telemetry.traffic.d2h_bytes += WORD_BYTES
+
+    def _verify(self) -> None:
+        """Waits until the last step's factor is known, unless that has been verified; corrects what has been shown of a skipped step."""
+        if self._unverified is None:
+            return
+        step, blocks = self._unverified
+        self.in_flight.publish_blocks(blocks[-1:], "publish_wait")
+        # The worker has read the step's word, so it is there.
+        if not self._rank.arena.step_words[step].view(torch.float32)[0].isfinite():
+            self._correct(step, blocks[:-1])
+        self._unverified = None
+
+    def _correct(self, step: int, blocks: Iterable[Block]) -> None:
+        """Submits again, with the true factor, blocks that were submitted in backward; in that order: the worker takes the newest first."""
+        for block in blocks:
+            window = block.window
+            assert window is not None, "its last gradient is tentative"
+            with self._rank.books:
+                # The block's window goes on.
+                again = dataclasses.replace(window, slots=list(window.slots))
+                due_step = self._due_step(step)
+                self.in_flight.enqueue(block, again, block.number, due_step=due_step, tentative=Tentative.TRUE)
+            self._worker.send()
+
+    def _due_step(self, step: int) -> int:
+        # In place: the end of the next step, if nothing fetches the weights before.
+        return step + self.schedule.publish_lag + self._publisher.in_place
+
+    def _end_fill(self, step: int) -> None:
+        """Ends phase *fill*: the gradients of all blocks that are not submitted yet belong to their windows."""
+        with self._rank.books:
+            for block in self._blocks:
+                if block.slot is not None and block not in self._submitted_in_backward:
+                    block.fill(step)
+                block.slot = None
+            self._open_step = None
+
+    def _commit_early(self, step: int) -> None:
+        """Commits what the windows hold that `step`, which is being filled, closes; or if there are none, what all windows hold."""
+        held = [b for b in self._blocks if (w := b.window) and w.slots and w.last_step < step]
+        closing = [b for b in held if b.number in self.staggered.closing_blocks(step)]
+        assert held and self._in_backward, "the schedule bounds the number of slots in use"
+        due_step = self.in_flight.last_due_step(at_least=step)
+        for block in closing or held:
+            window = block.window
+            assert window is not None
+            with self._rank.books:
+                block.window = Window(first_step=step)
+                self.in_flight.enqueue(block, window, None, due_step=due_step)
+            self._worker.send()
+
+    def _drop_open_step(self, step: int) -> None:
+        """Drops the gradients of the step after `step`, whose backward pass was interrupted by an error.
+
+        Jobs in flight may still read them, and publish weights that have them: their blocks are published again.
+        """
+        with self._rank.books:
+            for block in self._blocks:
+                if block.slot is not None and block not in self._submitted_in_backward:
+                    self._dropped.append(block.slot)
+                block.slot = None
+                if block.window is not None and block.window.last_step > step:
+                    self._dropped += block.window.slots
+                    block.window = Window(first_step=step + 1)
+            self._open_step = None
+
+    def _submit(
+        self,
+        block: Block,
+        *,
+        due_step: int,
+        prediction_steps: float = 0.0,
+        cause: Cause = "publish_wait",
+    ) -> None:
+        """Submits a block's window. A block without one is published again, unless its weights are exact already."""
+        window = block.window
+        if window is None:
+            if self._publishes_exactly:
+                return
+            window = Window(first_step=due_step)
+        buffer = self._free_buffer(block, cause)
+        with self._rank.books:
+            block.window = None
+            self.in_flight.enqueue(block, window, buffer, due_step=due_step, prediction_steps=prediction_steps)
+        self._worker.send()
+
+    def _free_buffer(self, block: Block, cause: Cause) -> int:
+        """A publish buffer that neither a job nor the device uses, for the block's next job; waits until there is one."""
+        while (buffer := self.in_flight.free_buffer(block)) is None:
+            # Synchronous steps and flushes submit more jobs than the schedule has buffers for.
+            self.in_flight.free_one_buffer(block, cause)
+        copied = self.in_flight.free_buffers[buffer]
+        if copied is not None and not copied.query():
+            with self._rank.telemetry.stalls.measure("publish_buffer"):
+                copied.synchronize()
+        return buffer

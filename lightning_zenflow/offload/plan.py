@@ -1,0 +1,301 @@
+"""State of the step that is next, its inputs, which are fixed when the backward pass of its last micro-batch begins, and its kind:
+synchronous or asynchronous, measuring, selecting, changing the schedule (`update_interval: auto`, `publish_lag: auto`).
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.auto_policy import SchedulePolicy, load_and_stall
+from lightning_zenflow.core.device import AsyncHostCopy, runtime_of
+from lightning_zenflow.core.schedule import StaggeredSchedule, UpdateSchedule
+from lightning_zenflow.core.step_inputs import GroupHyperparameters
+from lightning_zenflow.offload.jobs import JobQueue
+from lightning_zenflow.offload.selector import ColumnSquaredNorms, Selector
+from lightning_zenflow.worker.rank_state import RankState
+
+
+class StepState(Enum):
+    """State of the step that is next."""
+
+    IDLE = auto()
+    """No backward pass since the last step."""
+    ACCUMULATING = auto()
+    """The last micro-batch's backward pass has not begun."""
+    OPEN = auto()
+    """It has begun, or is over; the step's `StepContext` is fixed."""
+    REDUCED = auto()
+    """The gradient norm is known, and no more gradients are received."""
+    UNDER_WAY = auto()
+    """A change between these, or the phases behind *reduce*. If it is found by a later call, an exception has interrupted them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """Kind of one step; the same on every rank."""
+
+    synchronous: bool
+    """Every window closes and is published in the step itself, exactly."""
+    shows_exact_weights: bool
+    """The step ends with weights that have all of its gradients, so that no provisional update is needed."""
+    submits_in_backward: bool
+    """Blocks whose window closes are submitted as soon as their gradient is complete."""
+    selects: bool
+    """Column proxies are added up and decide on new columns."""
+    releases: bool
+    """The device gives up its columns, because nothing is late any more."""
+
+    @property
+    def changes_columns(self) -> bool:
+        """Blocks change their columns from this step on, each with its own next window."""
+        return self.selects or self.releases
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """What the optimizer around a step decides."""
+
+    groups: Sequence[GroupHyperparameters]
+    """Hyperparameters of each parameter group."""
+    loss_scale: float
+    """Factor that the loss is multiplied by before backward."""
+    max_norm: float
+    """Largest norm of the whole gradient after clipping; 0: no clipping."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepContext:
+    """One optimizer step, passed along with its gradients."""
+
+    number: int
+    """Counted from 1."""
+    plan: StepPlan
+    inputs: StepInputs
+    """Read as backward begins; `ZenFlowStep.step` reads hyperparameters and largest norm again."""
+    schedule: StaggeredSchedule
+    """S and d of each block."""
+    column_norms: ColumnSquaredNorms | None
+    """Sums for the column proxies; None in steps that do not select."""
+
+
+_LOOK = 16
+"""Steps that are measured before a look, at least S of them."""
+
+
+class ScheduleControl:
+    """Measures steps, reduces what it measured over the ranks, lets the policy decide, and measures again.
+
+    All ranks decide alike at the same steps.
+
+    Not measured are the first steps, which compile and touch memory, the steps right after a decision, whose windows may still have the
+    old length, and the steps around an interruption such as a validation. Used by one rank's training thread only. Never waits for the
+    device: reduced numbers are read some steps later.
+
+    Args:
+        auto: the policy.
+        rank: its clocks are read.
+        group: ranks that must agree.
+    """
+
+    def __init__(self, auto: SchedulePolicy, rank: RankState, *, group: dist.ProcessGroup) -> None:
+        self._auto = auto
+        self._rank = rank
+        self._group = group
+        self._steps: list[tuple[float, float, float]] = []  # see `load_and_stall`
+        self._sent: tuple[int, AsyncHostCopy] | None = None
+        """Step at whose end the reduced numbers can be read, and these numbers (see `_reduce`)."""
+        self.interrupt()
+
+    @property
+    def schedule(self) -> UpdateSchedule:
+        """The current schedule."""
+        return self._auto.schedule
+
+    def state_dict(self) -> dict[str, Any]:
+        """The schedule, as plain numbers. Excludes measured steps."""
+        return asdict(self.schedule)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores `state_dict`."""
+        self._auto.restore(UpdateSchedule(**state))
+        self._sent = None
+        self._steps.clear()
+        self.interrupt()
+
+    def waits(self, step: int) -> bool:
+        """Whether a decision is overdue before `step` because the schedule was not allowed to change."""
+        return self._sent is not None and step > self._sent[0]
+
+    def interrupt(self, longest: int = 0) -> None:
+        """Leaves out the next steps, after a synchronous step, a flush, or a look. Open windows have at most `longest` steps, or S."""
+        s, d = self.schedule.update_interval, self.schedule.publish_lag
+        # One step more: the time of the first step after an interruption includes the interruption.
+        self._left_out = 1 + max(s, longest) + d
+        self._last = self._clocks()
+
+    def end_step(self, step: int, plan: StepPlan, *, may_change: bool) -> str | None:
+        """Adds a step to the measured ones; reduces them when they are enough, or reads what was reduced and decides.
+
+        Args:
+            step: number of the step.
+            plan: kind of the step. One that changes columns waits for reasons of its own and is left out. In a synchronous one the worker
+                computes for one gradient, as with S = 1, and its wait is not the schedule's.
+            may_change: whether the schedule may change after this step; the same on every rank.
+
+        Returns:
+            Reason of a change of `schedule`; None if it does not change.
+        """
+        last, self._last = self._last, self._clocks()
+        duration, waited, worker = (now - before for now, before in zip(self._last, last, strict=True))
+        if plan.synchronous and self.schedule.update_interval > 1:
+            self.interrupt()
+        elif self._left_out and not plan.changes_columns:
+            self._left_out -= 1
+        elif self._sent is None and not plan.changes_columns:
+            self._steps.append((max(0.0, duration - waited), worker, 0.0 if plan.synchronous else waited))
+        if self._sent is None and len(self._steps) == max(_LOOK, self.schedule.update_interval):
+            load, stall = load_and_stall(self._steps)
+            # The jobs published at that step are submitted after this one, so the device has finished the reduction before.
+            readable = step + self.schedule.publish_lag + 1
+            self._sent = readable, self._reduce(load, stall)
+        if self._sent is None or step < self._sent[0] or not may_change:
+            return None
+        load, stall = self._sent[1].read().tolist()
+        self._sent = None
+        self._steps.clear()
+        longest = self.schedule.update_interval
+        reason = self._auto.observe(load, stall)
+        self.interrupt(longest)
+        return reason
+
+    def _clocks(self) -> tuple[float, float, float]:
+        stalls = self._rank.telemetry.stalls
+        return time.perf_counter(), stalls.device_s, stalls.worker_busy_s
+
+    def _reduce(self, load: float, stall: float) -> AsyncHostCopy:
+        """The largest of all ranks, float64: [load, stall]."""
+        local = torch.tensor([load, stall], dtype=torch.float64, device="cpu")
+        runtime = runtime_of(self._rank.device)
+        # From page-locked memory, so that the host does not wait for the copy.
+        values = runtime.to_device(runtime.empty_on_host(local.shape, local.dtype).copy_(local))
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
+        return AsyncHostCopy(values)
+
+
+class Planner:
+    """Plans the steps, alike on every rank.
+
+    A selection and a change of the schedule never overlap, because changing columns relies on the distance between a block's jobs: the
+    schedule waits for a selection to reach all blocks, and nothing is selected while the schedule waits.
+
+    Args:
+        jobs: their schedule is changed.
+        control: measures and decides on the schedule; None if S and d are given.
+        selector: selects columns.
+    """
+
+    def __init__(
+        self, config: ZenFlowConfig, jobs: JobQueue, control: ScheduleControl | None, selector: Selector
+    ) -> None:
+        self._config = config
+        self._jobs = jobs
+        self._control = control
+        self._selector = selector
+        self._synchronous_until = self._changing_until = 0
+
+    @property
+    def _wants_columns(self) -> bool:
+        """Whether some weights are late, so that the device gains by updating others at once."""
+        return self._config.owned_ratio > 0 and not self._jobs.schedule.is_immediate
+
+    @property
+    def _awaits_selection(self) -> bool:
+        return self._wants_columns and not self._selector.has_selected
+
+    def start_over(self, step: int, count: int) -> None:
+        """Makes the next steps synchronous: the rest of the warm-up, and until columns are selected where some are wanted.
+
+        Args:
+            step: last step so far.
+            count: number of applied steps; the warm-up is not repeated after a checkpoint is loaded.
+        """
+        self._selector.start_over()
+        self._changing_until = step
+        self._synchronous_until = step + max(self._awaits_selection, self._config.full_warm_up_rounds - count)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State that later plans depend on."""
+        return {
+            "synchronous_until": self._synchronous_until,
+            "changing_until": self._changing_until,
+            "selector": self._selector.state_dict(),
+            "schedule": None if self._control is None else self._control.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`; sets the schedule of the jobs as well."""
+        self._synchronous_until, self._changing_until = state["synchronous_until"], state["changing_until"]
+        self._selector.load_state_dict(state["selector"])
+        if self._control is not None and state["schedule"] is not None:
+            self._control.load_state_dict(state["schedule"])
+        self.apply_schedule()
+
+    def plan(self, step: int) -> StepPlan:
+        """Plan of the next step."""
+        wants_columns = self._wants_columns
+        synchronous = step <= self._synchronous_until
+        may_change = step >= self._synchronous_until and not (self._control is not None and self._control.waits(step))
+        selects = may_change and wants_columns and self._selector.is_due(step)
+        releases = may_change and not wants_columns and self._selector.has_selected
+        in_backward = self._config.submits_in_backward and self._jobs.schedule.publish_lag == 0
+        return StepPlan(
+            synchronous=synchronous,
+            shows_exact_weights=synchronous or self._jobs.schedule.is_immediate,
+            # In a step that changes columns, windows must end after the change.
+            submits_in_backward=in_backward and not (synchronous or selects or releases),
+            selects=selects,
+            releases=releases,
+        )
+
+    def columns_change(self, step: int) -> None:
+        """Notes new columns in `step`: blocks change from now on, each with its own next window."""
+        self._changing_until = step + self._jobs.max_publish_delay
+
+    def apply_schedule(self) -> None:
+        """Gives the jobs the schedule that was decided on last; also after an exception has interrupted that, right after a flush."""
+        if self._control is not None:
+            self._jobs.set_schedule(self._control.schedule)
+
+    def interrupt(self) -> None:
+        """Leaves the next steps out of what is measured, after something other than training has run between two steps."""
+        if self._control is not None:
+            self._control.interrupt()
+
+    def end_step(self, step: int, plan: StepPlan) -> None:
+        """Changes the schedule where that is due, and logs the change.
+
+        Args:
+            step: step that has ended.
+            plan: plan of the step.
+        """
+        if plan.synchronous and self._awaits_selection:
+            # The gradient was not finite; nothing could be selected.
+            self._synchronous_until = max(self._synchronous_until, step + 1)
+        if self._control is None:
+            return
+        before = self._control.schedule
+        reason = self._control.end_step(step, plan, may_change=step >= self._changing_until)
+        if reason is None:
+            return
+        self.apply_schedule()
+        now = self._control.schedule
+        change = f"update_interval={now.update_interval}, publish_lag={now.publish_lag}"
+        change += f" (before: {before.update_interval}, {before.publish_lag})"
+        rank_zero_info(f"ZenFlow: after step {step} {change}: {reason}")

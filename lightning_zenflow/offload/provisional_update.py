@@ -1,0 +1,256 @@
+"""Provisional updates of host-owned weights: applied during backward, replaced by the next publish."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zenflow.core.device import has_room, runtime_of
+from lightning_zenflow.core.partition import Slice
+from lightning_zenflow.core.schedule import StaggeredSchedule, StalenessCompensation, UpdateSchedule
+from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
+from lightning_zenflow.kernels.base import Destination, SquaredNorms
+from lightning_zenflow.kernels.factored import Factors, RoundingNoise, SecondMoment
+from lightning_zenflow.offload.block import Block
+from lightning_zenflow.worker.rank_state import RankState
+
+_SEED = 20251205
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LateGradient:
+    """Gradient of a slice's full rows, which some forward pass will see without the gradient in some of their tiles."""
+
+    slice: int
+    """Index into `Partition.slices`; one that `ProvisionalUpdate.applies_to`."""
+    gradient: Tensor
+    """[rows, columns], model dtype, on the device."""
+    squared_norms: SquaredNorms
+    """With those of rows and columns."""
+    tiles: Sequence[tuple[Block, Destination]]
+    """Of each late tile the block, and the position in the full rows with the gradient's slot in host memory."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Update:
+    """A provisional update of a slice's full rows or of a part of them, without its size."""
+
+    step: int
+    weights: Tensor
+    """[rows, width]; of the model."""
+    gradient: Tensor
+    """[rows, width], model dtype; on the device, or in the slot of the step."""
+    factors: Factors
+    beta1: float
+    """Decay of the first moment in the step."""
+    in_slot: bool = False
+    """Whether the gradient must be copied to the device first."""
+
+    def part(self, place: Destination) -> "_Update":
+        """The update of one tile; itself, where that has all rows."""
+        if place.slot.shape == self.weights.shape:
+            return self
+        rows, width = place.slot.shape
+        row, column = divmod(place.begin, self.weights.shape[1])
+        factors = Factors(
+            row_scale=self.factors.row_scale.narrow(0, row, rows),
+            col_scale=self.factors.col_scale.narrow(1, column, width),
+            finite=self.factors.finite,
+        )
+        weights, gradient = place.part_of(self.weights), place.part_of(self.gradient)
+        return _Update(step=self.step, weights=weights, gradient=gradient, factors=factors, beta1=self.beta1)
+
+
+class ProvisionalUpdate:
+    """Updates the host-owned weights of a rank during backward, with a factored second moment (`kernels.factored`).
+
+    A job that is published d steps after its window closed overwrites the weights with the exact state of its own steps. The provisional
+    updates of the d steps since then would be lost until the next publish, S steps later, so they are applied again, in their order. Only
+    blocks with a job in flight are concerned (`UpdateSchedule.kept_share`). Their gradients stay on the device where it has room; otherwise
+    they are copied back from their slots in host memory.
+
+    Matrices only, and of them full rows: the at most two rows of a slice that ZeRO's partition cuts wait for their publish. Device-owned
+    entries are updated as well, and overwritten by their exact values in the same step.
+
+    The clip coefficient of a step is not known during its backward pass. That of the last applied step takes its place, with the step's own
+    loss scale. Before any step has been applied (nothing is known after a start, or after a checkpoint without this state), there is none:
+    such a step updates nothing here, and its gradient is not in the second moment, so that an unclipped one never is.
+
+    Args:
+        compensation: size of the updates.
+        rank_number: number of the rank; ranks use different rounding noise.
+    """
+
+    def __init__(
+        self,
+        rank: RankState,
+        compensation: StalenessCompensation,
+        *,
+        rank_number: int,
+    ) -> None:
+        self._rank = rank
+        self._compensation = compensation
+        self._noise = RoundingNoise(_SEED + rank_number, rank.device)
+        self._clip = torch.full((), torch.nan, dtype=torch.float32, device=rank.device)
+        # On the gradients of the open step. Both stay in their memory: backward and the step use different streams.
+        self._factor = self._clip.clone()
+        # For each slice its full rows in the model, [rows, columns].
+        self._rows = [
+            _full_rows(s, rank.weights_at(s.param_group, s.begin, s.numel))
+            if compensation.updates_provisionally
+            else None
+            for s in rank.partition.slices
+        ]
+        # By slice, from the first gradient that is late on: a run that stays at S = 1, d = 0 has none.
+        self._moments: dict[int, SecondMoment] = {}
+        # By block, from its first late gradient after a flush on: the last step that its weights are exact for, not counting these updates.
+        self._exact_for: dict[Block, int] = {}
+        self._keeps_on_device: dict[StaggeredSchedule, bool] = {}
+        self._kept: dict[Block, list[_Update]] = {}
+
+    def open(self, loss_scale: float) -> None:
+        """Begins a step, before its first gradient."""
+        torch.div(self._clip, loss_scale, out=self._factor)
+
+    def forget_weights(self) -> None:
+        """Drops the memory of the weights, and what was kept for updates of them, when training has ended."""
+        self._rows = [None for _ in self._rows]
+        self._kept.clear()
+
+    def applies_to(self, slice_index: int) -> bool:
+        """Whether a slice has rows to update."""
+        return self._rows[slice_index] is not None
+
+    def apply_gradient(
+        self, step: int, late: LateGradient, hyperparameters: GroupHyperparameters, schedule: StaggeredSchedule
+    ) -> None:
+        """Updates the weights of late tiles: now, once more after the publish of a job in flight, or only then.
+
+        Args:
+            step: number of the step.
+            late: gradient of the step; its memory may be reused after the work that this call enqueues.
+            hyperparameters: of the slice's parameter group.
+            schedule: present S and d.
+        """
+        rows, h = self._rows[late.slice], hyperparameters
+        assert rows is not None
+        factors = self._rank.kernels.factored_step_(
+            self._moment(late.slice), late.squared_norms, beta2=h.beta2, lr=h.lr, scale=self._factor
+        )
+        whole = _Update(step=step, weights=rows, gradient=late.gradient, factors=factors, beta1=h.beta1)
+        of_tiles = [
+            (
+                # The age: gradients that the block's weights lack, this one included.
+                step - self._exact_for.setdefault(block, step - 1),
+                block.next_due(),
+            )
+            for block, _ in late.tiles
+        ]
+        all_late = sum(place.slot.numel() for _, place in late.tiles) == late.gradient.numel()
+        if all_late and len(set(of_tiles)) == 1 and of_tiles[0][1] is None:
+            self._apply(whole, of_tiles[0][0], schedule)
+            return
+        for (block, place), (age, due_step) in zip(late.tiles, of_tiles, strict=True):
+            update = whole.part(place)
+            # A job that is due in this step overwrites the weights before any forward pass.
+            if due_step is None or due_step > step:
+                self._apply(update, age, schedule)
+            if due_step is not None:
+                self.keep(block, update, place.slot, schedule)
+
+    def end_step(self, scale: StepScale, loss_scale: float) -> None:
+        """Keeps the clip coefficient of a step that was applied."""
+        self._clip.copy_(torch.where(scale.finite, scale.factor * loss_scale, self._clip))
+
+    def keep(self, block: Block, update: _Update, slot: Tensor, schedule: StaggeredSchedule) -> None:
+        """Keeps an update of a tile whose block has a job in flight, to apply it again after the publish; in backward.
+
+        Args:
+            block: of the tile.
+            update: the memory of its gradient is reused after this call.
+            slot: keeps the gradient until a job with its step is published.
+            schedule: present S and d.
+        """
+        # The memory of a CPU device is the slots'.
+        kept = slot
+        if runtime_of(self._rank.device).runs_behind:
+            if schedule not in self._keeps_on_device:
+                n_bytes = self._rank.partition.numel * self._rank.dtype.itemsize * schedule.kept_share
+                self._keeps_on_device[schedule] = has_room(n_bytes, update.gradient.device)
+            update.in_slot = not self._keeps_on_device[schedule]
+            kept = slot if update.in_slot else update.gradient.clone()
+        update.gradient = kept
+        self._kept.setdefault(block, []).append(update)
+
+    def published(self, last_steps: Mapping[Block, int], schedule: StaggeredSchedule) -> None:
+        """Applies kept updates again, and drops those that no other job in flight will overwrite.
+
+        Args:
+            last_steps: for each published block the last step that its weights are exact for.
+            schedule: present S and d.
+        """
+        for block, last in last_steps.items():
+            self._exact_for[block] = last
+            later = [update for update in self._kept.pop(block, ()) if update.step > last]
+            for update in later:
+                ready = update
+                if update.in_slot:
+                    self._rank.d2h.join()
+                    ready = replace(update, gradient=runtime_of(self._rank.device).to_device(update.gradient))
+                    self._rank.telemetry.traffic.h2d_bytes += update.gradient.nbytes
+                self._apply(ready, update.step - last, schedule)
+            if needed := [update for update in later if block.overwrites(update.step)]:
+                self._kept[block] = needed
+
+    def flushed(self) -> None:
+        """Drops all kept updates: all weights are exact."""
+        self._kept.clear()
+        self._exact_for.clear()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Second moments, last clip coefficient and position in the rounding noise, on the CPU; None without provisional updates."""
+        if not self._compensation.updates_provisionally:
+            return None
+        return {
+            "second_moments": [
+                tuple(t.cpu() for t in self._moments[index].tensors()) if index in self._moments else None
+                for index in range(len(self._rows))
+            ],
+            "clip": self._clip.cpu(),
+            "noise": self._noise.get_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Inverse of `state_dict`, for the same slices."""
+        if state is None:
+            return
+        self._moments.clear()
+        for index, saved in enumerate(state["second_moments"]):
+            for ours, theirs in () if saved is None else zip(self._moment(index).tensors(), saved, strict=True):
+                ours.copy_(theirs)
+        self._clip.copy_(state["clip"])
+        self._noise.set_state(state["noise"])
+
+    def _moment(self, slice_index: int) -> SecondMoment:
+        """The second moment of a slice; makes it, without any step in it."""
+        if slice_index not in self._moments:
+            full_rows = self._rows[slice_index]
+            assert full_rows is not None
+            rows, columns = full_rows.shape
+            self._moments[slice_index] = SecondMoment.zeros(rows, columns, full_rows.device)
+        return self._moments[slice_index]
+
+    def _apply(self, update: _Update, age: int, schedule: UpdateSchedule) -> None:
+        size = self._compensation.scale(schedule, update.beta1, age)
+        self._rank.kernels.provisional_update_(update.weights, update.gradient, update.factors, self._noise, size=size)
+
+
+def _full_rows(s: Slice, weights: Tensor) -> Tensor | None:
+    """Full rows of a slice; None where there are too few: a single row or column has no factored second moment."""
+    offset = -s.start % s.columns
+    rows = max(0, s.numel - offset) // s.columns
+    if not s.is_matrix or rows < 2 or s.columns < 2:
+        return None
+    return weights.narrow(0, offset, rows * s.columns).view(rows, s.columns)

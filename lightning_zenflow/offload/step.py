@@ -1,0 +1,433 @@
+"""One optimizer step, without DeepSpeed: its phases, and the state that they share."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.profiler import record_function
+
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.device import AsyncHostCopy
+from lightning_zenflow.core.step_inputs import StepScale, mean_beta1, step_scale
+from lightning_zenflow.offload.freezing import Freezing
+from lightning_zenflow.offload.plan import StepContext, StepInputs, StepState
+from lightning_zenflow.offload.run_state import VERSION, StepParts, difference_of, layout_of
+from lightning_zenflow.worker.process import WorkerError
+from lightning_zenflow.worker.rank_state import UnderWay
+
+
+class ZenFlowStep:
+    """Runs the optimizer steps of one rank: the device updates the selected columns at once, the worker all other weights (ZenFlow,
+    arXiv 2505.12242). `torch.profiler` shows phases as "zenflow update" and so on.
+
+    During backward, every reduced gradient passes through `receive`: it is copied to the worker's slots (phase *fill* of `JobQueue`), and a
+    provisional update is applied to the weights. `step` then runs these phases:
+
+    1. *reduce*: gradients of unused parameters count as zero; the squared norm is added over the ranks.
+    2. *clip*: one factor for all weights, on the device; NaN if the step must change nothing.
+    3. *seal*: factor and step number follow the gradients to the worker.
+    4. *update*: exact AdamW of the device-owned entries.
+    5. *select*: where weights are late, the columns with the largest gradients become device-owned, at the end of the warm-up and from
+       time to time after it; each block changes its columns with its next window. With S = 1, d = 0 nothing is late, and no column is.
+    6. *submit*: the windows that close now go to the worker, except for blocks that were submitted in backward.
+    7. *publish*: jobs that are due overwrite the host-owned weights, provisional updates of later steps are applied again, and the
+       device-owned weights are written over them. In place: in the next forward pass (`await_weights`).
+    8. *gather*: the ranks exchange their updated weights, as in ZeRO-2.
+
+    Interruptions. `KeyboardInterrupt` may be raised between any two instructions. A `flush` after it gives the exact state of the steps
+    that were sealed. If it has cut a change of the records (`RankState.books`), which takes microseconds, the flush raises `WorkerError`.
+
+    Args:
+        parts: components of the step.
+        freezing: parameters that are trained.
+        group: data-parallel ranks.
+        read_inputs: present inputs from the optimizer around the step; never waits for a device.
+        gather_weights: exchanges the ranks' updated weights.
+
+    Attributes:
+        number: steps so far.
+        micro_batches: backward passes since the last step.
+        count: 0-D float64 on the device: number of applied steps.
+        layout: what must be the same for a run to continue this one bit for bit (`layout_of`).
+        skipped: 0-D int64 on the device: steps that changed nothing because their gradient norm was not finite.
+    """
+
+    def __init__(
+        self,
+        config: ZenFlowConfig,
+        parts: StepParts,
+        freezing: Freezing,
+        group: dist.ProcessGroup,
+        *,
+        read_inputs: Callable[[], StepInputs],
+        gather_weights: Callable[[], None],
+    ) -> None:
+        self.layout = layout_of(config, dist.get_world_size(group), parts.rank.partition)
+        self._counters, self._write_count = parts.counters, parts.write_count
+        self._freezing = freezing
+        self._group = group
+        self._read_inputs = read_inputs
+        self._gather_weights = gather_weights
+        self._rank, self._telemetry = parts.rank, parts.rank.telemetry
+        self._jobs, self._fill, self._ownership = parts.jobs, parts.fill, parts.ownership
+        self._planner, self._selector, self._provisional = parts.planner, parts.selector, parts.provisional
+        self.count = torch.zeros((), dtype=torch.float64, device=parts.rank.device)
+        self.skipped = parts.skipped
+        self._state = StepState.IDLE
+        self._context: StepContext | None = None  # from OPEN on
+        self._squared_norm: Tensor | None = None  # from REDUCED on
+        self.micro_batches = 0
+        self.number = self._flushed_number = 0
+        self._flushing = UnderWay()
+        self._state_written = False
+        self.start_over(count=0)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the arena is the exact state of all steps so far."""
+        is_flushed = self._flushed_number == self.number and not self._jobs.submitted_in_backward
+        return is_flushed and not self.was_interrupted
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether only `step` is missing: the last micro-batch's backward pass has begun."""
+        return self._state not in (StepState.IDLE, StepState.ACCUMULATING)
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether an exception has interrupted `step`, `gradient_norm` or a flush, or a change of the records; a flush comes next."""
+        return self._state == StepState.UNDER_WAY or self._flushing.is_cut or self._rank.books.is_cut
+
+    def begin_backward(self, *, last: bool) -> None:
+        """Counts a backward pass, before its first gradient.
+
+        Args:
+            last: whether this is the step's last micro-batch.
+        """
+        self._refuse_interrupted()
+        self.micro_batches += 1
+        if last:
+            self._opened()
+        elif self._state is StepState.IDLE:
+            self._state = StepState.ACCUMULATING
+
+    def receive(self, slice_index: int, gradient: Tensor, *, last: bool) -> None:
+        """Takes one slice's reduced gradient; called in backward, in stream order behind its reduction.
+
+        Args:
+            slice_index: index into `Partition.slices`.
+            gradient: [slice.numel], model dtype, on the device; may be changed in place, and is not read after the work that this call
+                enqueues.
+            last: whether this is the step's last micro-batch.
+        """
+        if last:
+            self._fill.receive(self._opened(), slice_index, gradient)
+        else:
+            self._fill.accumulate(slice_index, gradient, self.number + 1)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the last micro-batch of a step is over, or under way, and the step is not."""
+        return self._state in (StepState.OPEN, StepState.REDUCED) and not self.was_interrupted
+
+    def gradient(self, slice_index: int) -> Tensor:
+        """Gradient of a slice in the step that is next, where `has_gradients`, to be read before the step; waits for the device.
+
+        Returns:
+            [slice.numel], model dtype, on the device or the host.
+        """
+        return self._fill.gradient(slice_index)
+
+    def unused_parameters(self) -> list[Tensor]:
+        """Trained parameters with a slice on this rank and without a gradient in the step that is next."""
+        return [self._freezing.parameter_of(index) for index in self._fill.unused()]
+
+    def await_weights(self, slice_index: int) -> None:
+        """Waits until a slice's weights are those that the last step has given it, before they are fetched from where they are in place."""
+        self._jobs.await_slice(slice_index)
+
+    def has_weights(self, slice_index: int) -> bool:
+        """Whether `await_weights` would not wait."""
+        return self._jobs.is_written(slice_index)
+
+    def state_written(self) -> None:
+        """Notes that the arena's exact state has been changed from outside, right after a flush."""
+        self._state_written = True
+
+    @contextmanager
+    def gradients_set_aside(self) -> Iterator[None]:
+        """Context between backward and step in which a flush, which drops the step's gradients, does not lose them.
+
+        They are copied to host memory, and received again in the same order.
+        """
+        if not self.has_gradients:
+            yield
+            return
+        arrived, sums = list(self._fill.arrivals.arrived), self._fill.accumulation.pending
+        kept = {index: self.gradient(index).to("cpu", copy=True) for index in (*sums, *arrived)}
+        micro_batches = self.micro_batches
+        try:
+            yield
+        finally:
+            if self._state is StepState.IDLE:
+                for index in sums:
+                    self._fill.accumulate(index, kept[index].to(self._rank.device), self.number + 1)
+                self.begin_backward(last=True)
+                for index in arrived:
+                    self.receive(index, kept.pop(index).to(self._rank.device), last=True)
+                self.micro_batches = micro_batches
+
+    @torch.no_grad()
+    def gradient_norm(self) -> Tensor:
+        """Norm of the step's whole gradient, without loss scale and before clipping: 0-D float32 on the device.
+
+        Phase *reduce*, before `step` runs the others; after it the step receives no more gradients. All ranks call it together.
+        """
+        context = self._opened()
+        squared_norm, loss_scale = self._reduce(context), context.inputs.loss_scale
+        return step_scale(squared_norm, max_norm=0, loss_scale=loss_scale, count=self.count).norm
+
+    @torch.no_grad()
+    def step(self, *, copies_finite: bool = False) -> tuple[StepScale, AsyncHostCopy | None]:
+        """One optimizer step; the phases are those of the class docstring.
+
+        Args:
+            copies_finite: whether the host will ask if the step was applied.
+
+        Returns:
+            Its scale; and the copy of `StepScale.finite`, which has begun before the rest of the step was enqueued, if it is asked for.
+        """
+        context = self._opened()
+        number, plan = context.number, context.plan
+        # reduce
+        with record_function("zenflow reduce"):
+            squared_norm = self._reduce(context)
+        self._state = StepState.UNDER_WAY
+        # Read again: a hook may have changed them after backward.
+        inputs, loss_scale = self._read_inputs(), context.inputs.loss_scale
+        groups = inputs.groups
+        self._rank.arena.write_hyperparameters(number, list(groups))
+
+        # clip
+        scale = step_scale(squared_norm, max_norm=inputs.max_norm, loss_scale=loss_scale, count=self.count)
+        self._fill.in_backward.end_step(squared_norm, scale, context)
+        finite = AsyncHostCopy(scale.finite) if copies_finite else None
+        # seal
+        self._jobs.seal(number, scale.factor)
+        with self._rank.books:
+            # From here on a flush applies the step; after an exception before, it drops it.
+            self.number, self.count = number, scale.count
+            self.skipped.add_(~scale.finite)
+        # update
+        with record_function("zenflow update"):
+            self._ownership.step(groups, scale)
+        self._provisional.end_step(scale, loss_scale)
+        # select
+        with record_function("zenflow select"):
+            self._select(context)
+        # submit
+        with record_function("zenflow submit"):
+            closed = self._jobs.submit_closing(
+                number,
+                beta1=mean_beta1(groups),
+                synchronous=plan.synchronous,
+                drain=self._ownership.waiting,
+                as_predicted=inputs.max_norm == context.inputs.max_norm == 0 and groups == context.inputs.groups,
+            )
+            self._ownership.submitted(closed)
+        # publish
+        with record_function("zenflow publish"):
+            published = self._jobs.publish(number)
+            self._provisional.published(published, context.schedule)
+            self._ownership.published(block.number for block in published)
+            self._ownership.write_weights()
+        # gather
+        with record_function("zenflow gather"):
+            self._gather_weights()
+
+        self._telemetry.stalls.steps += 1
+        self._planner.end_step(number, plan)
+        if not copies_finite:
+            self._counters.warn_of_skipped(number)
+        self._end_micro_batches()
+        return scale, finite
+
+    def start_epoch(self, epoch: int) -> None:
+        """Sets the epoch that the next step belongs to; counts where `select_strategy` is "epoch"."""
+        self._selector.epoch = epoch
+
+    def follow_freezing(self) -> None:
+        """Follows changes of `requires_grad`; between steps, alike on all ranks."""
+        if not self._freezing.update():
+            return
+        self.flush()
+        self._change_ranges()
+        self.start_over(int(self.count))
+        self._freezing.followed()
+        rank_zero_info(
+            f"ZenFlow: parameters were frozen or unfrozen before step {self.number + 1}: the selection of columns starts again"
+        )
+
+    def flush(self) -> None:
+        """Makes arena and weights the exact state of all steps so far; drops the gradients of a step that is complete or interrupted.
+
+        Raises:
+            WorkerError: an exception has cut a change of the records, or the worker failed: the exact state is lost.
+        """
+        if self.is_complete:
+            self.drop_gradients()
+        elif not self.is_exact:
+            self._flush()
+
+    def drop_gradients(self) -> None:
+        """Drops the gradients since the last step. If the step was complete, a flush undoes what has been done with them."""
+        self._fill.accumulation.clear()
+        if self.is_complete:
+            self._flush()
+        if self._state == StepState.UNDER_WAY:
+            # Selection, ownership and schedule may have been changed in part.
+            self._planner.apply_schedule()
+            self.start_over(int(self.count))
+        self._end_micro_batches()
+
+    def _end_micro_batches(self) -> None:
+        self._context = self._squared_norm = None
+        self.micro_batches, self._state = 0, StepState.IDLE
+
+    def _flush(self) -> None:
+        if self._rank.books.is_cut:
+            raise WorkerError(
+                "an exception interrupted training between two records of what the worker has been given: the exact optimizer state is"
+                " lost; continue from the last checkpoint"
+            )
+        with torch.no_grad(), self._flushing:
+            self._jobs.flush(self.number)
+            self._provisional.flushed()
+            self._ownership.reload()
+            self._ownership.write_weights()
+            self._gather_weights()
+            # Not the arena's count: on a rank that holds only padding, no job ever counts steps there.
+            self._write_count(int(self.count))
+            self._planner.interrupt()
+            self._flushed_number = self.number
+        self._flushing.mended()
+
+    def start_over(self, count: int) -> None:
+        """Makes nothing device-owned until the next selection, after `count` applied steps; right after a flush only."""
+        self._planner.start_over(self.number, count)
+        self._ownership.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State besides AdamW's that continues the run bit for bit; right after a flush only."""
+        return {
+            "version": VERSION,
+            "layout": self.layout,
+            "step": self.number,
+            "skipped": int(self.skipped),
+            "trained": self._freezing.trained,
+            "ownership": self._ownership.state_dict(),
+            "planner": self._planner.state_dict(),
+            "provisional": self._provisional.state_dict(),
+            "in_backward": self._fill.norms.state_dict(),
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any] | None, count: int) -> str:
+        """Continues a run; AdamW's state has been loaded into the arena.
+
+        Args:
+            saved: a `state_dict`; None: the checkpoint has none.
+            count: number of applied steps.
+
+        Returns:
+            Reason why the run does not continue bit for bit; empty if it does.
+        """
+        self.count = torch.full_like(self.count, count)
+        difference = "it is not one of ZenFlow" if saved is None else difference_of(saved["layout"], self.layout)
+        if saved is not None:
+            self.number = self._flushed_number = saved["step"]
+            self.skipped.fill_(saved["skipped"])
+        self._rank.arena.resolved = (self.number, count)
+        if saved is None or difference:
+            self.start_over(count)
+            return difference
+        # Columns are restored for the parameters that were trained at the save; `follow_freezing` compares `requires_grad` with them.
+        if self._freezing.update(saved["trained"]):
+            self._change_ranges()
+            self._freezing.followed()
+        self.start_over(count)
+        self._planner.load_state_dict(saved["planner"])
+        self._ownership.load_state_dict(saved["ownership"])
+        self._provisional.load_state_dict(saved["provisional"])
+        self._fill.norms.load_state_dict(saved["in_backward"])
+        return ""
+
+    def _change_ranges(self) -> None:
+        """Updates the parameters that are trained from now on; right after a flush only."""
+        self._jobs.change_ranges(self._freezing.trained_part())
+        self._fill.arrivals.trained = frozenset(self._freezing.trained_slices())
+
+    def _reduce(self, context: StepContext) -> Tensor:
+        """Phase *reduce*, once a step; returns the squared norm of all ranks' gradients: 0-D float64 on the device."""
+        if self._state is not StepState.REDUCED:
+            self._state = StepState.UNDER_WAY
+            squared_norm = self._fill.finish(context)
+            self._add_over_ranks(squared_norm)
+            self._squared_norm, self._state = squared_norm, StepState.REDUCED
+        assert self._squared_norm is not None
+        return self._squared_norm
+
+    def _add_over_ranks(self, values: Tensor) -> None:
+        """Adds a tensor over the ranks, in place; no collective where there is one rank."""
+        if dist.get_world_size(self._group) > 1:
+            dist.all_reduce(values, group=self._group)
+
+    def _refuse_interrupted(self) -> None:
+        if self.was_interrupted:
+            raise RuntimeError(
+                "an exception has interrupted an optimizer step: flush first, which makes the state exact again or says it is lost"
+            )
+
+    def _opened(self) -> StepContext:
+        """Inputs of the step that is next; the first call begins it."""
+        self._refuse_interrupted()
+        if not self.is_complete:
+            inputs = self._read_inputs()
+            self._state = StepState.UNDER_WAY
+            if self._state_written:
+                self._state_written = False
+                with torch.no_grad():
+                    self._ownership.reload()
+            plan = self._planner.plan(self.number + 1)
+            self._context = StepContext(
+                number=self.number + 1,
+                plan=plan,
+                inputs=inputs,
+                schedule=self._jobs.staggered,
+                column_norms=self._selector.new_column_norms() if plan.selects else None,
+            )
+            self._fill.open(self._context)
+            self._state = StepState.OPEN
+        assert self._context is not None
+        return self._context
+
+    def _select(self, context: StepContext) -> None:
+        """Adds the proxies over the ranks and selects, or gives up all columns, where that is due."""
+        columns = None
+        if context.plan.releases:
+            self._selector.start_over()
+            columns = self._freezing.of_slices(self._freezing.no_columns())
+        if (norms := context.column_norms) is not None:
+            self._add_over_ranks(norms.flat)
+            # The host waits for the proxies; counted as stall.
+            with self._telemetry.stalls.measure("select"):
+                selected = self._selector.select(norms, context.number)
+            if selected is not None:
+                columns = self._freezing.of_slices(selected[0])
+                self._counters.owned_norm_share.copy(selected[1])
+        if columns is not None:
+            self._ownership.select(columns)
+            self._planner.columns_change(context.number)

@@ -1,0 +1,240 @@
+"""Decisions of `update_interval: auto` and `publish_lag: auto` on simulated time lines."""
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from lightning_zenflow.core.auto_policy import (
+    SMALL_STALL,
+    SchedulePolicy,
+    candidates_of,
+    load_and_stall,
+    relative_cost,
+    that_fit,
+    with_changes,
+)
+from lightning_zenflow.core.schedule import StaggeredSchedule, UpdateSchedule
+
+INTERVALS, LAGS = [1, 2, 4, 8, 16], [0, 1]
+N_BLOCKS = 16
+Step = tuple[int, int, float]
+"""S, d, and seconds of waiting."""
+
+
+def run(
+    load: Callable[[int], float],
+    *,
+    device_s: Callable[[int], float] = lambda step: 1.0,
+    n_steps: int = 1500,
+    intervals: list[int] = INTERVALS,
+    lags: list[int] = LAGS,
+    backward: float = 0.0,
+    last: float = 0.0,
+) -> list[Step]:
+    """Trains in steps of one second. The worker executes one job after the other.
+
+    Args:
+        load: step -> seconds of the worker for one AdamW step of all blocks with a lag.
+        device_s: step -> seconds of the device.
+        backward: last part of a step, in which gradients are submitted where d = 0; 0: all are submitted at its end.
+        last: share of the blocks whose gradients arrive at the very end of the step, such as those of an embedding.
+    """
+    auto = SchedulePolicy(candidates_of(intervals, lags), hides_in_backward=backward > 0)
+    steps: list[Step] = []
+    measured: list[tuple[float, float, float]] = []
+    opened, in_flight = [0] * N_BLOCKS, deque[tuple[int, float, float]]()  # due step, seconds, end
+    now = free = 0.0
+    left_out, length = 2, 16
+    for step in range(1, n_steps + 1):
+        staggered = StaggeredSchedule.of(auto.schedule, n_blocks=N_BLOCKS)
+        s, d = auto.schedule.update_interval, auto.schedule.publish_lag
+        now += device_s(step)
+        closing = staggered.closing_blocks(step)
+        for number, block in enumerate(closing, start=1):
+            n = step - opened[block]
+            arrived = min(1.0, number / (len(closing) * (1 - last)))
+            cost = relative_cost(n, tentative=backward > 0 and d == 0) * n / N_BLOCKS * load(step)
+            free = max(now - (backward * device_s(step) * (1 - arrived) if d == 0 else 0.0), free) + cost
+            in_flight.append((step + d, cost, free))
+            opened[block] = step
+        due = [job for job in in_flight if job[0] <= step]
+        in_flight = deque(job for job in in_flight if job[0] > step)
+        wait = max([end - now for _, _, end in due], default=0.0)
+        now += max(0.0, wait)
+        steps.append((s, d, max(0.0, wait)))
+        left_out -= 1
+        if left_out < 0:
+            measured.append((device_s(step), sum(seconds for _, seconds, _ in due), max(0.0, wait)))
+        if len(measured) == length:
+            auto.observe(*load_and_stall(measured))
+            left_out, length = 1 + max(s, auto.schedule.update_interval) + d, max(16, auto.schedule.update_interval)
+            measured.clear()
+    return steps
+
+
+def stall_share(steps: list[Step]) -> float:
+    waits = sum(wait for *_, wait in steps)
+    return waits / (waits + len(steps))
+
+
+def changes(steps: list[Step]) -> int:
+    return sum(a[:2] != b[:2] for a, b in itertools.pairwise(steps))
+
+
+def settled(steps: list[Step], n: int = 300) -> set[tuple[int, int]]:
+    """S and d of the last steps, which hardly wait."""
+    assert stall_share(steps[-n:]) <= SMALL_STALL
+    return {step[:2] for step in steps[-n:]}
+
+
+@pytest.mark.parametrize(
+    ("load", "backward", "expected"),
+    [
+        (0.005, 0, (1, 0)),  # a very fast CPU: nothing late
+        (0.04, 0, (1, 0)),
+        (0.05, 0, (2, 0)),
+        (0.08, 0, (1, 1)),
+        (0.7, 0, (1, 1)),
+        (1.2, 0, (2, 1)),
+        (2.0, 0, (4, 1)),
+        (3.8, 0, (16, 1)),
+        (0.05, 0.6, (1, 0)),
+        (0.37, 0.6, (1, 0)),  # with the tentative gradient 0.43; the last of 16 blocks is not hidden: 2.7 %
+        (0.8, 0.6, (1, 1)),
+        (2.0, 0.6, (4, 1)),
+    ],
+)
+def test_it_settles_at_the_least_stale_schedule_that_hides(
+    load: float, backward: float, expected: tuple[int, int]
+) -> None:
+    steps = run(lambda step: load, backward=backward)
+    assert settled(steps, 1000) == {expected}
+    assert changes(steps) <= 2
+
+
+def test_what_cannot_hide_is_the_nearest_to_it() -> None:
+    for load, lags, expected in ((9.0, LAGS, (16, 1)), (2.0, [0], (16, 0))):
+        steps = run(lambda step, load=load: load, lags=lags)  # type: ignore[misc]
+        assert {step[:2] for step in steps[-300:]} == {expected}
+    assert settled(run(lambda step: 2.0, lags=[1])) == {(4, 1)}
+    assert settled(run(lambda step: 1.0, intervals=[3])) == {(3, 1)}
+
+
+@pytest.mark.parametrize("backward", [0.0, 0.6])
+@pytest.mark.parametrize("load", [0.01 * 1.75**i for i in range(12)])
+def test_it_never_oscillates_whatever_the_speed(load: float, backward: float) -> None:
+    assert changes(run(lambda step: load, backward=backward, n_steps=1000)[500:]) == 0
+
+
+def test_a_lag_hides_what_arrives_last() -> None:
+    """An embedding of 15 % of the weights is 2.4 of 16 blocks."""
+    assert settled(run(lambda step: 0.3, backward=0.6, last=0.15)) == {(1, 1)}
+    assert settled(run(lambda step: 0.35, backward=0.6, last=0.6)) == {(1, 1)}
+
+
+def test_a_cpu_that_is_slow_for_some_time() -> None:
+    """Each time it is answered with a longer window, and its end with the first schedule."""
+    steps = run(lambda step: 2.2 if step % 1000 > 500 else 0.6, n_steps=3000)
+    for begin in range(0, 3000, 1000):
+        assert {step[:2] for step in steps[begin + 200 : begin + 500]} == {(1, 1)}
+        assert {step[:2] for step in steps[begin + 700 : begin + 1000]} == {(4, 1)}
+    assert changes(steps) <= 12
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("load", [0.5, 1.0, 2.0])
+def test_jitter_of_both_sides(seed: int, load: float) -> None:
+    draw = random.Random(seed)
+    loads = [load * draw.lognormvariate(0, 0.3) for _ in range(4001)]
+    times = [draw.lognormvariate(0, 0.1) for _ in range(4001)]
+    steps = run(loads.__getitem__, device_s=times.__getitem__, n_steps=4000)
+    assert stall_share(steps[1000:]) <= SMALL_STALL
+    assert changes(steps[1000:]) <= 2
+
+
+def test_single_slow_steps_change_nothing() -> None:
+    steps = run(lambda step: 7.0 if step % 400 == 0 else 0.6, device_s=lambda step: 20.0 if step % 50 == 0 else 1.0)
+    assert {step[:2] for step in steps[-1000:]} == {(1, 1)}
+
+
+def test_times_of_steps_are_summed_up_without_the_slowest() -> None:
+    steps = [(1.0, 0.5, 0.0), (1.0, 0.5, 0.25), (1.0, 0.5, 9.0), (4.0, 0.75, 0.0)]
+    assert load_and_stall(steps) == (0.5, 0.25 / 6.25)
+
+
+@pytest.mark.parametrize(
+    ("intervals", "lags", "hides_in_backward", "expected"),
+    [
+        (INTERVALS, LAGS, True, (1, 0)),
+        (INTERVALS, LAGS, False, (1, 1)),
+        ([8], LAGS, True, (8, 0)),
+        (INTERVALS, [0], False, (1, 0)),
+        ([1], [3], True, (1, 3)),
+    ],
+)
+def test_it_starts_with_the_least_stale_that_may_hide(
+    intervals: list[int], lags: list[int], hides_in_backward: bool, expected: tuple[int, int]
+) -> None:
+    auto = SchedulePolicy(candidates_of(intervals, lags), hides_in_backward=hides_in_backward)
+    assert auto.schedule == UpdateSchedule(update_interval=expected[0], publish_lag=expected[1])
+
+
+def looks(*seen: tuple[float, float], auto: SchedulePolicy | None = None) -> list[tuple[int, int]]:
+    """S and d after each look at (load, stall) of a run that submits in backward."""
+    auto = auto or SchedulePolicy(candidates_of(INTERVALS, LAGS), hides_in_backward=True)
+    after = []
+    for load, stall in seen:
+        before = auto.schedule
+        assert (auto.observe(load, stall) is not None) == (auto.schedule != before)
+        after.append((auto.schedule.update_interval, auto.schedule.publish_lag))
+    return after
+
+
+@pytest.mark.parametrize("load", [0.0, 0.04])
+def test_a_wait_that_the_load_does_not_explain_changes_nothing(load: float) -> None:
+    """As beside processes that take the worker's cores, or the trainer's."""
+    assert set(looks(*[(load, stall) for stall in (0.06, 0.2, 0.5)] * 10)) == {(1, 0)}
+
+
+def test_a_lag_is_not_left_for_a_longer_window_while_the_work_hides() -> None:
+    assert looks((0.9, 0.3), (0.9, 0.3), (0.7, 0.2), (0.7, 0.2), (0.7, 0.2))[1:] == [(1, 1)] * 4
+
+
+def test_steps_must_wait_in_two_looks_in_a_row() -> None:
+    waits, does_not = (0.9, 0.3), (0.9, 0.05)
+    assert set(looks(*[waits, does_not] * 10)) == {(1, 0)}
+    assert looks(does_not, waits, waits) == [(1, 0), (1, 0), (1, 1)]
+
+
+def test_it_comes_back_when_the_load_has_halved() -> None:
+    """The load of S = 1, d = 0 counts one gradient more than that of S = 1, d = 1."""
+    left = 0.9 / relative_cost(1, tentative=True)
+    auto = SchedulePolicy(candidates_of(INTERVALS, LAGS), hides_in_backward=True)
+    seen = looks((0.9, 0.3), (0.9, 0.3), (0.51 * left, 0.0), (0.49 * left, 0.0), auto=auto)
+    assert seen[1:] == [(1, 1), (1, 1), (1, 0)]
+    # It goes again where it has to, and then comes back at half of that load.
+    assert looks((0.4, 0.1), (0.4, 0.1), (0.26, 0.0), (0.17, 0.0), auto=auto)[1:] == [(1, 1), (1, 1), (1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("n", "expected"),
+    [
+        (1000, [(1, 0), (2, 0), (1, 1), (2, 1), (4, 0), (4, 1)]),
+        (19, []),
+        (20, [(1, 0)]),
+        (32, [(1, 0), (2, 0)]),
+        # Not S = 4, d = 0: a change from it to d = 1 would need the slots of S = 4, d = 1.
+        (44, [(1, 0), (2, 0), (1, 1), (2, 1)]),
+    ],
+)
+def test_the_less_stale_ones_are_kept_where_memory_is_short(n: int, expected: list[tuple[int, int]]) -> None:
+    def fits(schedules: Sequence[UpdateSchedule]) -> bool:
+        """Room for `n` gradient slots."""
+        staggered = (StaggeredSchedule.of(s, n_blocks=16, in_backward=True) for s in with_changes(schedules))
+        return max(s.n_slots for s in staggered) <= n
+
+    kept = that_fit(candidates_of([1, 2, 4], [0, 1]), fits)
+    assert [(s.update_interval, s.publish_lag) for s in kept] == expected

@@ -1,0 +1,248 @@
+"""prepare_deepspeed_config: the keys it sets and refuses; DeepSpeed and torch accept the result."""
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.config import DeepSpeedConfig
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, refuse_options
+
+ZERO = {"stage": 2, "contiguous_gradients": True, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
+RESULT = {
+    "zero_optimization": ZERO,
+    "zero_force_ds_cpu_optimizer": False,
+    "zero_allow_untested_optimizer": True,
+    "timers": {"throughput": {"synchronized": False}},
+}
+NAN = float("nan")
+
+
+def at(path: str, value: Any) -> dict[str, Any]:
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value  # type: ignore[no-any-return]
+
+
+def refusal_of(config: dict[str, Any], **trainer: Any) -> str:
+    with pytest.raises(MisconfigurationException) as error:
+        prepare_deepspeed_config(config, **trainer)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"zero_optimization": None, "optimizer": None, "timers": None},
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True, "buffer_count": 4}}},
+        {"zero_optimization": {"offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}},
+        {"zero_optimization": {"cpu_offload": True, "cpu_offload_use_pin_memory": True, "cpu_offload_param": False}},
+        {"train_batch_size": 8, "gradient_accumulation_steps": 1},
+        dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"),
+    ],
+)  # fmt: skip
+def test_what_is_the_same_as_nothing(config: dict[str, Any]) -> None:
+    before = copy.deepcopy(config)
+    assert prepare_deepspeed_config(config) == prepare_deepspeed_config(None) == RESULT
+    assert config == before
+
+
+def test_what_it_does_not_know_stays_and_preparing_again_changes_nothing() -> None:
+    config = {
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+        "wall_clock_breakdown": False,
+        "zero_allow_untested_optimizer": False,
+        "pipeline": {"stages": "auto"},
+        "data_types": {"keep_in_fp32_modules": "auto"},
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "bias_correction": True}},
+        "timers": {"throughput": {"synchronized": True}},
+    }
+    once = prepare_deepspeed_config({**config, "zero_optimization": {"reduce_bucket_size": 5e8, "overlap_comm": False}})
+    assert once["zero_optimization"] == {**ZERO, "reduce_bucket_size": 5e8, "overlap_comm": False}
+    assert {key: once[key] for key in config if key != "optimizer"} == {
+        k: v for k, v in config.items() if k != "optimizer"
+    }
+    assert prepare_deepspeed_config(once) == once
+
+
+def test_lightnings_default() -> None:
+    zero = prepare_deepspeed_config(DeepSpeedStrategy(reduce_bucket_size=1000).config)["zero_optimization"]
+    assert zero.items() >= {**ZERO, "reduce_bucket_size": 1000}.items()
+
+
+def test_deepspeed_reads_it() -> None:
+    config = {
+        "bfloat16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "cpu_offload": True, "offload_param": {"device": "none"}},
+        "train_batch_size": 7,
+        "train_micro_batch_size_per_gpu": 2,
+    }
+    read = DeepSpeedConfig(prepare_deepspeed_config(config, precision="bf16-true"))
+    assert (read.zero_config.stage, read.zero_config.offload_optimizer.device) == (2, "cpu")
+    assert read.zero_config.zenflow is None
+    assert (read.train_batch_size, read.bfloat16_config.enabled) == (2, True)
+
+
+def test_train_batch_size_is_the_data_loaders(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert "train_batch_size" not in prepare_deepspeed_config({"train_batch_size": 8})
+    assert "train_batch_size=8 is not used" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config", "trainer", "result"),
+    [
+        ({"gradient_accumulation_steps": 1}, {"accumulate_grad_batches": 4}, {}),
+        ({"gradient_accumulation_steps": 4}, {"accumulate_grad_batches": 4}, {}),
+        ({"gradient_accumulation_steps": 4}, {}, {"gradient_accumulation_steps": 4}),
+        ({"gradient_clipping": 1.0}, {"gradient_clip_val": 1}, {"gradient_clipping": 1.0}),
+        ({"gradient_clipping": 0}, {}, {"gradient_clipping": 0}),
+        ({"fp16": {"enabled": True}}, {"precision": "16-mixed"}, {"fp16": {"enabled": True}}),
+        ({"bf16": {"enabled": False}}, {"precision": "32-true"}, {"bf16": {"enabled": False}}),
+    ],
+)
+def test_agrees_with_the_trainer(config: dict[str, Any], trainer: dict[str, Any], result: dict[str, Any]) -> None:
+    assert prepare_deepspeed_config(config, **trainer) == {**RESULT, **result}
+
+
+@pytest.mark.parametrize(
+    ("config", "trainer", "message"),
+    [
+        ({"gradient_accumulation_steps": 4}, {"accumulate_grad_batches": 1}, "the Trainer's accumulate_grad_batches (1), got 4"),
+        ({"gradient_clipping": 1.0}, {"gradient_clip_val": 0.5}, "the Trainer's gradient_clip_val (0.5) or absent, got 1.0"),
+        ({"bfloat16": {"enabled": True}}, {"precision": "32-true"}, "bf16.enabled must be False or absent, got True: "),
+        *(({}, {"accumulate_grad_batches": n}, f"Trainer: accumulate_grad_batches must be an integer >= 1, got {n}") for n in (0, 1.5)),
+        *(({}, {"gradient_clip_val": norm}, f"Trainer: gradient_clip_val must be a number >= 0, got {norm}") for norm in (-1, NAN)),
+    ],
+)  # fmt: skip
+def test_disagrees_with_the_trainer(config: dict[str, Any], trainer: dict[str, Any], message: str) -> None:
+    assert message in refusal_of(config, **trainer)
+
+
+def test_what_reduce_scatter_excludes() -> None:
+    for key, value, allowed in (("prescale_gradients", True, "False"), ("gradient_predivide_factor", 2.0, "1.0")):
+        message = (
+            f"{key} must be {allowed} or absent, got {value!r}: other values need zero_optimization.reduce_scatter"
+        )
+        assert message in refusal_of({key: value})
+        assert prepare_deepspeed_config({key: value, "zero_optimization": {"reduce_scatter": False}})[key] == value
+
+
+REFUSED: list[tuple[str, list[Any], str]] = [
+    ("zero_optimization", [True, 2, "auto"], "a mapping"),
+    ("zero_optimization.stage", [0, 4, "2", True, "auto"], "1, 2 or 3, got "),
+    ("zero_optimization.contiguous_gradients", [False, 1], "True"),
+    ("zero_optimization.parameter_alignment", [True], "False"),
+    ("zero_optimization.compute_grad_norm", [False], "True"),
+    ("zero_optimization.elastic_checkpoint", [True], "False"),
+    ("zero_optimization.zero_hpz_partition_size", [2, 8], "1"),
+    *((f"zero_optimization.zero_quantized_{key}", [True], "False") for key in ("weights", "nontrainable_weights", "gradients")),
+    ("zero_optimization.offload_optimizer.ratio", [0.5], "1.0"),
+    ("zero_optimization.offload_optimizer.super_offload", [True], "False"),
+    ("expert_parallel.enabled", [True], "False"),
+    ("zero_optimization.cpu_offload_param", [True], "False"),
+    ("zero_optimization.offload_optimizer", [True], "a mapping"),
+    ("zero_optimization.offload_optimizer.device", ["nvme", "gpu"], "'cpu'"),
+    ("zero_optimization.offload_param", ["cpu"], "a mapping"),
+    ("zero_optimization.offload_param.device", ["nvme"], "'cpu' or 'none'"),
+    ("zero_optimization.offload_param.device", ["cpu"], "'none'"),
+    ("gradient_accumulation_steps", [0, -1, 2.0, "2", True], "an integer >= 1"),
+    ("gradient_clipping", [-1, NAN, float("inf"), "1.0", True, [1]], "a finite number >= 0 (0: off)"),
+    ("managed_gradient_accumulation", [False], "True"),
+    ("torch_autocast.enabled", [True], "False"),
+    ("optimizer", ["AdamW", 3], "a mapping"),
+    ("optimizer", [{}, {"type": None}, {"params": {}}], "a mapping with a type, 'AdamW' or 'Adam'"),
+    ("optimizer.type", ["Lamb", "OneBitAdam", "Lion", "SGD", "", 3], "'AdamW' or 'Adam'"),
+    *((f"optimizer.params.{key}", [True], "False") for key in ("amsgrad", "maximize", "differentiable")),
+    *((f"optimizer.params.{key}", [False], "True") for key in ("bias_correction", "fp32_optimizer_states")),
+    *((path, ["auto"], "a value (Lightning replaces 'auto' only in ") for path in (
+        "optimizer.params.lr", "scheduler.params.steps", "zero_optimization.reduce_bucket_size", "bf16.enabled", "fp16.loss_scale"
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "values", "allowed"), REFUSED)
+def test_key_value_and_allowed_are_named(path: str, values: list[Any], allowed: str) -> None:
+    for value in values:
+        config = at(path, value)
+        if path.startswith("optimizer.params"):
+            config["optimizer"]["type"] = "AdamW"
+        message = refusal_of(config)
+        assert message.startswith(f"DeepSpeed config: {path} must be {allowed}") and ", got " in message
+
+
+def test_stages() -> None:
+    """DeepSpeed has one class for stages 1 and 2."""
+    for stage, prepared_stage in ((1, 2), (2, 2), (3, 3)):
+        prepared = prepare_deepspeed_config({"zero_optimization": {"stage": stage}})
+        assert prepared["zero_optimization"] == {**ZERO, "stage": prepared_stage}
+    # Of trained parameters torch would keep the page-locked memory that they have before they are in the arena.
+    expected = {**ZERO, "stage": 3, "offload_param": {"device": "cpu", "pin_memory": False}}
+    for key, value in (("offload_param", {"device": "cpu", "pin_memory": True}), ("cpu_offload_param", True)):
+        prepared = prepare_deepspeed_config({"zero_optimization": {"stage": 3, key: value}})
+        assert prepared["zero_optimization"] == prepare_deepspeed_config(prepared)["zero_optimization"] == expected
+        for stage in (1, 2):
+            assert "set stage to 3" in refusal_of({"zero_optimization": {"stage": stage, key: value}})
+
+
+def test_keywords_of_lightning_that_it_would_ignore() -> None:
+    for options in (
+        {"offload_optimizer_device": "cpu", "remote_device": None},
+        {"stage": 3, "offload_parameters": True},
+    ):
+        refuse_options(options, has_config=False)
+    for option in ("offload_optimizer_device", "offload_params_device"):
+        with pytest.raises(MisconfigurationException, match=f"{option} must be 'cpu' or absent, got 'nvme'"):
+            refuse_options({option: "nvme"}, has_config=False)
+    for options, has_config, instead in (
+        ({}, False, "set stage to 3"),
+        ({"stage": 3}, True, "in the DeepSpeed config"),
+    ):
+        with pytest.raises(
+            MisconfigurationException, match=f"offload_parameters must be False .*, got True: .*{instead}"
+        ):
+            refuse_options({**options, "offload_parameters": True}, has_config=has_config)
+
+
+def prepared(kind: str, **params: Any) -> dict[str, Any]:
+    optimizer = prepare_deepspeed_config({"optimizer": {"type": kind, "params": params}})["optimizer"]
+    assert optimizer["type"] == kind
+    return optimizer["params"]  # type: ignore[no-any-return]
+
+
+def test_deepspeeds_optimizer_becomes_torchs_with_deepspeeds_defaults() -> None:
+    assert prepared("AdamW", bias_correction=True, fp32_optimizer_states=True, amsgrad=False) == {
+        "amsgrad": False,
+        "weight_decay": 0.0,
+        "torch_adam": True,
+    }
+    assert prepared("AdamW", torch_adam=True) == {"torch_adam": True}
+    assert prepare_deepspeed_config({"optimizer": {"type": "AdamW"}})["optimizer"]["params"]["torch_adam"] is True
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "decoupled"),
+    [
+        ("AdamW", {}, True),
+        ("adam", {}, True),
+        ("Adam", {"adam_w_mode": False}, False),
+        ("AdamW", {"adam_w_mode": False}, True),
+    ],
+)
+def test_torch_takes_the_params(kind: str, params: dict[str, Any], decoupled: bool) -> None:
+    """As ``DeepSpeedEngine._configure_basic_optimizer`` reads them."""
+    given = prepared(kind, lr=2e-5, betas=[0.9, 0.99], eps=1e-8, bias_correction=True, **params)
+    adam_w_mode = given.pop("adam_w_mode", True)
+    assert given.pop("torch_adam") is True
+    constructor = torch.optim.AdamW if kind.lower() == "adamw" or adam_w_mode else torch.optim.Adam
+    assert (constructor is torch.optim.AdamW) == decoupled
+    optimizer = constructor([torch.nn.Parameter(torch.zeros(2))], **given)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.0

@@ -1,0 +1,89 @@
+"""Order of ZeRO's flat buffers, and the runs that two layouts have in common."""
+
+import random
+
+import pytest
+
+from lightning_zenflow.deepspeed.flat_buffers import balanced_order
+from lightning_zenflow.deepspeed.flat_layout import FlatLayout, Layout, PieceLayout, runs
+
+
+def layout(draw: random.Random, numels: dict[str, int]) -> Layout:
+    names, ranks, padding = draw.sample(list(numels), len(numels)), draw.randint(1, 4), draw.choice((0, 3))
+    of_order = {name: numels[name] for name in names}
+    if draw.random() < 0.5:
+        return PieceLayout.of(of_order, n_ranks=ranks)
+    total = sum(numels.values()) + padding * len(names)
+    return FlatLayout.of(of_order, [padding] * len(names), partition_numel=max(1, -(-total // ranks)))
+
+
+def places(of: Layout) -> dict[tuple[str, int], tuple[int, int]]:
+    """For each element, by parameter and number, its rank and its place there; element by element."""
+    if isinstance(of, FlatLayout):
+        first = {name: begin for name, (begin, _) in of.places.items()}
+        place = lambda name, i: divmod(first[name] + i, of.partition_numel)  # noqa: E731
+    else:
+        pieces = {name: -(-numel // of.n_ranks) for name, (_, numel) in of.places.items()}
+        begins = {name: sum(list(pieces.values())[:k]) for k, name in enumerate(pieces)}
+        assert of.partition_numel == sum(pieces.values())
+        place = lambda name, i: (i // pieces[name], begins[name] + i % pieces[name])  # noqa: E731
+    return {(name, i): place(name, i) for name, (_, numel) in of.places.items() for i in range(numel)}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_runs_copy_every_element_once(seed: int) -> None:
+    draw = random.Random(seed)
+    numels = {f"p{i}": draw.randint(0, 9) for i in range(draw.randint(1, 7))}
+    source, target = layout(draw, numels), layout(draw, numels)
+    before = {place: element for element, place in places(source).items()}
+    copied = {}
+    for run in runs(source, target):
+        for i in range(run.numel):
+            end = run.target_rank, run.target_begin + i
+            assert end not in copied
+            copied[end] = before[run.source_rank, run.source_begin + i]
+    assert copied == {place: element for element, place in places(target).items()}
+    # Of parameters that one of them does not have, nothing.
+    assert not list(runs(source, PieceLayout.of({"other": 3}, n_ranks=2)))
+
+
+def llama(layers: int, width: int, hidden: int, words: int, kv: int) -> list[tuple[int, bool]]:
+    """For each parameter its elements, and whether it has part in the time of backward; in the module's order."""
+    layer = [width**2, width * kv, width * kv, width**2, *[width * hidden] * 3]
+    norms = [(width, False)] * 2
+    matrices = [(n, True) for n in layer]
+    return [(words * width, False), *(matrices + norms) * layers, (width, False), (words * width, True)]
+
+
+def gpt(layers: int, width: int, words: int) -> list[tuple[int, bool]]:
+    layer = [(n * width**2, True) for n in (3, 1, 4, 4)] + [(n * width, False) for n in (1, 1, 3, 1, 1, 1, 4, 1)]
+    return [(words * width, False), (1024 * width, False), *layer * layers]
+
+
+MODELS = {
+    "Llama-2 7B": llama(32, 4096, 11008, 32000, 4096),
+    "Llama-3 8B": llama(32, 4096, 14336, 128256, 1024),
+    "Llama 1.1B": llama(22, 2048, 5632, 32000, 256),
+    "GPT-2 XL": gpt(48, 1600, 50257),
+    "GPT-2 medium": gpt(24, 1024, 50257),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_rank_has_gradients_from_the_beginning_of_backward_to_its_end(model: str, ranks: int) -> None:
+    parameters = MODELS[model]
+    numels = [numel for numel, _ in parameters]
+    order = balanced_order(numels, ranks)
+    assert sorted(order) == list(range(len(numels))) == balanced_order(numels, 1)
+    # When a gradient arrives, as a share of backward.
+    of_time = [numel * counts for numel, counts in parameters]
+    arrivals = [sum(of_time[index:]) / sum(of_time) for index in range(len(numels))]
+    share, end = -(-sum(numels) // ranks), 0
+    of_rank: list[list[float]] = [[] for _ in range(ranks)]
+    for index in order:
+        begin, end = end, end + numels[index]
+        for rank in range(begin // share, (end - 1) // share + 1):
+            of_rank[rank].append(arrivals[index])
+    assert max(min(times) for times in of_rank) < 0.2
+    assert min(max(times) for times in of_rank) > 0.8

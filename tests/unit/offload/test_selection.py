@@ -1,0 +1,125 @@
+"""When columns are selected, and which ones, against brute force."""
+
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_zenflow.offload.selector import AUTO_INTERVAL, Selector, column_count, select_columns
+from reference import owned_elements
+
+WAITS = ("cpu", "tolist", "item", "numpy", "__bool__", "__int__", "__float__")
+
+
+@pytest.mark.parametrize(
+    ("columns", "ratio", "count"),
+    [(100, 0.0, 0), (100, 0.05, 5), (100, 1.0, 100), (3, 0.05, 1), (1, 0.05, 1), (7, 0.5, 4), (29, 0.05, 1)],
+)
+def test_column_count(columns: int, ratio: float, count: int) -> None:
+    assert column_count(columns, ratio) == count
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    squared_norms=st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 1e-30, 1e30]), min_size=1, max_size=40),
+    ratio=st.floats(0, 1),
+)
+def test_select_columns_with_ties(squared_norms: list[float], ratio: float) -> None:
+    chosen = select_columns(torch.tensor(squared_norms), ratio).tolist()
+    best_first = sorted(range(len(squared_norms)), key=lambda column: (-squared_norms[column], column))
+    assert chosen == sorted(best_first[: column_count(len(squared_norms), ratio)])
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.05, 0.3, 1.0])
+def test_the_oracle_selects_the_same(ratio: float) -> None:
+    gradient = torch.randn(6, 3, 3, 5, generator=torch.Generator().manual_seed(0))
+    owned = torch.zeros(6, 45, dtype=torch.bool)
+    owned[:, select_columns(gradient.view(6, -1).square().sum(0), ratio)] = True
+    assert torch.equal(owned.view_as(gradient), owned_elements(gradient, ratio))
+
+
+class OnDevice(Tensor):
+    """Stands for a tensor on a device; so do the results of its operations. Notes how the host gets values from it."""
+
+    read: list[str]
+
+    @classmethod
+    @override
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_copied = func is Tensor.copy_ and not isinstance(args[0], cls)
+        if is_copied or (func.__name__ in WAITS and isinstance(args[0], cls)):
+            cls.read.append(func.__name__)
+        if is_copied:  # to the host
+            return args[0].copy_(args[1].as_subclass(Tensor))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def selector_of(columns: list[int], *, by_epoch: bool = False, interval: int | Literal["auto"] = 1) -> Selector:
+    return Selector(columns, topk_ratio=0.5, by_epoch=by_epoch, interval=interval, device=torch.device("cpu"))
+
+
+def test_one_copy_has_all_that_a_selection_reads() -> None:
+    """The columns of every matrix, and whether the gradient is finite. The share is of the columns that were selected before."""
+    columns = [12, 0, 20, 12, 1]
+    selector, norms = selector_of(columns), selector_of(columns).new_column_norms()
+    norms.flat = norms.flat.as_subclass(OnDevice)
+    generator = torch.Generator().manual_seed(1)
+    before: list[list[int]] | None = None
+    for step in range(1, 6):
+        with torch._C.DisableTorchFunctionSubclass():
+            norms.flat.copy_(torch.rand(sum(columns), generator=generator))
+            of_parameters = [norms.of_parameter(i).clone() for i in range(len(columns))]
+            if step == 3:
+                norms.flat[7] = torch.nan
+        OnDevice.read = []
+        selected = selector.select(norms, step)
+        assert OnDevice.read == ["copy_"]
+        assert (selected is None) == (step == 3)
+        if selected is None:
+            continue
+        chosen, share = selected
+        assert chosen[1] is None and chosen[4] is None  # without columns; one of one
+        best = [select_columns(of_one, 0.5).tolist() if len(of_one) else [] for of_one in of_parameters]
+        for of_one, expected in zip(chosen, best, strict=True):
+            assert of_one is None or of_one.host.tolist() == of_one.device.tolist() == expected
+        owned = sum(float(of_parameters[i][c].sum()) for i, c in enumerate(before or best))
+        with torch._C.DisableTorchFunctionSubclass():
+            assert float(share) == pytest.approx(owned / sum(float(of_one.sum()) for of_one in of_parameters))
+        before = best
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"interval": 0}, [1, 2, 3]),
+        ({"interval": 400}, [1, 2, 3, 403, 803, 1203]),
+        ({"interval": "auto"}, [1, 2, 3, 3 + AUTO_INTERVAL, 3 + 2 * AUTO_INTERVAL]),
+        ({"interval": 2, "by_epoch": True}, [1, 2, 3, 1001]),
+        ({"interval": "auto", "by_epoch": True}, [1, 2, 3, 501, 1001]),
+    ],
+)
+def test_when_it_selects(options: dict[str, Any], steps: list[int]) -> None:
+    """In epochs of 500 steps; the first two gradients are not finite."""
+    selector, selected = selector_of([40], **options), []
+    for step in range(1, 1301):
+        selector.epoch = (step - 1) // 500
+        if selector.is_due(step):
+            selected.append(step)
+            norms = selector.new_column_norms()
+            norms.flat.fill_(torch.nan if step < 3 else 1.0)
+            selector.select(norms, step)
+            # Continues where another one was saved.
+            state, selector = selector.state_dict(), selector_of([40], **options)
+            selector.load_state_dict(state)
+            assert selector.has_selected == (step >= 3)
+    assert selected == steps
+
+
+def test_a_model_without_matrices() -> None:
+    selector = selector_of([0, 0])
+    selected = selector.select(selector.new_column_norms(), 1)
+    assert selected is not None and selected[0] == [None, None]
