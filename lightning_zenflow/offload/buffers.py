@@ -61,6 +61,10 @@ class SlotPool:
         with self._rank.books:
             block.slot = self._free.pop()
 
+    def check_integrity(self, acquired: Iterable[int]) -> None:
+        """Asserts that all slots but those that blocks have acquired are free, each once."""
+        assert sorted([*acquired, *self._free]) == list(range(self.n_slots)), "each slot has one owner"
+
     def free(self, slots: Sequence[int]) -> None:
         """Takes back slots whose gradients have been applied or dropped."""
         self._free.extend(slots)

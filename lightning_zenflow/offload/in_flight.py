@@ -73,6 +73,11 @@ class JobsInFlight:
         self._free_buffers.update(dict.fromkeys(new))
         self._n_buffers = max(self._n_buffers, n_buffers)
 
+    def check_integrity(self) -> None:
+        """Asserts that no job is in flight and that all buffers are free."""
+        assert not self._jobs and not self._unanswered, "jobs are published"
+        assert self._free_buffers.keys() == set(range(self._n_buffers)) - {self._scratch}, "each buffer has one owner"
+
     def free_buffer(self, block: Block) -> int | None:
         """Of `free_buffers` the one for a block's next job; None: there is none for it."""
         return self._publisher.buffer_for(block, self._free_buffers)

@@ -275,6 +275,14 @@ class JobQueue:
         self._forget_words(step + 1)
         self._submitted_in_backward.clear()
         self._unverified = None
+        self._check_integrity()
+
+    def _check_integrity(self) -> None:
+        """Asserts what holds after a flush: nothing is under way, and each slot and buffer is free or has one owner."""
+        assert not any(block.window or block.jobs for block in self._blocks), "windows and jobs are published"
+        # Micro-batches that were accumulated in host memory keep theirs.
+        self._slots.check_integrity(block.slot for block in self._blocks if block.slot is not None)
+        self.in_flight.check_integrity()
 
     def _forget_words(self, step: int) -> None:
         """Forgets words of a step whose backward pass or end was interrupted: they would match when the step is repeated."""

@@ -278,11 +278,11 @@ def test_a_save_during_a_save(part: int | None, tmp_path: Path) -> None:
                 trainer.save_checkpoint(tmp_path / "saved.ckpt")
                 sys.setprofile(None)
 
-    watch = Busy(-1)
-    fit("S = 4", watch)
+    watch, short = Busy(-1), {"max_epochs": None, "max_steps": FIRST + 2}
+    fit("S = 4", watch, **short)
     for point in chosen(watch.n_calls, part, sample=16):
         busy = Busy(point)
-        fit("S = 4", busy)
+        fit("S = 4", busy, **short)
         if busy.n_rung:
             handler, saved = (state_of(tmp_path / f"{name}.ckpt") for name in ("handler", "saved"))
             torch.testing.assert_close(handler, saved, rtol=0, atol=0)
