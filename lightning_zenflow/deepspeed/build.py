@@ -226,8 +226,8 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
         interval=config.select_interval,
         device=rank.device,
     )
-    ownership = Ownership(rank, worker, topk_ratio=config.owned_ratio)
-    provisional = ProvisionalUpdate(rank, config.compensation, rank_number=dist.get_rank(zero.group))
+    ownership = Ownership(rank, blocks, worker, topk_ratio=config.owned_ratio)
+    provisional = ProvisionalUpdate(rank, blocks, config.compensation, rank_number=dist.get_rank(zero.group))
     fill = Fill(
         rank,
         blocks,

@@ -21,7 +21,6 @@ from lightning_zenflow.core.step_inputs import (
 from lightning_zenflow.offload.block import Block, Blocks
 from lightning_zenflow.offload.gradient_router import VectorGradients
 from lightning_zenflow.offload.jobs import JobQueue
-from lightning_zenflow.offload.ownership import Ownership
 from lightning_zenflow.offload.plan import StepContext
 from lightning_zenflow.worker.rank_state import RankState
 
@@ -167,7 +166,6 @@ class BackwardSubmission:
         jobs: JobQueue,
         norms: GradientNorms,
         vectors: VectorGradients,
-        ownership: Ownership,
         *,
         predicts: bool,
     ) -> None:
@@ -175,7 +173,6 @@ class BackwardSubmission:
         self._jobs = jobs
         self._norms = norms
         self._vectors = vectors
-        self._ownership = ownership
         self._predicts = predicts
         self._factors: list[Tensor] = []
         self.factor_error = DeviceNumber()
@@ -197,9 +194,7 @@ class BackwardSubmission:
         is_known = inputs.max_norm == 0 and (self._predicts or inputs.loss_scale == 1)
         for block in blocks:
             # A block that changes its columns needs its exact state at the end of the step.
-            submits = (
-                self._jobs.can_submit_in_backward(block, context.number) and block.number not in self._ownership.waiting
-            )
+            submits = self._jobs.can_submit_in_backward(block, context.number) and not block.owned.changes
             submits = submits and (is_known or (self._predicts and self._norms.knows_last))
             if submits:
                 self._jobs.acquire([block], context.number)

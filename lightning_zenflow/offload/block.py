@@ -4,11 +4,17 @@ from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from lightning_zenflow.core.device import Event
 from lightning_zenflow.core.partition import Partition, Range
 from lightning_zenflow.native.protocol import Tentative
+from lightning_zenflow.offload.columns import Owned
 from lightning_zenflow.worker.supervisor import Submission
+
+if TYPE_CHECKING:
+    from lightning_zenflow.offload.gradient_router import Vectors
+    from lightning_zenflow.offload.provisional_update import Update
 
 
 @dataclass(kw_only=True)
@@ -88,6 +94,14 @@ class Block:
     """Its open window; None: every gradient has been submitted."""
     jobs: deque[Job] = field(default_factory=deque)
     """Jobs that are not published yet, in the order of their submission."""
+    owned: Owned = field(default_factory=Owned)
+    """Its columns that the device owns."""
+    vectors: "Vectors | None" = None
+    """Its small vectors, of `VectorGradients`."""
+    exact_for: int | None = None
+    """Last step that its weights are exact for, not counting provisional updates; None: no gradient has been late since a flush."""
+    kept: "list[Update]" = field(default_factory=list)
+    """Provisional updates that are applied again after a publish."""
 
     def fill(self, step: int) -> Window:
         """Adds the gradient of the open step, which is in the block's slot, to its window; returns the window."""

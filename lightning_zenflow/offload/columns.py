@@ -14,7 +14,7 @@ columns, then its state: 12 bytes for each entry that the block can own at most.
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -294,6 +294,32 @@ class DeviceColumns:
             gradients: an earlier result of `gradients`.
         """
         adamw(self._rank, self._states, gradients, self._staging, groups, scale)
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A block's next columns, before their state has been loaded."""
+
+    columns: DeviceColumns
+    steps: list[tuple[Sequence[GroupHyperparameters], StepScale, list[Tensor]]] = field(default_factory=list)
+    """Hyperparameters, scales and gradients of the steps after the block's last submission, which the arena does not have yet."""
+
+
+@dataclass(kw_only=True)
+class Owned:
+    """What the device owns of one block. Numbers are of selections (`Ownership`)."""
+
+    wanted: int | None = None
+    """Selection that the block has or changes to with its next window; None: nothing is owned."""
+    selection: int | None = None
+    """Selection of the columns that were requested last."""
+    current: DeviceColumns | None = None
+    incoming: Incoming | None = None
+
+    @property
+    def changes(self) -> bool:
+        """Whether the block changes its columns with its next window; that window's job must be its only one in flight."""
+        return self.wanted != self.selection
 
 
 def adamw(

@@ -141,12 +141,10 @@ class Fill:
         self._provisional = provisional
         self.accumulation = Accumulation(rank, blocks, slots, jobs, where=accumulate_on)
         self._router = GradientRouter(rank, blocks, slots, ownership, provisional)
-        self._vectors = VectorGradients(rank, slots, ownership)
+        self._vectors = VectorGradients(rank, blocks, slots, ownership)
         self.arrivals = Arrivals(blocks)
         self.norms = GradientNorms(len(blocks), rank.device)
-        self.in_backward = BackwardSubmission(
-            rank, jobs, self.norms, self._vectors, ownership, predicts=predicts_clipping
-        )
+        self.in_backward = BackwardSubmission(rank, jobs, self.norms, self._vectors, predicts=predicts_clipping)
 
     def accumulate(self, slice_index: int, gradient: Tensor, step: int) -> None:
         """Takes a gradient of a micro-batch that is not its step's last; as `Accumulation.add`."""

@@ -118,7 +118,7 @@ _LARGEST_NUMEL = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Vectors:
+class Vectors:
     """Vectors of one block."""
 
     values: Tensor
@@ -138,8 +138,9 @@ class VectorGradients:
     have no columns to choose from, hence no proxies and no provisional update. A slice without gradient has the gradient zero.
     """
 
-    def __init__(self, rank: RankState, slots: SlotPool, ownership: Ownership) -> None:
+    def __init__(self, rank: RankState, blocks: Blocks, slots: SlotPool, ownership: Ownership) -> None:
         self._rank = rank
+        self._blocks = blocks
         self._slots = slots
         self._ownership = ownership
         partition = rank.partition
@@ -147,18 +148,17 @@ class VectorGradients:
         numels = [s.numel for s in small.values()]
         self._values = torch.zeros(sum(numels), device=rank.device, dtype=rank.dtype)
         self._of_slice = dict(zip(small, torch.split(self._values, numels), strict=True))
-        self._blocks: list[_Vectors] = []
         end = 0
-        for block in partition.blocks:
+        for block, extent in zip(blocks, partition.blocks, strict=True):
             begin, tiles = end, []
-            for index in (index for index in block.tiles if partition.tiles[index].slice in small):
+            for index in (index for index in extent.tiles if partition.tiles[index].slice in small):
                 tile = partition.tiles[index]
                 tiles.append((index, self._values.narrow(0, end, tile.numel).view(tile.rows, tile.width)))
                 end += tile.numel
             slices = {partition.tiles[index].slice for index, _ in tiles}
             values, runs = self._values.narrow(0, begin, end - begin), _runs(partition, [index for index, _ in tiles])
             of_runs = zip(runs, torch.split(values, list(runs.values())), strict=True) if runs else ()
-            self._blocks.append(_Vectors(values=values, tiles=tiles, runs=list(of_runs), slices=slices))
+            block.vectors = Vectors(values=values, tiles=tiles, runs=list(of_runs), slices=slices)
         assert end == self._values.numel(), "blocks and slices ascend alike"
 
     def __contains__(self, slice_index: int) -> bool:
@@ -187,12 +187,12 @@ class VectorGradients:
         Returns:
             `SquaredNorms.parts`; empty where the blocks have no vectors.
         """
+        of_blocks = [block.vectors for block in blocks if block.vectors is not None]
         if len(blocks) == len(self._blocks):
-            return self._fill(self._blocks, self._values, arrived)
-        of_blocks = (self._blocks[block.number] for block in blocks)
-        return [norm for block in of_blocks for norm in self._fill([block], block.values, arrived)]
+            return self._fill(of_blocks, self._values, arrived)
+        return [norm for vectors in of_blocks for norm in self._fill([vectors], vectors.values, arrived)]
 
-    def _fill(self, blocks: Sequence[_Vectors], values: Tensor, arrived: Set[int]) -> Sequence[Tensor]:
+    def _fill(self, blocks: Sequence[Vectors], values: Tensor, arrived: Set[int]) -> Sequence[Tensor]:
         """Fills some blocks; `values` is the concatenation of theirs."""
         if not values.numel():
             return ()

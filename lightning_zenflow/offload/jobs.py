@@ -176,32 +176,31 @@ class JobQueue:
         *,
         beta1: float,
         synchronous: bool,
-        drain: Set[int],
         as_predicted: bool = False,
-    ) -> Sequence[int]:
+    ) -> Sequence[Block]:
         """Phase *submit*: the windows that the schedule closes, or all of them in a synchronous step.
 
         Args:
             step: number of the step.
             beta1: decay of the first moment; decides how far weights are predicted.
             synchronous: whether the jobs are due in this step already.
-            drain: numbers of blocks that must have no other job in flight when this one is published. With a lag of a whole window or more
-                they would have; their jobs, and with them all earlier ones, are then due in this step.
             as_predicted: whether the step, unless it is skipped, has the factor and the hyperparameters of the jobs in backward.
 
         Returns:
-            Numbers of the blocks whose windows closed.
+            Blocks whose windows closed.
         """
         self._end_fill(step)
         if self.corrects and (blocks := list(self._submitted_in_backward)):
             self._correct(step, blocks[-1:] if as_predicted else blocks)
             self._unverified = (step, blocks) if as_predicted else None
-        closing = range(len(self._blocks)) if synchronous else self.staggered.closing_blocks(step)
+        closing = self._blocks if synchronous else [self._blocks[n] for n in self.staggered.closing_blocks(step)]
         overlapping = self.schedule.publish_lag >= self.schedule.update_interval
         ahead = 0.0 if synchronous else self._compensation.prediction_steps(self.schedule, beta1)
-        for block in (self._blocks[number] for number in closing):
+        for block in closing:
             if block not in self._submitted_in_backward:
-                at_once = synchronous or (overlapping and block.number in drain)
+                # A block that changes its columns must have no other job in flight when this one is published. With a lag of a whole window
+                # or more there would be one: its job, and with it all earlier ones, is then due in this step.
+                at_once = synchronous or (overlapping and block.owned.changes)
                 self._submit(block, due_step=step if at_once else self._due_step(step), prediction_steps=ahead)
         return closing
 

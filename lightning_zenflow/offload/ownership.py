@@ -1,7 +1,6 @@
 """Device-owned columns of all blocks, and changes of ownership while training goes on."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,30 +8,18 @@ from torch import Tensor
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import Selection
-from lightning_zenflow.offload.columns import Columns, DeviceColumns, adamw, export_regions, region_sizes
+from lightning_zenflow.offload.block import Block, Blocks
+from lightning_zenflow.offload.columns import (
+    Columns,
+    DeviceColumns,
+    Incoming,
+    Owned,
+    adamw,
+    export_regions,
+    region_sizes,
+)
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker
-
-
-@dataclass(frozen=True)
-class _Incoming:
-    """A block's next columns, before their state has been loaded."""
-
-    columns: DeviceColumns
-    steps: list[tuple[Sequence[GroupHyperparameters], StepScale, list[Tensor]]] = field(default_factory=list)
-    """Hyperparameters, scales and gradients of the steps after the block's last submission, which the arena does not have yet."""
-
-
-@dataclass(kw_only=True)
-class _OwnedBlock:
-    """What the device owns of one block. Numbers are of selections (`Ownership`)."""
-
-    wanted: int | None = None
-    """Selection that the block has or changes to with its next window; None: nothing is owned."""
-    selection: int | None = None
-    """Selection of the columns that were requested last."""
-    current: DeviceColumns | None = None
-    incoming: _Incoming | None = None
 
 
 class Ownership:
@@ -56,15 +43,15 @@ class Ownership:
         topk_ratio: largest share of the columns that is selected.
     """
 
-    def __init__(self, rank: RankState, worker: SupervisedWorker, *, topk_ratio: float) -> None:
+    def __init__(self, rank: RankState, blocks: Blocks, worker: SupervisedWorker, *, topk_ratio: float) -> None:
         self._rank = rank
+        self._blocks = blocks
         self._sizes = region_sizes(rank.partition, topk_ratio)
         self._regions = export_regions(rank, worker, self._sizes)
         # For each parameter group [3, n] float32 and [n] in the model's type (`DeviceColumns`), while columns are owned.
         self._states: list[Tensor] = []
         self._staging: list[Tensor] = []
         self._write: Callable[[], None] | None = None  # made anew when blocks have changed their columns
-        self._blocks = [_OwnedBlock() for _ in rank.partition.blocks]
         self._selections: dict[int, Sequence[Columns | None]] = {}
         """By number: for each slice, columns over the whole row; None: all."""
 
@@ -75,12 +62,7 @@ class Ownership:
 
     @property
     def _current(self) -> list[DeviceColumns]:
-        return [block.current for block in self._blocks if block.current is not None]
-
-    @property
-    def waiting(self) -> Set[int]:
-        """Blocks that change their columns with their next window; that window's job must be their only one in flight."""
-        return {number for number, block in enumerate(self._blocks) if block.wanted != block.selection}
+        return [block.owned.current for block in self._blocks if block.owned.current is not None]
 
     def select(self, columns: Sequence[Columns | None]) -> None:
         """Makes every block change to these columns at its next window boundary.
@@ -91,50 +73,51 @@ class Ownership:
         number = max(self._selections, default=0) + 1
         self._selections[number] = columns
         for block in self._blocks:
-            block.wanted = number
+            block.owned.wanted = number
         # No block has or changes to the others any more.
-        in_use = {number for block in self._blocks for number in (block.wanted, block.selection)}
+        in_use = {number for block in self._blocks for number in (block.owned.wanted, block.owned.selection)}
         self._selections = {number: columns for number, columns in self._selections.items() if number in in_use}
 
     def clear(self) -> None:
         """Makes nothing device-owned."""
-        self._blocks = [_OwnedBlock() for _ in self._blocks]
+        for block in self._blocks:
+            block.owned = Owned()
         self._selections.clear()
         self._states, self._staging, self._write = [], [], None
 
-    def submitted(self, blocks: Iterable[int]) -> None:
+    def submitted(self, blocks: Iterable[Block]) -> None:
         """Phase *submit* for blocks whose window has just closed."""
-        for number in self.waiting & set(blocks):
-            block = self._blocks[number]
-            assert block.wanted is not None
-            states, staging = self._segments(number)
+        for block in (block for block in blocks if block.owned.changes):
+            owned = block.owned
+            assert owned.wanted is not None
+            states, staging = self._segments(block)
             # The segment's own has gradients of the present columns.
-            columns = self._columns_of(number, block.wanted, states, [torch.zeros_like(t) for t in staging])
+            columns = self._columns_of(block, owned.wanted, states, [torch.zeros_like(t) for t in staging])
             columns.request("select")
-            block.incoming, block.selection = _Incoming(columns), block.wanted
+            owned.incoming, owned.selection = Incoming(columns), owned.wanted
 
-    def published(self, blocks: Iterable[int]) -> None:
+    def published(self, blocks: Iterable[Block]) -> None:
         """Phase *publish* for blocks whose job is done; no other job of theirs may be in flight."""
-        for number in blocks:
-            if (incoming := self._blocks[number].incoming) is not None:
-                self._settle(number, incoming)
+        for block in blocks:
+            if (incoming := block.owned.incoming) is not None:
+                self._settle(block, incoming)
                 incoming.columns.load("select")
                 for past in incoming.steps:
                     incoming.columns.step(*past)
 
     def reload(self) -> None:
         """Copies the state of every entry from the arena, after a flush; pending changes of columns are complete then."""
-        for number, block in enumerate(self._blocks):
-            if block.incoming is not None:
-                self._settle(number, block.incoming)
+        for block in self._blocks:
+            if block.owned.incoming is not None:
+                self._settle(block, block.owned.incoming)
         self._load_current()
 
     def selections(self, tile_index: int) -> list[Selection]:
         """Columns of a tile's gradient that `step` needs, and their destinations: present columns, and those to come."""
-        block = self._blocks[self._rank.partition.block_of_tile[tile_index]]
-        found = [] if block.current is None else [block.current.selection(tile_index)]
-        if block.incoming is not None:
-            found.append(block.incoming.columns.selection(tile_index))
+        owned = self._blocks.of_tile[tile_index].owned
+        found = [] if owned.current is None else [owned.current.selection(tile_index)]
+        if owned.incoming is not None:
+            found.append(owned.incoming.columns.selection(tile_index))
         return [selection for selection in found if selection is not None]
 
     def step(self, groups: Sequence[GroupHyperparameters], scale: StepScale) -> None:
@@ -142,8 +125,8 @@ class Ownership:
         if self._current:
             adamw(self._rank, self._states, self._staging, self._staging, groups, scale)
         for block in self._blocks:
-            if block.incoming is not None:
-                block.incoming.steps.append((groups, scale, block.incoming.columns.gradients()))
+            if (incoming := block.owned.incoming) is not None:
+                incoming.steps.append((groups, scale, incoming.columns.gradients()))
 
     def write_weights(self) -> None:
         """Writes the owned entries into the model's weights, over published ones."""
@@ -155,8 +138,8 @@ class Ownership:
     def state_dict(self) -> dict[str, Any]:
         """Present and coming columns of every block, right after a flush; their values are the arena's."""
         return {
-            "of_block": [block.selection for block in self._blocks],
-            "wanted": [block.wanted for block in self._blocks],
+            "of_block": [block.owned.selection for block in self._blocks],
+            "wanted": [block.owned.wanted for block in self._blocks],
             "selections": {
                 number: [None if c is None else c.host for c in selection]
                 for number, selection in self._selections.items()
@@ -170,9 +153,9 @@ class Ownership:
             number: [None if c is None else Columns(device=c.to(self._rank.device), host=c) for c in selection]
             for number, selection in state["selections"].items()
         }
-        for number, (selection, wanted) in enumerate(zip(state["of_block"], state["wanted"], strict=True)):
-            current = None if selection is None else self._columns_of(number, selection, *self._segments(number))
-            self._blocks[number] = _OwnedBlock(wanted=wanted, selection=selection, current=current)
+        for block, selection, wanted in zip(self._blocks, state["of_block"], state["wanted"], strict=True):
+            current = None if selection is None else self._columns_of(block, selection, *self._segments(block))
+            block.owned = Owned(wanted=wanted, selection=selection, current=current)
         self._load_current()
 
     def _load_current(self) -> None:
@@ -183,25 +166,25 @@ class Ownership:
         for columns in current:
             columns.load("flush")
 
-    def _settle(self, block: int, incoming: _Incoming) -> None:
+    def _settle(self, block: Block, incoming: Incoming) -> None:
         """Makes columns to come a block's present ones, in its segment; their state is to be loaded."""
         _, staging = self._segments(block)
         incoming.columns.gather_into(staging)
         self._write = None
-        self._blocks[block].current, self._blocks[block].incoming = incoming.columns, None
+        block.owned.current, block.owned.incoming = incoming.columns, None
 
-    def _segments(self, block: int) -> tuple[list[Tensor], list[Tensor]]:
+    def _segments(self, block: Block) -> tuple[list[Tensor], list[Tensor]]:
         """The block's segments of states and staging, for each parameter group; makes the arrays first if there are none."""
         of_groups = [list(n) for n in zip(*(size.of_groups for size in self._sizes), strict=True)]
         if not self._states:
             numels = [sum(of_blocks) for of_blocks in of_groups]
             self._staging = [w.new_zeros(n) for n, w in zip(numels, self._rank.weights, strict=True)]
             self._states = [torch.zeros(3, n, dtype=torch.float32, device=self._rank.device) for n in numels]
-        states = [torch.split(state, n, dim=1)[block] for state, n in zip(self._states, of_groups, strict=True)]
-        return states, [torch.split(t, n)[block] for t, n in zip(self._staging, of_groups, strict=True)]
+        states = [torch.split(state, n, dim=1)[block.number] for state, n in zip(self._states, of_groups, strict=True)]
+        return states, [torch.split(t, n)[block.number] for t, n in zip(self._staging, of_groups, strict=True)]
 
     def _columns_of(
-        self, block: int, selection: int, states: Sequence[Tensor], staging: Sequence[Tensor]
+        self, block: Block, selection: int, states: Sequence[Tensor], staging: Sequence[Tensor]
     ) -> DeviceColumns:
-        columns = self._selections[selection]
-        return DeviceColumns(self._rank, block, columns, self._regions[block], states=states, staging=staging)
+        columns, region = self._selections[selection], self._regions[block.number]
+        return DeviceColumns(self._rank, block.number, columns, region, states=states, staging=staging)

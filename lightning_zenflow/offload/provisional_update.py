@@ -13,7 +13,7 @@ from lightning_zenflow.core.schedule import StaggeredSchedule, StalenessCompensa
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import Destination, SquaredNorms
 from lightning_zenflow.kernels.factored import Factors, RoundingNoise, SecondMoment
-from lightning_zenflow.offload.block import Block
+from lightning_zenflow.offload.block import Block, Blocks
 from lightning_zenflow.worker.rank_state import RankState
 
 _SEED = 20251205
@@ -34,7 +34,7 @@ class LateGradient:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Update:
+class Update:
     """A provisional update of a slice's full rows or of a part of them, without its size."""
 
     step: int
@@ -48,7 +48,7 @@ class _Update:
     in_slot: bool = False
     """Whether the gradient must be copied to the device first."""
 
-    def part(self, place: Destination) -> "_Update":
+    def part(self, place: Destination) -> "Update":
         """The update of one tile; itself, where that has all rows."""
         if place.slot.shape == self.weights.shape:
             return self
@@ -60,7 +60,7 @@ class _Update:
             finite=self.factors.finite,
         )
         weights, gradient = place.part_of(self.weights), place.part_of(self.gradient)
-        return _Update(step=self.step, weights=weights, gradient=gradient, factors=factors, beta1=self.beta1)
+        return Update(step=self.step, weights=weights, gradient=gradient, factors=factors, beta1=self.beta1)
 
 
 class ProvisionalUpdate:
@@ -86,11 +86,13 @@ class ProvisionalUpdate:
     def __init__(
         self,
         rank: RankState,
+        blocks: Blocks,
         compensation: StalenessCompensation,
         *,
         rank_number: int,
     ) -> None:
         self._rank = rank
+        self._blocks = blocks
         self._compensation = compensation
         self._noise = RoundingNoise(_SEED + rank_number, rank.device)
         self._clip = torch.full((), torch.nan, dtype=torch.float32, device=rank.device)
@@ -105,10 +107,7 @@ class ProvisionalUpdate:
         ]
         # By slice, from the first gradient that is late on: a run that stays at S = 1, d = 0 has none.
         self._moments: dict[int, SecondMoment] = {}
-        # By block, from its first late gradient after a flush on: the last step that its weights are exact for, not counting these updates.
-        self._exact_for: dict[Block, int] = {}
         self._keeps_on_device: dict[StaggeredSchedule, bool] = {}
-        self._kept: dict[Block, list[_Update]] = {}
 
     def open(self, loss_scale: float) -> None:
         """Begins a step, before its first gradient."""
@@ -117,7 +116,7 @@ class ProvisionalUpdate:
     def forget_weights(self) -> None:
         """Drops the memory of the weights, and what was kept for updates of them, when training has ended."""
         self._rows = [None for _ in self._rows]
-        self._kept.clear()
+        self.flushed()
 
     def applies_to(self, slice_index: int) -> bool:
         """Whether a slice has rows to update."""
@@ -139,15 +138,13 @@ class ProvisionalUpdate:
         factors = self._rank.kernels.factored_step_(
             self._moment(late.slice), late.squared_norms, beta2=h.beta2, lr=h.lr, scale=self._factor
         )
-        whole = _Update(step=step, weights=rows, gradient=late.gradient, factors=factors, beta1=h.beta1)
-        of_tiles = [
-            (
-                # The age: gradients that the block's weights lack, this one included.
-                step - self._exact_for.setdefault(block, step - 1),
-                block.next_due(),
-            )
-            for block, _ in late.tiles
-        ]
+        whole = Update(step=step, weights=rows, gradient=late.gradient, factors=factors, beta1=h.beta1)
+        of_tiles = []
+        for block, _ in late.tiles:
+            if block.exact_for is None:
+                block.exact_for = step - 1
+            # The age: gradients that the block's weights lack, this one included.
+            of_tiles.append((step - block.exact_for, block.next_due()))
         all_late = sum(place.slot.numel() for _, place in late.tiles) == late.gradient.numel()
         if all_late and len(set(of_tiles)) == 1 and of_tiles[0][1] is None:
             self._apply(whole, of_tiles[0][0], schedule)
@@ -164,7 +161,7 @@ class ProvisionalUpdate:
         """Keeps the clip coefficient of a step that was applied."""
         self._clip.copy_(torch.where(scale.finite, scale.factor * loss_scale, self._clip))
 
-    def keep(self, block: Block, update: _Update, slot: Tensor, schedule: StaggeredSchedule) -> None:
+    def keep(self, block: Block, update: Update, slot: Tensor, schedule: StaggeredSchedule) -> None:
         """Keeps an update of a tile whose block has a job in flight, to apply it again after the publish; in backward.
 
         Args:
@@ -182,7 +179,7 @@ class ProvisionalUpdate:
             update.in_slot = not self._keeps_on_device[schedule]
             kept = slot if update.in_slot else update.gradient.clone()
         update.gradient = kept
-        self._kept.setdefault(block, []).append(update)
+        block.kept.append(update)
 
     def published(self, last_steps: Mapping[Block, int], schedule: StaggeredSchedule) -> None:
         """Applies kept updates again, and drops those that no other job in flight will overwrite.
@@ -192,8 +189,8 @@ class ProvisionalUpdate:
             schedule: present S and d.
         """
         for block, last in last_steps.items():
-            self._exact_for[block] = last
-            later = [update for update in self._kept.pop(block, ()) if update.step > last]
+            block.exact_for = last
+            later = [update for update in block.kept if update.step > last]
             for update in later:
                 ready = update
                 if update.in_slot:
@@ -201,13 +198,12 @@ class ProvisionalUpdate:
                     ready = replace(update, gradient=runtime_of(self._rank.device).to_device(update.gradient))
                     self._rank.telemetry.traffic.h2d_bytes += update.gradient.nbytes
                 self._apply(ready, update.step - last, schedule)
-            if needed := [update for update in later if block.overwrites(update.step)]:
-                self._kept[block] = needed
+            block.kept = [update for update in later if block.overwrites(update.step)]
 
     def flushed(self) -> None:
         """Drops all kept updates: all weights are exact."""
-        self._kept.clear()
-        self._exact_for.clear()
+        for block in self._blocks:
+            block.kept, block.exact_for = [], None
 
     def state_dict(self) -> dict[str, Any] | None:
         """Second moments, last clip coefficient and position in the rounding noise, on the CPU; None without provisional updates."""
@@ -242,7 +238,7 @@ class ProvisionalUpdate:
             self._moments[slice_index] = SecondMoment.zeros(rows, columns, full_rows.device)
         return self._moments[slice_index]
 
-    def _apply(self, update: _Update, age: int, schedule: UpdateSchedule) -> None:
+    def _apply(self, update: Update, age: int, schedule: UpdateSchedule) -> None:
         size = self._compensation.scale(schedule, update.beta1, age)
         self._rank.kernels.provisional_update_(update.weights, update.gradient, update.factors, self._noise, size=size)
 

@@ -235,7 +235,6 @@ class ZenFlowStep:
                 number,
                 beta1=mean_beta1(groups),
                 synchronous=plan.synchronous,
-                drain=self._ownership.waiting,
                 as_predicted=inputs.max_norm == context.inputs.max_norm == 0 and groups == context.inputs.groups,
             )
             self._ownership.submitted(closed)
@@ -243,7 +242,7 @@ class ZenFlowStep:
         with record_function("zenflow publish"):
             published = self._jobs.publish(number)
             self._provisional.published(published, context.schedule)
-            self._ownership.published(block.number for block in published)
+            self._ownership.published(published)
             self._ownership.write_weights()
         # gather
         with record_function("zenflow gather"):

@@ -11,7 +11,7 @@ from lightning_zenflow.core.partition import Slice, build_partition, tiles_of_sl
 from lightning_zenflow.core.schedule import StaggeredSchedule, StalenessCompensation, UpdateSchedule
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import Destination, Kernels
-from lightning_zenflow.offload.block import Block
+from lightning_zenflow.offload.block import Block, Blocks
 from lightning_zenflow.offload.provisional_update import LateGradient, ProvisionalUpdate
 from lightning_zenflow.telemetry.telemetry import Traffic
 from lightning_zenflow.worker.rank_state import RankState
@@ -41,7 +41,7 @@ class OneBlock(Block):
 
 
 def make_update(rank: RankState) -> ProvisionalUpdate:
-    return ProvisionalUpdate(rank, COMPENSATION, rank_number=0)
+    return ProvisionalUpdate(rank, Blocks(rank.partition), COMPENSATION, rank_number=0)
 
 
 def late(rank: RankState, gradient: torch.Tensor, block: Block) -> LateGradient:
