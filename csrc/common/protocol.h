@@ -45,10 +45,10 @@
 //
 // Asynchronous data. An UpdateJob message may arrive before its gradients. Before it touches anything, the worker waits for the
 // sequence word of the last committed step (with an empty committed part, of the step before the tentative one), and then for the
-// word of the tentative part, if there is one: the block's, or with kTrue the step's. The device copies the gradients and then,
-// in one copy of 16 bytes, the word, in stream order, so a word's arrival happens after that of everything before it (and after
-// the device has read publish buffers copied before it). A block has one word: the job that waits for it must be done before the
-// device writes it again (publish lag 0).
+// word of the tentative part, if there is one: the block's, or with kCorrection the step's. The device copies the gradients and
+// then, in one copy of 16 bytes, the word, in stream order, so a word's arrival happens after that of everything before it (and
+// after the device has read publish buffers copied before it). A block has one word: the job that waits for it must be done
+// before the device writes it again (publish lag 0).
 //
 // What this assumes of device and bus, since the worker polls the word and calls no function of the device's library:
 //
@@ -85,8 +85,8 @@
 //
 // The choice of a tentative step's factor is in `block_shown` before `begun_job` says that the job has begun: who continues the
 // job takes it from there, so that all its tiles have one factor, and a job that has not begun may choose anew. Only the block's
-// next kTrue job reads it beyond that, and jobs of one block are done in order. That job never writes it: it compares again, with
-// the same result, until it has begun, and then goes on to the end.
+// next kCorrection job reads it beyond that, and jobs of one block are done in order. That job never writes it: it compares
+// again, with the same result, until it has begun, and then goes on to the end.
 #pragma once
 
 #include <cstddef>
@@ -264,7 +264,7 @@ enum class Tentative : uint32_t {
     // step: the job repeats the block's job before, with the same gradient, publish buffer and prediction_steps, and is done at
     // once if `block_shown` says that the weights are the same already. The step is then resolved; a later job commits it as any
     // other.
-    kTrue = 3,
+    kCorrection = 3,
 };
 
 // Applies steps [first_step, first_step + n_committed) to `block` and, with a tentative part, the step after those to the

@@ -54,10 +54,10 @@ void BlockReplay::check(const UpdateJob& job, const uint32_t* slots) const {
     require(job.block < header.n_blocks, "job: block must be below n_blocks = ", header.n_blocks, ", got ", job.block);
     require(job.publish_buffer < header.n_publish_buffers,
             "job: publish_buffer must be below n_publish_buffers = ", header.n_publish_buffers, ", got ", job.publish_buffer);
-    require(job.tentative <= Tentative::kTrue,
+    require(job.tentative <= Tentative::kCorrection,
             "job: tentative must be 0 (none), 1 (predicted), 2 (true if known) or 3 (true), got ",
             static_cast<uint32_t>(job.tentative));
-    require(job.tentative != Tentative::kTrue || job.n_committed == 0,
+    require(job.tentative != Tentative::kCorrection || job.n_committed == 0,
             "job: n_committed must be 0 with tentative = 3 (true), got ", job.n_committed);
     for (uint64_t i = 0; i < n_steps_of(job); ++i) {
         require(slots[i] < header.n_slots, "job: slots[", i, "] must be below n_slots = ", header.n_slots, ", got ", slots[i]);
@@ -89,7 +89,7 @@ void BlockReplay::run(const UpdateJob& job, const uint32_t* slots) {
     const bool begins = journal_.job_in_progress() == 0;
     BlockShown& of_block = arena_.block_shown(job.block);
     BlockShown shown = of_block;
-    if (job.tentative == Tentative::kTrue) {
+    if (job.tentative == Tentative::kCorrection) {
         shown = records_.to_show(job);
         if (begins && is_shown(job, shown)) return journal_.finish(job);
     } else if (job.tentative != Tentative::kNone && begins) {

@@ -36,9 +36,9 @@ class BlockReplay {
     // See Journal.
     int64_t job_in_progress() const { return journal_.job_in_progress(); }
 
-    // Executes a checked, incomplete job whose steps are resolved, or the rest of it; nothing of a kTrue job whose step is shown
-    // so already. All writes of the threads happen before the return. Elements in no range are left alone, in master and moments
-    // as well as in the publish buffer.
+    // Executes a checked, incomplete job whose steps are resolved, or the rest of it; nothing of a kCorrection job whose step is
+    // shown so already. All writes of the threads happen before the return. Elements in no range are left alone, in master and
+    // moments as well as in the publish buffer.
     void run(const UpdateJob& job, const uint32_t* slots);
 
   private:

@@ -72,7 +72,7 @@ bool StepRecords::resolve_arrived(const UpdateJob& job) const {
 bool StepRecords::resolve_with(const UpdateJob& job, const Take& take) const {
     if (n_steps_of(job) == 0) return true;
     const int64_t tentative_step = job.first_step + job.n_committed;
-    const int64_t last = tentative_step - (job.tentative == Tentative::kTrue ? 0 : 1);
+    const int64_t last = tentative_step - (job.tentative == Tentative::kCorrection ? 0 : 1);
     for (int64_t step = arena_.resolved_step(); step < last;) {
         const int64_t count_before = arena_.step_record(step).count;
         require(count_before >= 0 && count_before < std::numeric_limits<int64_t>::max(), "arena: step ", step,
@@ -86,7 +86,7 @@ bool StepRecords::resolve_with(const UpdateJob& job, const Take& take) const {
         // again, from the same count.
         __atomic_store_n(&arena_.resolved_step(), step, __ATOMIC_RELEASE);
     }
-    if (job.tentative == Tentative::kNone || job.tentative == Tentative::kTrue) return true;
+    if (job.tentative == Tentative::kNone || job.tentative == Tentative::kCorrection) return true;
     return take({arena_.block_word(job.block), tentative_step, job.block}).has_value();
 }
 
@@ -102,7 +102,7 @@ StepRecords::Step StepRecords::committed_step(const UpdateJob& job, uint32_t ind
 BlockShown StepRecords::to_show(const UpdateJob& job) const {
     const int64_t step = job.first_step + job.n_committed;
     std::optional<float> true_factor;
-    if (job.tentative == Tentative::kTrue) true_factor = committed_step(job, 0).clip;
+    if (job.tentative == Tentative::kCorrection) true_factor = committed_step(job, 0).clip;
     if (job.tentative == Tentative::kTrueIfKnown) true_factor = arrived(arena_.step_record(step).word, step);
     return {step, true_factor.value_or(arena_.block_word(job.block).clip), true_factor ? 1u : 0u};
 }

@@ -23,11 +23,11 @@ class StepRecords {
     // Throws Error if the job's steps are not positive, or if more of them are unresolved than the ring has records.
     void check(const UpdateJob& job) const;
 
-    // Resolves the job's steps: waits for the word of each step before the tentative one, of a kTrue job for that one's too, that
-    // is not resolved yet, in order, counts it if its factor is finite, and stores the count in its record. Then waits for the
-    // block's word, if the tentative part needs it. All that the device wrote before those words happens before the return. Calls
-    // `trainer_gone` every few milliseconds; once it returns true, the result is false. Throws Error if a word does not arrive in
-    // time, a later step has overwritten the record, or a count is invalid.
+    // Resolves the job's steps: waits for the word of each step before the tentative one, of a kCorrection job for that one's
+    // too, that is not resolved yet, in order, counts it if its factor is finite, and stores the count in its record. Then waits
+    // for the block's word, if the tentative part needs it. All that the device wrote before those words happens before the
+    // return. Calls `trainer_gone` every few milliseconds; once it returns true, the result is false. Throws Error if a word does
+    // not arrive in time, a later step has overwritten the record, or a count is invalid.
     bool resolve(const UpdateJob& job, const std::function<bool()>& trainer_gone) const;
 
     // As `resolve`, of what has arrived. Returns whether that is all, and if not, notes the missing word; never waits.

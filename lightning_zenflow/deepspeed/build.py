@@ -136,7 +136,7 @@ def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) 
     n_blocks = blocks_wanted(
         config.update_intervals, in_backward=in_backward, numel=sum(sizes), awaited_singly=in_place
     )
-    partition = zero.publisher.cut(zero.slices, sizes, n_blocks, zero.weights[0].dtype)
+    partition = zero.publisher.cut_partition(zero.slices, sizes, n_blocks, zero.weights[0].dtype)
     plan = MemoryPlan(config=config, zero=zero, partition=partition, n_threads=len(resources.cores.cores))
     policy = _agree(plan, resources.ranks_on_host)
     # Outermost, so that ranks that have built their parts release them if another one has not.
@@ -189,7 +189,7 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
     rank = RankState(
         partition=plan.partition,
         arena=arena,
-        weights=zero.publisher.place(zero.weights, plan.partition, arena),
+        weights=zero.publisher.place_weights(zero.weights, plan.partition, arena),
         device=device,
         kernels=kernels_for(device),
         telemetry=Telemetry(stalls=StallClock(device)),
@@ -218,7 +218,7 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
         in_backward=config.submits_in_backward,
         corrects=zero.in_place and not config.predicts_clipping,
     )
-    publisher.take_over()
+    publisher.fill_weights()
     selector = Selector(
         zero.row_lengths,
         topk_ratio=config.topk_ratio,

@@ -141,7 +141,7 @@ class Tentative(enum.IntEnum):
     NONE = 0
     PREDICTED = 1
     TRUE_IF_KNOWN = 2
-    TRUE = 3
+    CORRECTION = 3
 
 
 class UpdateJob(Structure):

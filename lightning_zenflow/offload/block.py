@@ -76,7 +76,7 @@ class Job:
 
 @dataclass(kw_only=True, eq=False)
 class Block:
-    """Everything that the phases of `JobQueue` know of one block. Slot, window and jobs are changed within `RankState.books`."""
+    """Everything that the phases of `JobQueue` know of one block. Slot, window and jobs are changed within `RankState.records`."""
 
     number: int
     """Index into `Partition.blocks`."""

@@ -32,7 +32,7 @@ class SlotPool:
     A slot belongs to the training thread from `acquire` until the job that applies its gradient is submitted, then to the worker, and is
     free again when the job is done. The slot freed last is taken first, so that a schedule touches no more memory than it needs.
 
-    `free` is called within `RankState.books`, together with the callers' own changes.
+    `free` is called within `RankState.records`, together with the callers' own changes.
 
     Attributes:
         n_slots: slots in use at most.
@@ -52,13 +52,13 @@ class SlotPool:
 
     def grow(self, n_slots: int) -> None:
         """Allows the pool to use the first `n_slots` slots of the arena."""
-        with self._rank.books:
+        with self._rank.records:
             self._free[:0] = reversed(range(self.n_slots, n_slots))
             self.n_slots = max(self.n_slots, n_slots)
 
     def acquire(self, block: Block) -> None:
         """Takes a free slot, of which there must be one, for a block's gradient of the present or next step."""
-        with self._rank.books:
+        with self._rank.records:
             block.slot = self._free.pop()
 
     def check_integrity(self, acquired: Iterable[int]) -> None:
@@ -124,10 +124,12 @@ class Publisher:
         self._rank = rank
         self._blocks = blocks
         self._copies = SideStream(rank.device)
-        self.use(rank.partition)
+        self.set_ranges(rank.partition)
 
     @staticmethod
-    def cut(slices: Sequence[Slice], partition_sizes: Sequence[int], n_blocks: int, dtype: torch.dtype) -> Partition:
+    def cut_partition(
+        slices: Sequence[Slice], partition_sizes: Sequence[int], n_blocks: int, dtype: torch.dtype
+    ) -> Partition:
         """The partition; arguments as `build_partition`, and the weights' type."""
         return build_partition(slices, partition_sizes, n_blocks)
 
@@ -137,12 +139,12 @@ class Publisher:
         return schedule.n_publish_buffers
 
     @staticmethod
-    def place(weights: Sequence[Tensor], partition: Partition, arena: Arena) -> Sequence[Tensor]:
-        """Where the model's weights are from now on, like `weights`; without their values if that is elsewhere (`take_over`)."""
+    def place_weights(weights: Sequence[Tensor], partition: Partition, arena: Arena) -> Sequence[Tensor]:
+        """Where the model's weights are from now on, like `weights`; without their values if that is elsewhere (`fill_weights`)."""
         return weights
 
-    def take_over(self) -> None:
-        """Fills the result of `place` from the master weights, if it is other memory; once its memory has been reserved."""
+    def fill_weights(self) -> None:
+        """Fills the result of `place_weights` from the master weights, if it is other memory; once its memory has been reserved."""
 
     def buffer_for(self, block: Block, free: Collection[int]) -> int | None:
         """Buffer of a block's next job, one of those that are free; None: none of them."""
@@ -151,7 +153,7 @@ class Publisher:
     def wait_for_readers(self) -> None:
         """Waits until the worker may write to free buffers without a word of the device that orders it behind their readers."""
 
-    def use(self, partition: Partition) -> None:
+    def set_ranges(self, partition: Partition) -> None:
         """Publishes the ranges of this partition from now on. It differs from `RankState.partition` in its ranges only."""
         for block, extent in zip(self._blocks, partition.blocks, strict=True):
             block.published.clear()
@@ -178,7 +180,7 @@ class Publisher:
         """An event behind all copies of `copy_behind`."""
         return self._copies.record_event()
 
-    def finish(self, block: Block, buffer: int, rest: Iterable[int], *, joins: bool) -> None:
+    def finish_copies(self, block: Block, buffer: int, rest: Iterable[int], *, joins: bool) -> None:
         """Copies the slices that `copy_behind` has left, and orders the current stream behind all of the block's copies.
 
         Args:
@@ -224,7 +226,9 @@ class InPlacePublisher(Publisher):
 
     @staticmethod
     @override
-    def cut(slices: Sequence[Slice], partition_sizes: Sequence[int], n_blocks: int, dtype: torch.dtype) -> Partition:
+    def cut_partition(
+        slices: Sequence[Slice], partition_sizes: Sequence[int], n_blocks: int, dtype: torch.dtype
+    ) -> Partition:
         # Of whole memory pages, as buffers are, so that there is nothing between two of them.
         return build_partition(slices, partition_sizes, n_blocks, multiple=PAGE_BYTES // dtype.itemsize)
 
@@ -235,7 +239,7 @@ class InPlacePublisher(Publisher):
 
     @staticmethod
     @override
-    def place(weights: Sequence[Tensor], partition: Partition, arena: Arena) -> Sequence[Tensor]:
+    def place_weights(weights: Sequence[Tensor], partition: Partition, arena: Arena) -> Sequence[Tensor]:
         whole = arena.publish.view(-1)
         return [
             whole.narrow(0, begin, of_group.numel())
@@ -243,7 +247,7 @@ class InPlacePublisher(Publisher):
         ]
 
     @override
-    def take_over(self) -> None:
+    def fill_weights(self) -> None:
         for ours, begin in zip(self._rank.weights, self._rank.partition.group_begins, strict=True):
             ours.copy_(self._rank.arena.master.narrow(0, begin, ours.numel()))
 
@@ -257,5 +261,5 @@ class InPlacePublisher(Publisher):
             runtime_of(self._rank.device).synchronize()
 
     @override
-    def use(self, partition: Partition) -> None:
+    def set_ranges(self, partition: Partition) -> None:
         """Leaves nothing to copy."""

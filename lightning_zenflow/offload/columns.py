@@ -130,7 +130,7 @@ class ExportRegion:
 
     def __init__(self, rank: RankState, worker: SupervisedWorker, *, begin: int, size: RegionSize) -> None:
         self._worker = worker
-        self._books = rank.books
+        self._records = rank.records
         self._telemetry = rank.telemetry
         self._offset = rank.arena.export_offset + begin
         self._first_scales = rank.arena.first_scales
@@ -169,7 +169,7 @@ class ExportRegion:
         if tiles:
             table = torch.frombuffer(entries, dtype=torch.uint8)
             self._tiles[: table.numel()] = table
-        with self._books:
+        with self._records:
             self._request = self._worker.enqueue_export(tiles_offset=self._offset, n_tiles=len(tiles))
         self._worker.send()
 

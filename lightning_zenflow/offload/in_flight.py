@@ -101,7 +101,7 @@ class JobsInFlight:
         tentative: Tentative = Tentative.NONE,
         overwritable: Event | None = None,
     ) -> None:
-        """Makes a window a job, which `SupervisedWorker.send` sends; within `books`, together with the change of the block's window.
+        """Makes a window a job, which `SupervisedWorker.send` sends; within `records`, together with the change of the block's window.
 
         Args:
             block: a block.
@@ -113,7 +113,7 @@ class JobsInFlight:
             overwritable: of a job in backward: the event from which on no kernel of the step reads or updates the block's weights.
         """
         n_committed = len(window.slots) - (tentative is not Tentative.NONE)
-        holds_buffer = buffer is not None and tentative is not Tentative.TRUE
+        holds_buffer = buffer is not None and tentative is not Tentative.CORRECTION
         submission = self._worker.enqueue(
             JobMessage(
                 job_id=next(self._job_ids),
@@ -211,11 +211,11 @@ class JobsInFlight:
         if job.buffer is not None:
             self._copy_overwritable(job, job.buffer)
             joins = job.state is JobState.PARTLY_PUBLISHED
-            self._publisher.finish(job.block, job.buffer, job.read, joins=joins)
+            self._publisher.finish_copies(job.block, job.buffer, job.read, joins=joins)
             copied = runtime_of(self._rank.device).record_event() if job.holds_buffer else None
         in_backward = self._is_shown_tentatively(job)
         # After all that may fail or be interrupted: a job whose weights are not in the model yet is published again.
-        with self._rank.books:
+        with self._rank.records:
             job.state = JobState.PUBLISHED
             self._jobs.remove(job)
             job.block.jobs.popleft()
@@ -259,7 +259,7 @@ class JobsInFlight:
 
     def _take_answer(self, job: Job) -> Job:
         """Takes the worker's answer, and frees slots."""
-        with self._rank.books:
+        with self._rank.records:
             self._unanswered.remove(job)
             job.state = JobState.ANSWERED
             # What an earlier publish of the block overwrites may be reapplied from the slots (`ProvisionalUpdate`); nothing in place.
@@ -278,7 +278,7 @@ class JobsInFlight:
         self._copy_overwritable(job, job.buffer)
         if job.tentative is not Tentative.NONE and job.holds_buffer and not job.read:
             copied = self._publisher.copied()
-            with self._rank.books:
+            with self._rank.records:
                 self._free_buffers[job.buffer] = copied
                 job.holds_buffer = False
 

@@ -228,7 +228,7 @@ class JobQueue:
         self._write_word(self._rank.arena.block_words, block.number, step, factor, behind=[copied])
         # No kernel of the step reads or updates the block's weights any more.
         overwritable = runtime_of(self._rank.device).record_event()
-        with self._rank.books:
+        with self._rank.records:
             window = block.fill(step)
             block.window = Window(first_step=step, slots=window.slots[-1:])
             self.in_flight.enqueue(
@@ -268,7 +268,7 @@ class JobQueue:
         for block in self._blocks:
             self._submit(block, due_step=step, cause="flush")
         self.in_flight.publish(step, "flush", due_only=False)
-        with self._rank.books:
+        with self._rank.records:
             self._slots.free(self._dropped)
             self._dropped.clear()
         self._forget_words(step + 1)
@@ -309,7 +309,7 @@ class JobQueue:
         assert not self.in_flight, "flush comes before"
         self._rank.arena.write_ranges(partition)
         self._worker.restart()
-        self._publisher.use(partition)
+        self._publisher.set_ranges(partition)
 
     def _write_word(
         self, words: StepWords, index: int, step: int, factor: Tensor, *, behind: Iterable[Event | None]
@@ -337,11 +337,11 @@ class JobQueue:
         for block in blocks:
             window = block.window
             assert window is not None, "its last gradient is tentative"
-            with self._rank.books:
+            with self._rank.records:
                 # The block's window goes on.
                 again = dataclasses.replace(window, slots=list(window.slots))
                 due_step = self._due_step(step)
-                self.in_flight.enqueue(block, again, block.number, due_step=due_step, tentative=Tentative.TRUE)
+                self.in_flight.enqueue(block, again, block.number, due_step=due_step, tentative=Tentative.CORRECTION)
             self._worker.send()
 
     def _due_step(self, step: int) -> int:
@@ -350,7 +350,7 @@ class JobQueue:
 
     def _end_fill(self, step: int) -> None:
         """Ends phase *fill*: the gradients of all blocks that are not submitted yet belong to their windows."""
-        with self._rank.books:
+        with self._rank.records:
             for block in self._blocks:
                 if block.slot is not None and block not in self._submitted_in_backward:
                     block.fill(step)
@@ -366,7 +366,7 @@ class JobQueue:
         for block in closing or held:
             window = block.window
             assert window is not None
-            with self._rank.books:
+            with self._rank.records:
                 block.window = Window(first_step=step)
                 self.in_flight.enqueue(block, window, None, due_step=due_step)
             self._worker.send()
@@ -376,7 +376,7 @@ class JobQueue:
 
         Jobs in flight may still read them, and publish weights that have them: their blocks are published again.
         """
-        with self._rank.books:
+        with self._rank.records:
             for block in self._blocks:
                 if block.slot is not None and block not in self._submitted_in_backward:
                     self._dropped.append(block.slot)
@@ -401,7 +401,7 @@ class JobQueue:
                 return
             window = Window(first_step=due_step)
         buffer = self._free_buffer(block, cause)
-        with self._rank.books:
+        with self._rank.records:
             block.window = None
             self.in_flight.enqueue(block, window, buffer, due_step=due_step, prediction_steps=prediction_steps)
         self._worker.send()

@@ -17,7 +17,7 @@ from lightning_zenflow.offload.freezing import Freezing
 from lightning_zenflow.offload.plan import StepContext, StepInputs, StepState
 from lightning_zenflow.offload.run_state import VERSION, StepParts, difference_of, layout_of
 from lightning_zenflow.worker.process import WorkerError
-from lightning_zenflow.worker.rank_state import UnderWay
+from lightning_zenflow.worker.rank_state import Transaction
 
 
 class ZenFlowStep:
@@ -39,7 +39,7 @@ class ZenFlowStep:
     8. *gather*: the ranks exchange their updated weights, as in ZeRO-2.
 
     Interruptions. `KeyboardInterrupt` may be raised between any two instructions. A `flush` after it gives the exact state of the steps
-    that were sealed. If it has cut a change of the records (`RankState.books`), which takes microseconds, the flush raises `WorkerError`.
+    that were sealed. If it has cut a change of the records (`RankState.records`), which takes microseconds, the flush raises `WorkerError`.
 
     Args:
         parts: components of the step.
@@ -82,7 +82,7 @@ class ZenFlowStep:
         self._squared_norm: Tensor | None = None  # from REDUCED on
         self.micro_batches = 0
         self.number = self._flushed_number = 0
-        self._flushing = UnderWay()
+        self._flushing = Transaction()
         self._state_written = False
         self.start_over(count=0)
 
@@ -100,7 +100,7 @@ class ZenFlowStep:
     @property
     def was_interrupted(self) -> bool:
         """Whether an exception has interrupted `step`, `gradient_norm` or a flush, or a change of the records; a flush comes next."""
-        return self._state == StepState.UNDER_WAY or self._flushing.is_cut or self._rank.books.is_cut
+        return self._state == StepState.UNDER_WAY or self._flushing.is_broken or self._rank.records.is_broken
 
     def begin_backward(self, *, last: bool) -> None:
         """Counts a backward pass, before its first gradient.
@@ -218,7 +218,7 @@ class ZenFlowStep:
         finite = AsyncHostCopy(scale.finite) if copies_finite else None
         # seal
         self._jobs.seal(number, scale.factor)
-        with self._rank.books:
+        with self._rank.records:
             # From here on a flush applies the step; after an exception before, it drops it.
             self.number, self.count = number, scale.count
             self.skipped.add_(~scale.finite)
@@ -298,7 +298,7 @@ class ZenFlowStep:
         self.micro_batches, self._state = 0, StepState.IDLE
 
     def _flush(self) -> None:
-        if self._rank.books.is_cut:
+        if self._rank.records.is_broken:
             raise WorkerError(
                 "an exception interrupted training between two records of what the worker has been given: the exact optimizer state is"
                 " lost; continue from the last checkpoint"
@@ -313,7 +313,7 @@ class ZenFlowStep:
             self._write_count(int(self.count))
             self._planner.interrupt()
             self._flushed_number = self.number
-        self._flushing.mended()
+        self._flushing.repaired()
 
     def start_over(self, count: int) -> None:
         """Makes nothing device-owned until the next selection, after `count` applied steps; right after a flush only."""

@@ -71,7 +71,7 @@ class JobMessage:
         assert self.job_id >= 1 and (self.first_step >= 1 or not self.slots), self
         assert 0 <= self.prediction_steps <= 1e6, self
         assert self.slots or not self.tentative, self
-        assert len(self.slots) == 1 or self.tentative is not protocol.Tentative.TRUE, self
+        assert len(self.slots) == 1 or self.tentative is not protocol.Tentative.CORRECTION, self
 
     def __bytes__(self) -> bytes:
         header = protocol.UpdateJob(

@@ -1,4 +1,4 @@
-"""Objects of one rank that every part of an optimizer step works on, and changes of its records that nothing may cut unnoticed."""
+"""Objects of one rank that every part of an optimizer step works on, and changes of its records that no exception cuts unnoticed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,23 +14,23 @@ from lightning_zenflow.telemetry.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena
 
 
-class UnderWay:
-    """Context of a change: entered before it, left after it. One that an exception cuts stays under way.
+class Transaction:
+    """Context of a change of several records. A change that an exception cuts is broken until `repaired`.
 
     `KeyboardInterrupt` and the exceptions of other signal handlers may be raised between any two instructions. Records that belong together
-    are changed in one short context, and nothing waits in it. Outside of it they are whole, whatever is raised there.
+    are changed in one short context, and nothing waits in it. Outside of the context the records agree, whatever is raised there.
     """
 
     def __init__(self) -> None:
         self._depth = 0
 
     @property
-    def is_cut(self) -> bool:
+    def is_broken(self) -> bool:
         """Whether an exception has cut a change; to be asked outside of the context."""
         return self._depth > 0
 
-    def mended(self) -> None:
-        """Notes that the records are whole again."""
+    def repaired(self) -> None:
+        """Notes that the records agree again."""
         self._depth = 0
 
     def __enter__(self) -> None:
@@ -66,7 +66,7 @@ class RankState:
     """Stall clock and copied bytes."""
     d2h: SideStream
     """Stream on which gradients, factors and sequence numbers are copied to the arena."""
-    books: UnderWay = field(default_factory=UnderWay)
+    records: Transaction = field(default_factory=Transaction)
     """Entered where records of slots, windows, jobs and publish buffers change together. If a change is cut, the exact state is lost."""
 
     @property

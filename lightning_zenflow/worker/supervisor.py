@@ -20,7 +20,7 @@ from lightning_zenflow.worker.process import (
     WorkerKilled,
     WorkerTimeout,
 )
-from lightning_zenflow.worker.rank_state import UnderWay
+from lightning_zenflow.worker.rank_state import Transaction
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class SupervisedWorker:
         self._stalls = stalls
         self._unanswered: deque[Submission] = deque()
         self._n_sent = 0  # of them, from the oldest on
-        self._exchange = UnderWay()
+        self._exchange = Transaction()
         self._failure: WorkerError | None = None
         self._restart_times: deque[float] = deque()
         self._memory_kills = OutOfMemoryKills()
@@ -167,7 +167,7 @@ class SupervisedWorker:
         if self._failure is not None:
             raise WorkerError(str(self._failure)) from self._failure
         try:
-            if self._exchange.is_cut:
+            if self._exchange.is_broken:
                 self._replace(None)
             try:
                 with self._exchange:
@@ -215,7 +215,7 @@ class SupervisedWorker:
             try:
                 for _ in range(len(self._unanswered)):
                     self._send_next()
-                self._exchange.mended()
+                self._exchange.repaired()
                 return
             except WorkerKilled as another:
                 death = another

@@ -118,7 +118,7 @@ void check_one_behind(DataType type, DataType moments) {
             State shown = committed;
             trainer.set_gradient(2 * b % 4 + now, gradient_of(step, b));
             trainer.expect_step(shown, b, step, gradient_of(step, b), counts[step - 1], clips[step - 1]);
-            fixture.run(tentative(job_of(b, ++job_id, step, 1, 1), Tentative::kTrue), {2 * b % 4 + now});
+            fixture.run(tentative(job_of(b, ++job_id, step, 1, 1), Tentative::kCorrection), {2 * b % 4 + now});
             trainer.check_published(b, 1, shown);
             test::check_same_state("block " + std::to_string(b), trainer.read_state().view(), committed);
         }
@@ -204,7 +204,7 @@ TEST(block_replay, publishes_again_only_what_was_predicted_wrongly) {
         const std::vector<std::byte> before(trainer.publish_buffer(0), trainer.publish_buffer(0) + 40 * sizeof(float));
         // A change that only a new publication would undo.
         trainer.publish_buffer(0)[0] ^= std::byte{1};
-        fixture.run(tentative(job_of(0, 2, 1, 1), Tentative::kTrue), {0});
+        fixture.run(tentative(job_of(0, 2, 1, 1), Tentative::kCorrection), {0});
         const bool is_published = trainer.publish_buffer(0)[0] != (before[0] ^ std::byte{1});
         CHECK_EQ(is_published, c.expected);
         CHECK_EQ(trainer.completed_job_of(0), 2);
@@ -251,7 +251,7 @@ TEST(block_replay, rejects_invalid_jobs) {
     UpdateJob unclear = job_of(1, 1, 1, 1);
     unclear.tentative = static_cast<Tentative>(4);
     CHECK_CONTAINS(error(unclear), "tentative must be 0 (none), 1 (predicted), 2 (true if known) or 3 (true), got 4");
-    CHECK_CONTAINS(error(tentative(job_of(1, 1, 1, 2), Tentative::kTrue)),
+    CHECK_CONTAINS(error(tentative(job_of(1, 1, 1, 2), Tentative::kCorrection)),
                    "n_committed must be 0 with tentative = 3 (true), got 1");
     for (const float steps : {-1.0f, 2e6f, std::nanf("")}) {
         CHECK_CONTAINS(error(job_of(1, 1, 1, 1), steps), "prediction_steps must be from 0 to 1e+06");

@@ -75,7 +75,7 @@ class Training {
             arena_.write_block_word(b, scenario.n_steps, scenario.predicted);
         }
         for (uint32_t b = 0; scenario.corrects && b < 2; ++b) {
-            jobs_.push_back(test::tentative(job_of(b, 3 + b, scenario.n_steps, 1, b), Tentative::kTrue));
+            jobs_.push_back(test::tentative(job_of(b, 3 + b, scenario.n_steps, 1, b), Tentative::kCorrection));
             jobs_.back().prediction_steps = scenario.prediction_steps;
         }
     }

@@ -109,7 +109,7 @@ def message(rng: random.Random, job_id: int, export_offset: int) -> bytes:
     """A job, an export or a touch, valid or corrupted; or an exit; or noise."""
     slots = [rng.randrange(7) for _ in range(rng.randrange(4))]
     tentative = rng.choice(list(protocol.Tentative)) if slots else protocol.Tentative.NONE
-    if tentative is protocol.Tentative.TRUE and rng.random() < 0.9:
+    if tentative is protocol.Tentative.CORRECTION and rng.random() < 0.9:
         slots = slots[:1]
     job = protocol.UpdateJob(
         type=protocol.MessageType.JOB,

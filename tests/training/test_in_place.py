@@ -72,7 +72,7 @@ CLIPPED = {
 @pytest.fixture
 def same_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that are copied have the blocks of those in place, on which predicted clip factors depend."""
-    monkeypatch.setattr(Publisher, "cut", staticmethod(InPlacePublisher.cut))
+    monkeypatch.setattr(Publisher, "cut_partition", staticmethod(InPlacePublisher.cut_partition))
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -122,7 +122,7 @@ def test_blocks_are_submitted_again_where_the_factor_was_in_doubt(change: str, m
                 direct.max_norm = 0.0
                 direct.fetch()
                 shown.append([flat.clone() for flat in direct.shown])
-                again = sum(job.tentative is Tentative.TRUE for job in sent)
+                again = sum(job.tentative is Tentative.CORRECTION for job in sent)
                 assert again == ((n_blocks if step == 1 and change else 1) if in_backward else 0)
                 assert (n_blocks > 1) == in_backward
     for ours, expected in zip(shown[:3], shown[3:], strict=True):
@@ -170,7 +170,7 @@ def test_the_bits_do_not_depend_on_when_the_worker_begins(dtype: str, monkeypatc
                 shown.append([flat.clone() for flat in direct.shown])
     assert kinds == {
         Tentative.NONE,
-        Tentative.TRUE,
+        Tentative.CORRECTION,
         Tentative.TRUE_IF_KNOWN if dtype == "float32" else Tentative.PREDICTED,
     }
     for ours, late in zip(shown[:4], shown[4:], strict=True):

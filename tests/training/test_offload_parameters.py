@@ -284,6 +284,6 @@ def test_bytes_of_host_memory(moments: Any, largest: float) -> None:
         in_place=True,
     )
     n_blocks = blocks_wanted([1], in_backward=True, numel=numel, awaited_singly=True)
-    partition = zero.publisher.cut(slices, [numel], n_blocks, torch.bfloat16)
+    partition = zero.publisher.cut_partition(slices, [numel], n_blocks, torch.bfloat16)
     plan = MemoryPlan(config=config, zero=zero, partition=partition, n_threads=16)
     assert largest - 0.5 < plan.n_bytes(plan.candidates) / numel < largest

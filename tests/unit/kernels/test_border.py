@@ -51,7 +51,7 @@ def test_integers_that_a_field_cannot_hold(kind: type[protocol.Structure], value
         {"first_step": 0},
         {"prediction_steps": float("nan")},
         {"slots": [], "tentative": protocol.Tentative.PREDICTED},
-        {"slots": [1, 2], "tentative": protocol.Tentative.TRUE},
+        {"slots": [1, 2], "tentative": protocol.Tentative.CORRECTION},
     ],
 )
 def test_jobs_that_the_worker_would_refuse(wrong: dict[str, object]) -> None:
