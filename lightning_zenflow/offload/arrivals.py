@@ -194,7 +194,7 @@ class BackwardSubmission:
         is_known = inputs.max_norm == 0 and (self._predicts or inputs.loss_scale == 1)
         for block in blocks:
             # A block that changes its columns needs its exact state at the end of the step.
-            submits = self._jobs.can_submit_in_backward(block, context.number) and not block.owned.changes
+            submits = self._jobs.can_submit_in_backward(block, context.number) and not block.changes_columns
             submits = submits and (is_known or (self._predicts and self._norms.knows_last))
             if submits:
                 self._jobs.acquire([block], context.number)

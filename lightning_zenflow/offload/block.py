@@ -111,6 +111,11 @@ class Block:
         self.window.slots.append(self.slot)
         return self.window
 
+    @property
+    def changes_columns(self) -> bool:
+        """Whether the block changes its columns with its next window; that window's job must be its only one in flight."""
+        return self.owned.wanted != self.owned.selection
+
     def next_due(self) -> int | None:
         """Step at whose end the block's weights will be overwritten by a job that is in flight now; None if there is none."""
         return min((job.due_step for job in self.jobs if job.is_shown), default=None)

@@ -316,11 +316,6 @@ class Owned:
     current: DeviceColumns | None = None
     incoming: Incoming | None = None
 
-    @property
-    def changes(self) -> bool:
-        """Whether the block changes its columns with its next window; that window's job must be its only one in flight."""
-        return self.wanted != self.selection
-
 
 def adamw(
     rank: RankState,

@@ -200,7 +200,7 @@ class JobQueue:
             if block not in self._submitted_in_backward:
                 # A block that changes its columns must have no other job in flight when this one is published. With a lag of a whole window
                 # or more there would be one: its job, and with it all earlier ones, is then due in this step.
-                at_once = synchronous or (overlapping and block.owned.changes)
+                at_once = synchronous or (overlapping and block.changes_columns)
                 self._submit(block, due_step=step if at_once else self._due_step(step), prediction_steps=ahead)
         return closing
 

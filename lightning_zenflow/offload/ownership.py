@@ -87,7 +87,7 @@ class Ownership:
 
     def submitted(self, blocks: Iterable[Block]) -> None:
         """Phase *submit* for blocks whose window has just closed."""
-        for block in (block for block in blocks if block.owned.changes):
+        for block in (block for block in blocks if block.changes_columns):
             owned = block.owned
             assert owned.wanted is not None
             states, staging = self._segments(block)
