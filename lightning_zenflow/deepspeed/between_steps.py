@@ -3,6 +3,7 @@ in `parameter.grad` stands a mark, from a backward pass to `zero_grad`, of gradi
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -155,9 +156,9 @@ class WrittenWeights:
         return kept
 
     def _read_counters(self) -> tuple[list[int], list[int]]:
-        # Private: torch's counter.
-        pieces = [p.ds_tensor._version for p in self._names] if self._is_divided else []
-        return [p._version for p in self._names], pieces
+        counter = attrgetter("_version")  # private: torch's
+        pieces = list(map(counter, [p.ds_tensor for p in self._names])) if self._is_divided else []
+        return list(map(counter, self._names)), pieces
 
     def _refuse(self, numbers: set[int], how: str) -> None:
         name = list(self._names.values())[min(numbers)]

@@ -165,7 +165,7 @@ class Fill:
         if slice_index in self.arrivals.trained:
             earlier = self.accumulation.take(slice_index)
             complete = self._route(context, slice_index, gradient if earlier is None else gradient.add_(earlier))
-            if context.plan.submits_in_backward:
+            if complete and context.plan.submits_in_backward:
                 self.in_backward.submit(complete, self.arrivals.arrived, context)
 
     def finish(self, context: StepContext) -> Tensor:
