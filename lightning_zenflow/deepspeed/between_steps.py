@@ -221,7 +221,7 @@ class TakenGradients:
         """Puts them into the parameters, after a backward pass."""
         # Under stage 3 parameters have another shape where they are gathered.
         if (shapes := [p.shape for p in self._parameters]) != self._shapes:
-            of_shape = {p.shape: TakenGradient(p) for p in self._parameters}
+            of_shape = {shape: TakenGradient(p) for shape, p in {p.shape: p for p in self._parameters}.items()}
             self._shapes, self._marks = shapes, [of_shape[shape] for shape in shapes]
         # First: who is interrupted below removes what has been put in.
         self._are_put = True

@@ -53,7 +53,7 @@ class Arrivals:
         self._arrived.clear()
         self._new.clear()
         for block in self._blocks:
-            block.missing = set(block.slices & self.trained)
+            block.missing = block.slices & self.trained
 
     def slice_complete(self, index: int) -> list[Block]:
         """Notes that a slice's gradient of the whole step has been routed.

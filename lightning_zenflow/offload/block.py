@@ -82,7 +82,7 @@ class Block:
     """Index into `Partition.blocks`."""
     begin: int
     """First element in the partition."""
-    slices: Set[int]
+    slices: set[int]
     """Slices that have tiles in the block."""
     published: dict[int, list[Range]] = field(default_factory=dict)
     """For each slice with a trained part in the block, the ranges that a publish copies, divided at tiles; none in place."""
