@@ -145,11 +145,6 @@ class Partition:
         return align(max((block.end - block.begin for block in self.blocks), default=0))
 
     @cached_property
-    def block_of_tile(self) -> Sequence[int]:
-        """For each tile the index of its block."""
-        return [i for i, block in enumerate(self.blocks) for _ in block.tiles]
-
-    @cached_property
     def tiles_by_slice(self) -> Sequence[Sequence[int]]:
         """For each slice the indexes of its tiles."""
         found: list[list[int]] = [[] for _ in self.slices]

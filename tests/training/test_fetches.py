@@ -23,6 +23,7 @@ from interrupts import Interrupt
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.deepspeed import fetch
 from lightning_zenflow.deepspeed.fetch import FetchCoordinator
+from lightning_zenflow.offload.block import Blocks
 from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 from models import generator
@@ -128,10 +129,10 @@ class SleepingWorker(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         optimizer = optimizer_of(trainer)
-        partition = optimizer.parts.rank.partition
+        blocks = Blocks(optimizer.parts.rank.partition)
         for layer, parameter in zip(pl_module.layers, pl_module.parameters(), strict=True):
             index = optimizer._slice_of_parameter[optimizer._numbers[parameter.ds_id]]
-            self.blocks[layer] = {partition.block_of_tile[tile] for tile in partition.tiles_by_slice[index]}
+            self.blocks[layer] = {block.number for block in blocks.of_slice[index]}
         # Where it is used outside of its module, DeepSpeed fetches it for the module that does.
         self.blocks[pl_module] = self.blocks[pl_module.layers[0]]
 
