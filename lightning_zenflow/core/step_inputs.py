@@ -124,12 +124,15 @@ def step_scale(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float, co
 
 def clip_factor(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float) -> Tensor:
     """`StepScale.factor` of `step_scale` alone, in fewer launches."""
-    finite = torch.isfinite(sum_of_squares.float())
-    divisor = torch.full_like(sum_of_squares, loss_scale, dtype=torch.float32)
-    if max_norm > 0:
-        divisor = ((_norm(sum_of_squares, loss_scale) + 1e-6) / max_norm).clamp_(min=1.0) * loss_scale
-    return torch.where(finite, 1.0 / divisor, torch.nan)
+    # Zero, or NaN where the sum is not finite in float32. Few operations: each block that is submitted in backward has a factor.
+    single = sum_of_squares.float()
+    gap = single - single
+    if max_norm == 0:
+        return gap.add_(1.0 / loss_scale)
+    divisor = _norm(sum_of_squares, loss_scale).add_(1e-6).div_(max_norm).clamp_(min=1.0)
+    return (divisor if loss_scale == 1 else divisor.mul_(loss_scale)).reciprocal_().add_(gap)
 
 
 def _norm(sum_of_squares: Tensor, loss_scale: float) -> Tensor:
-    return (sum_of_squares.sqrt() / loss_scale).float()
+    norm = sum_of_squares.sqrt()
+    return (norm if loss_scale == 1 else norm / loss_scale).float()

@@ -56,8 +56,9 @@ class WrittenWeights:
         return step <= self._followed_until
 
     def note(self, step: int | None = None) -> None:
-        """Takes what the model shows now for our own, behind a step or a flush (None)."""
-        self.note_gather()
+        """Takes what the model shows now for our own, behind a step, whose gather comes before, or a flush (None)."""
+        if step is None:
+            self.note_gather()
         self._is_followed = step is None or step <= max(self._followed_until, FOLLOWED)
         # Others by Knuth's multiplicative hash, so that what is written in every n-th step is met.
         sums = not self._in_place and (self._is_followed or step * 2654435761 % 2**32 < 2**27)  # type: ignore[operator]

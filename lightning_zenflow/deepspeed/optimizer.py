@@ -208,6 +208,10 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         self.zenflow_step.receive(slice_index, gradient, last=last)
 
     @override
+    def report_ipg_memory_usage(self, *_: Any, **__: Any) -> None:
+        """Nothing: DeepSpeed's reports are switched off, and it writes their text for each gradient all the same."""
+
+    @override
     def exit_backward(self) -> None:
         """As DeepSpeed's, which has taken all gradients by then."""
         super().exit_backward()

@@ -134,8 +134,8 @@ class CpuKernels(Kernels):
         dtype, row_bytes = protocol.DATA_TYPES[gradient.dtype], n_columns * gradient.itemsize
         rows = gradient.new_empty(n_rows, dtype=torch.float32)
         columns = rows.new_zeros(len(parts) * n_columns) if per_axis else None
-        source, row_norms = _address(gradient, gradient.dtype), _address(rows, torch.float32)
-        col_norms = 0 if columns is None else _address(columns, torch.float32)
+        source, row_norms = _address(gradient, gradient.dtype), rows.data_ptr()
+        col_norms = 0 if columns is None else columns.data_ptr()
 
         def run_rows(part: int, first: int, last: int, *outputs: int) -> None:
             of_part = col_norms + part * n_columns * _FLOAT_BYTES if col_norms else 0
@@ -186,8 +186,8 @@ class CpuKernels(Kernels):
                 _address(moment.row, torch.float32, n_rows),
                 _address(moment.col, torch.float32, n_columns),
                 _address(moment.n, torch.float32, 1),
-                _address(row_scale, torch.float32, n_rows),
-                _address(col_scale, torch.float32, n_columns),
+                row_scale.data_ptr(),
+                col_scale.data_ptr(),
                 beta2,
                 lr,
                 float(scale),
@@ -260,7 +260,7 @@ class CpuKernels(Kernels):
 def _address(tensor: Tensor, dtype: torch.dtype, numel: int | None = None) -> int:
     """Address of what the library reads or writes, which must be contiguous, on the CPU, of this type and, if given, this length.
 
-    All tensors pass here on their way to C++, which sees none of this.
+    Tensors of callers pass here on their way to C++, which sees none of this.
     """
     as_promised = tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous()
     assert as_promised and numel in (None, tensor.numel()), (tensor.dtype, tensor.device, tensor.shape, tensor.stride())

@@ -90,16 +90,20 @@ class GradientNorms:
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
         self._partial = torch.zeros(n_blocks, dtype=torch.float64, device=device)
         self._ratio = torch.full((n_blocks,), torch.nan, dtype=torch.float64, device=device)
+        self._of_block = list(zip(self._partial.unbind(), self._ratio.unbind(), strict=True))
         self._last = torch.zeros((), dtype=torch.float64, device=device)
+        self._expected = self._last.clone()
         self.knows_last = False
         """Whether there has been a step to predict from."""
 
-    def open(self) -> None:
+    def open(self, loss_scale: float) -> None:
         """Begins a step."""
         self._parts.clear()
         self._n_in_sum = 0
         self._sum.zero_()
         self._partial.zero_()
+        # In its own memory: backward and the step use different streams.
+        torch.mul(self._last, loss_scale**2, out=self._expected)
 
     def add(self, parts: Iterable[Tensor]) -> None:
         """Adds gradients that have arrived: their `SquaredNorms.parts`."""
@@ -114,12 +118,12 @@ class GradientNorms:
         if len(self._parts) > self._n_in_sum:
             self._sum.add_(add_up(self._parts[self._n_in_sum :]))
             self._n_in_sum = len(self._parts)
-        self._partial[block] = self._sum
-        return self._partial[block]
+        partial, _ = self._of_block[block]
+        return partial.copy_(self._sum)
 
-    def predict(self, block: int, *, loss_scale: float) -> Tensor:
+    def predict(self, block: int) -> Tensor:
         """Squared norm of the step's whole gradient, of all ranks and with loss scale: 0-D float64; after `up_to`."""
-        return predicted_squared_norm(self._partial[block], self._ratio[block], self._last * loss_scale**2)
+        return predicted_squared_norm(*self._of_block[block], self._expected)
 
     def end_step(self, squared_norm: Tensor, *, finite: Tensor, loss_scale: float) -> None:
         """Takes the step's own squared norm, 0-D float64; one that is not finite is not predicted from."""
@@ -203,7 +207,7 @@ class BackwardSubmission:
             if not submits:
                 continue
             if inputs.max_norm > 0:
-                squared_norm = self._norms.predict(block.number, loss_scale=inputs.loss_scale)
+                squared_norm = self._norms.predict(block.number)
             if not self._jobs.submitted_in_backward:
                 self._rank.arena.write_hyperparameters(context.number, list(inputs.groups), tentative=True)
             factor = clip_factor(squared_norm, max_norm=inputs.max_norm, loss_scale=inputs.loss_scale)

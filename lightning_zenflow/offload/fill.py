@@ -155,7 +155,7 @@ class Fill:
         """Begins a step; before the first gradient of its last micro-batch."""
         self._jobs.open(context.number)
         self.arrivals.open()
-        self.norms.open()
+        self.norms.open(context.inputs.loss_scale)
         self.in_backward.open()
         self._provisional.open(context.inputs.loss_scale)
 

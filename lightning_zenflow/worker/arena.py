@@ -76,7 +76,8 @@ class StepWords:
 
     def __init__(self, rows: Tensor) -> None:
         self._words = rows[:, :WORD_BYTES].view(torch.int32)
-        self.clip, self.sequence, _ = _fields(self._words)
+        self.clip, self.sequence = self._words.view(torch.float32)[:, 0], self._words.view(torch.int64)[:, 1]
+        self._of_step: tuple[int, Tensor] | None = None
 
     def __len__(self) -> int:
         """Number of words."""
@@ -95,23 +96,21 @@ class StepWords:
             factor: 0-D float32; not finite: the step changes nothing.
         """
         assert step >= 1 and factor.dtype == torch.float32 and factor.ndim == 0, (step, factor)
+        if self._of_step is None or self._of_step[0] != step:
+            # With the factor 0: 0, the check, which is the low half of the number then, and the number; the protocol is little-endian.
+            word = torch.full((2,), step, dtype=torch.int64, device=factor.device).view(torch.int32)
+            word[1].copy_(word[0])
+            word[0].zero_()
+            self._of_step = step, word
         # New memory each time. The allocator uses it again on this stream only, behind the copy.
-        word = torch.empty(WORD_BYTES // 4, dtype=torch.int32, device=factor.device)
-        clip, sequence, check = _fields(word)
-        clip.copy_(factor)
-        sequence.fill_(step)
-        # With the low half of the number: the protocol is little-endian.
-        torch.bitwise_xor(word[0], word[2], out=check)
+        word = self._of_step[1].clone()
+        # Factor and check.
+        word[:2].bitwise_xor_(factor.view(torch.int32))
         self[index].copy_(word, non_blocking=True)
 
     def reset(self) -> None:
         """Makes all words those of no step. No copy of a word may be under way."""
         self.sequence.zero_()
-
-
-def _fields(words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Factors (float32), sequence numbers (int64) and checks (int32) of words, each [...]; `words` is [..., 4] int32, a `StepWord`."""
-    return words.view(torch.float32)[..., 0], words.view(torch.int64)[..., 1], words[..., 1]
 
 
 class Arena:

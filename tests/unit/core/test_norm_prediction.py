@@ -24,10 +24,10 @@ def train(prediction: GradientNorms, norms: Tensor, *, loss_scale: float = 1.0, 
     """Steps in which the second block's gradient arrives after the first one's; what was predicted in between."""
     predicted = []
     for first, second in norms * loss_scale**2:
-        prediction.open()
+        prediction.open(loss_scale)
         prediction.add([first.reshape(1)])
         prediction.up_to(0)
-        predicted.append(prediction.predict(0, loss_scale=loss_scale).clone() if prediction.knows_last else scalar(0))
+        predicted.append(prediction.predict(0) if prediction.knows_last else scalar(0))
         prediction.add([second.reshape(1)])
         prediction.end_step(prediction.up_to(1), finite=torch.tensor(finite), loss_scale=loss_scale)
     return predicted
