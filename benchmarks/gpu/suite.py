@@ -45,8 +45,10 @@ def _parts(device: str, arguments: Sequence[str]) -> list[Sequence[str]]:
 def environment_of(calls: Calls, *, command: str, device: str, deadline: float) -> dict[str, str]:
     """Variables by which the plugin knows where its results belong, and when it starts no more tests (seconds as of `time.time`)."""
     known = {_PATH: str(calls.path), _COMMAND: command, _DEVICE: device, _DEADLINE: str(deadline)}
+    # Triton is imported with this plugin, before the tests say how: without a GPU by its interpreter.
+    how = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
     # For torch's deterministic algorithms.
-    return {**known, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    return {**known, **how, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 def run_tests(options: argparse.Namespace, calls: Calls) -> int:
