@@ -7,8 +7,8 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch import Tensor
 
 import harness
-from benchmarks.recorded_device.watch import recorded_device
 from harness import Case, Run
+from recorded_device.watch import recorded_device
 
 
 def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:

@@ -7,9 +7,6 @@ import lightning.pytorch as pl
 import pytest
 from typing_extensions import override
 
-from benchmarks.recorded_device.device import RecordedDevice
-from benchmarks.recorded_device.recording import StepEnds
-from benchmarks.recorded_device.watch import recorded_device
 from gpu_cases import RACES, optimizer_of
 from harness import AUTO, Case, run_here
 from lightning_zenflow.config import ZenFlowConfig
@@ -19,6 +16,9 @@ from lightning_zenflow.estimate import Cost, Setup, costs
 from lightning_zenflow.kernels.factored import NOISE_NUMEL
 from lightning_zenflow.offload import provisional_update
 from lightning_zenflow.worker.arena import WORD_BYTES
+from recorded_device.device import RecordedDevice
+from recorded_device.recording import StepEnds
+from recorded_device.watch import recorded_device
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 

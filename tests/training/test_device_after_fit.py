@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from benchmarks.recorded_device.watch import recorded_device
 from fabric_runs import set_up, train_step
 from harness import Case, Run, run_here
 from rank_processes import run_on_ranks
+from recorded_device.watch import recorded_device
 from same_bits import assert_same_tensors
 from stage3_runs import PiecesNet
 

@@ -13,9 +13,6 @@ from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 from typing_extensions import override
 
-from benchmarks.recorded_device.device import RecordedDevice, RecordedEvent, RecordedRuntime
-from benchmarks.recorded_device.recording import StepEnds
-from benchmarks.recorded_device.watch import recorded_device
 from gpu_cases import RACES, optimizer_of
 from harness import AUTO, EVERYTHING, Case, run_here
 from lightning_zenflow.core.device import SideStream, runtime_of
@@ -25,6 +22,9 @@ from lightning_zenflow.offload import provisional_update
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from networks import TiedNet
 from rank_processes import run_on_ranks
+from recorded_device.device import RecordedDevice, RecordedEvent, RecordedRuntime
+from recorded_device.recording import StepEnds
+from recorded_device.watch import recorded_device
 from same_bits import assert_same_run, assert_same_state
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")

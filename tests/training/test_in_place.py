@@ -14,9 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.recorded_device.device import RecordedDevice
-from benchmarks.recorded_device.tensors import CPU, DEVICE
-from benchmarks.recorded_device.watch import recorded_device
 from direct_step import DirectStep, direct_step
 from harness import Case, run_here
 from lightning_zenflow.config import ZenFlowConfig
@@ -27,6 +24,9 @@ from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from processes import wait_for
+from recorded_device.device import RecordedDevice
+from recorded_device.tensors import CPU, DEVICE
+from recorded_device.watch import recorded_device
 from removed_waits import not_behind
 from same_bits import assert_is_adamw, assert_same_run
 

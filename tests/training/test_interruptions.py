@@ -14,8 +14,6 @@ from test_exact_state import zero_state
 from torch import Tensor
 from typing_extensions import override
 
-from benchmarks.recorded_device.tensors import CPU, DEVICE
-from benchmarks.recorded_device.watch import recorded_device
 from direct_step import DirectStep, direct_step
 from fabric_runs import set_up, train_step
 from harness import Case, make_trainer, run_here, workers
@@ -23,6 +21,8 @@ from interrupts import Interrupt
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from models import TINY, LinearLossModule
+from recorded_device.tensors import CPU, DEVICE
+from recorded_device.watch import recorded_device
 
 pytestmark = [
     pytest.mark.usefixtures("no_worker_is_left"),

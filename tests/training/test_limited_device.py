@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from benchmarks.recorded_device.device import RecordedDevice
-from benchmarks.recorded_device.recording import StepEnds
-from benchmarks.recorded_device.watch import recorded_device
 from harness import StockStrategy, make_trainer
 from lightning_zenflow import ZenFlowStrategy
 from models import generator
+from recorded_device.device import RecordedDevice
+from recorded_device.recording import StepEnds
+from recorded_device.watch import recorded_device
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from benchmarks.recorded_device.device import RecordedEvent
-from benchmarks.recorded_device.watch import recorded_device
 from lightning_zenflow.telemetry.telemetry import StallClock
+from recorded_device.device import RecordedEvent
+from recorded_device.watch import recorded_device
 
 
 def test_waits_are_counted_and_profiled() -> None:

@@ -20,11 +20,6 @@ from torch.utils._pytree import tree_iter
 from typing_extensions import override
 
 import lightning_zenflow
-from benchmarks.recorded_device.clocks import HOST, WORKER, Clock, Span, join
-from benchmarks.recorded_device.device import RecordedAccelerator, RecordedDevice, RecordedRuntime
-from benchmarks.recorded_device.memory import DeviceMemory
-from benchmarks.recorded_device.passes import one_launch_a_pass
-from benchmarks.recorded_device.tensors import DEVICE, Transfer, tell_apart
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.device import RUNTIMES
 from lightning_zenflow.deepspeed import between_steps, build
@@ -34,6 +29,11 @@ from lightning_zenflow.session import Session
 from lightning_zenflow.worker.arena import WORD_BYTES, Arena
 from lightning_zenflow.worker.process import JobMessage, Request
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
+from recorded_device.clocks import HOST, WORKER, Clock, Span, join
+from recorded_device.device import RecordedAccelerator, RecordedDevice, RecordedRuntime
+from recorded_device.memory import DeviceMemory
+from recorded_device.passes import one_launch_a_pass
+from recorded_device.tensors import DEVICE, Transfer, tell_apart
 
 _PACKAGE = str(Path(lightning_zenflow.__file__).parent)
 _DEEPSPEED = ("stage_1_and_2.py", "stage3.py")

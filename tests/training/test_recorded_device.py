@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.recorded_device.clocks import HOST
-from benchmarks.recorded_device.device import RecordedDevice
-from benchmarks.recorded_device.tensors import CPU, DEVICE
-from benchmarks.recorded_device.watch import recorded_device
+from recorded_device.clocks import HOST
+from recorded_device.device import RecordedDevice
+from recorded_device.tensors import CPU, DEVICE
+from recorded_device.watch import recorded_device
 
 Operation = Callable[[Tensor, Tensor, Tensor], object]
 """Of a tensor of the device, one in pageable and one in page-locked memory of the host: [3, 4] float32 each."""

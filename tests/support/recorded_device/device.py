@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from benchmarks.recorded_device.clocks import HOST, MAIN, Clock, Operation, Order
-from benchmarks.recorded_device.memory import DeviceMemory
-from benchmarks.recorded_device.tensors import DEVICE
 from lightning_zenflow.core import device as zenflow_device
 from lightning_zenflow.deepspeed.environment import CpuAccelerator
+from recorded_device.clocks import HOST, MAIN, Clock, Operation, Order
+from recorded_device.memory import DeviceMemory
+from recorded_device.tensors import DEVICE
 
 
 class RecordedDevice:
@@ -71,7 +71,7 @@ class RecordedDevice:
             self.host_waits(self.order.clocks[actor], "synchronize")
 
     def note(self, kind: str, actor: str, **values: Any) -> None:
-        from benchmarks.recorded_device.watch import place  # a cycle of modules otherwise
+        from recorded_device.watch import place  # a cycle of modules otherwise
 
         self.order.operations.append(Operation(kind=kind, actor=actor, place=place(), **values))
 

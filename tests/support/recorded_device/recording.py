@@ -5,8 +5,8 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from benchmarks.recorded_device.clocks import HOST
-from benchmarks.recorded_device.device import RecordedDevice
+from recorded_device.clocks import HOST
+from recorded_device.device import RecordedDevice
 
 
 class StepEnds(pl.Callback):

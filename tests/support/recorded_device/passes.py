@@ -6,8 +6,8 @@ The operations within a pass still count for the order, as parts.
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.recorded_device.device import RecordedDevice
 from lightning_zenflow.kernels.base import Kernels
+from recorded_device.device import RecordedDevice
 
 _OF_PASSES = ("route", "select", "column_writer")
 """Methods that call passes and copy."""
