@@ -38,15 +38,13 @@ from lightning_zenflow.deepspeed.config import (
     says_bucket_size,
     set_bucket_size,
 )
-from lightning_zenflow.deepspeed.engines import missing_overrides
+from lightning_zenflow.deepspeed.engines import in_place_of_deepspeeds, missing_overrides
 from lightning_zenflow.deepspeed.environment import RankEnvironment, rank_resources
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.precision import restore_types
 from lightning_zenflow.deepspeed.release import Released, as_in_training, make_whole, pickled_as_before, release
 from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
-from lightning_zenflow.deepspeed.stage_2 import zenflow_optimizer as zero_in_engine
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
-from lightning_zenflow.deepspeed.stage_3 import zenflow_optimizer as zero3_in_engine
 from lightning_zenflow.deepspeed.supported import refuse_unfrozen
 from lightning_zenflow.deepspeed.user_optimizer import UsersOptimizer
 from lightning_zenflow.worker.process import WorkerError
@@ -188,10 +186,10 @@ class Session(RankEnvironment):
             set_bucket_size(self.config, model)
         is_3 = self.config["zero_optimization"]["stage"] == 3
         kind: type[ZenFlowOptimizer] = ZenFlowZero3Optimizer if is_3 else ZenFlowZeroOptimizer
-        in_engine: Callable[..., AbstractContextManager[Any]] = zero3_in_engine if is_3 else zero_in_engine
         self._cpu = RankEnvironment._cpu
         try:
-            with in_engine(partial(kind, zenflow=self.zenflow_config, resources=resources), model) as optimizers:
+            factory = partial(kind, zenflow=self.zenflow_config, resources=resources)
+            with in_place_of_deepspeeds(kind, factory, model) as optimizers:
                 built = initialize()
         finally:
             del self._cpu

@@ -20,9 +20,10 @@ from typing_extensions import override
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.partition import Tile
 from lightning_zenflow.deepspeed.config import set_bucket_size
+from lightning_zenflow.deepspeed.engines import in_place_of_deepspeeds
 from lightning_zenflow.deepspeed.environment import RankEnvironment
-from lightning_zenflow.deepspeed.stage_2 import zenflow_optimizer as zero_in_engine
-from lightning_zenflow.deepspeed.stage_3 import zenflow_optimizer as zero3_in_engine
+from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
+from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
 from lightning_zenflow.worker.moments import CodedMoment, CodedMoments, first_scales
 
 
@@ -143,6 +144,8 @@ class Floor(ZeroOffload):
     def _setup_model_and_optimizer(self, model: Module, *args: Any, **kwargs: Any) -> Any:
         assert isinstance(self.config, dict)
         is_3 = self.config["zero_optimization"]["stage"] == 3
-        entry: Any = zero3_in_engine(_DroppingOptimizer3, model) if is_3 else zero_in_engine(_DroppingOptimizer, model)
-        with entry:
+        of_stage: Any = (
+            (ZenFlowZero3Optimizer, _DroppingOptimizer3) if is_3 else (ZenFlowZeroOptimizer, _DroppingOptimizer)
+        )
+        with in_place_of_deepspeeds(*of_stage, model):
             return super()._setup_model_and_optimizer(model, *args, **kwargs)

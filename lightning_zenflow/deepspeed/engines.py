@@ -1,9 +1,8 @@
 """DeepSpeed's engines: one that is built with ZenFlow's optimizer in the place of DeepSpeed's, and one of a model that is not trained."""
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import deepspeed
@@ -16,14 +15,8 @@ from lightning_zenflow.deepspeed.release import note_users_flags, remove_hooks
 
 
 @contextmanager
-def in_place_of(
-    base: type[Any],
-    namespace: ModuleType,
-    factory: Callable[..., Any],
-    ours: type[ZenFlowOptimizer],
-    module: Module,
-    *,
-    calls: Sequence[str] = (),
+def in_place_of_deepspeeds(
+    ours: type[ZenFlowOptimizer], factory: Callable[..., Any], module: Module
 ) -> Iterator[list[Any]]:
     """Makes ``deepspeed.initialize`` build its optimizer with `factory`; an error in the context destroys the optimizer.
 
@@ -31,13 +24,10 @@ def in_place_of(
     this context only.
 
     Args:
-        base: DeepSpeed's class.
-        namespace: where the engine finds it, by the name of the class.
+        ours: the class of the stage of ZeRO. DeepSpeed's class must have its overrides.
         factory: makes the optimizer, with DeepSpeed's arguments.
-        ours: the class whose overrides DeepSpeed's must have.
         module: the model that DeepSpeed initialises in this context. Parameters in another memory format (`torch.channels_last`) are
             contiguous from now on.
-        calls: private methods that DeepSpeed's class must have as well.
 
     Returns:
         The optimizer, at the end of the context.
@@ -45,8 +35,9 @@ def in_place_of(
     Raises:
         RuntimeError: this version of DeepSpeed builds its optimizer in another way; or another thread is in this context.
     """
+    base, namespace = ours.__bases__[-1], ours.namespace
     name = base.__name__
-    missing = missing_overrides(ours, base) + [call for call in calls if not hasattr(base, call)]
+    missing = missing_overrides(ours, base) + [call for call in ours.private_calls if not hasattr(base, call)]
     found = vars(namespace).get(name)
     if getattr(found, "__module__", None) == __name__:
         raise RuntimeError(

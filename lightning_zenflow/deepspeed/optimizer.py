@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, NoReturn
 
 import torch.distributed as dist
@@ -63,6 +64,10 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         taken: what stands in `parameter.grad`.
     """
 
+    namespace: ClassVar[ModuleType]
+    """Module in which DeepSpeed's engine finds the class that a stage's class extends, the last of its bases."""
+    private_calls: ClassVar[Sequence[str]] = ()
+    """Private methods of that class which are called."""
     state_key: ClassVar[str]
     """Key of AdamW's state in DeepSpeed's."""
     # DeepSpeed's own, declared for the type checker.

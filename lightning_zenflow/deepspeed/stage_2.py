@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO-2 offload optimizer around `ZenFlowStep`."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,11 @@ from deepspeed.checkpoint.constants import (
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
-from torch.nn import Module
 from typing_extensions import override
 
 from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.partition import row_length
 from lightning_zenflow.deepspeed.build import ZeroPartition
-from lightning_zenflow.deepspeed.engines import in_place_of
 from lightning_zenflow.deepspeed.flat_buffers import (
     OrderedCopy,
     balanced_order,
@@ -44,6 +42,7 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
     Its flat buffers have an order of ours (`balanced_order`); checkpoints have DeepSpeed's.
     """
 
+    namespace = engine_module
     state_key = BASE_OPTIMIZER_STATE
     # DeepSpeed's own, declared for the type checker.
     overlap_comm: bool
@@ -243,10 +242,3 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
             return list(self.bit16_groups)
         n_ranks, reorder = dist.get_world_size(group=self.dp_process_group), super()._round_robin_reorder
         return [reorder(group, n_ranks)[0] for group in self.bit16_groups]
-
-
-def zenflow_optimizer(
-    factory: Callable[..., ZenFlowZeroOptimizer], module: Module
-) -> AbstractContextManager[list[ZenFlowZeroOptimizer]]:
-    """As `in_place_of`, of the optimizer of ZeRO stage 1 and 2, which the engine's module imports."""
-    return in_place_of(DeepSpeedZeroOptimizer, engine_module, factory, ZenFlowZeroOptimizer, module)

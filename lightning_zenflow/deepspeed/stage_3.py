@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO-3 offload optimizer around `ZenFlowStep`, with parameters on the device or in host memory."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,6 @@ from typing_extensions import override
 from lightning_zenflow.core.device import Stream, runtime_of
 from lightning_zenflow.core.partition import row_length
 from lightning_zenflow.deepspeed.build import ZeroPartition
-from lightning_zenflow.deepspeed.engines import in_place_of
 from lightning_zenflow.deepspeed.fetch import FetchCoordinator, Piece
 from lightning_zenflow.deepspeed.flat_layout import PieceLayout
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
@@ -65,6 +64,8 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
     memory of their own.
     """
 
+    namespace = stage3_module
+    private_calls = (_REDUCE_BUCKET,)
     state_key = OPTIMIZER_STATE_DICT
     # DeepSpeed's own, declared for the type checker.
     fp16_groups: list[list[Any]]
@@ -375,11 +376,3 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         super().destroy()
         if is_first:
             restore_process()
-
-
-def zenflow_optimizer(
-    factory: Callable[..., ZenFlowZero3Optimizer], module: Module
-) -> AbstractContextManager[list[ZenFlowZero3Optimizer]]:
-    """As `in_place_of`, of the optimizer of ZeRO stage 3, which the engine imports where it constructs it."""
-    base = DeepSpeedZeroOptimizer_Stage3
-    return in_place_of(base, stage3_module, factory, ZenFlowZero3Optimizer, module, calls=[_REDUCE_BUCKET])
