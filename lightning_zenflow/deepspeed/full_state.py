@@ -1,12 +1,14 @@
-"""Whole fp32 weights, moments and gradients of single parameters, for `deepspeed.utils.safe_get_full_*` and `safe_set_full_*`."""
+"""Master weights, moments and gradients of single parameters, for `deepspeed.utils.safe_get_full_*`, `safe_get_local_*` and the like."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.partition import Slice
 from lightning_zenflow.deepspeed.on_disk import with_own_storage
 from lightning_zenflow.deepspeed.pieces import is_divided
@@ -14,6 +16,9 @@ from lightning_zenflow.worker.moments import Moment
 
 if TYPE_CHECKING:
     from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
+
+_DeepSpeedsOptimizer: Any = object
+"""What comes after the mixin in the order of base classes."""
 
 
 class FullState:
@@ -54,15 +59,14 @@ class FullState:
             RuntimeError: the backward pass of a step's last micro-batch has begun, and the step has not been done.
             WorkerError: training was interrupted, and the exact state is lost.
         """
-        self.make_exact(number, "safe_get_full_fp32_param and safe_get_full_optimizer_state")
-        state = self._state(optim_state_key)
+        state = self._exact(number, optim_state_key, "safe_get_full_fp32_param and safe_get_full_optimizer_state")
         return self._whole(number, lambda _, s: state.read(s.begin, s.numel))
 
     def in_memory(self, number: int, optim_state_key: str | None = None) -> Tensor | None:
         """What `read` gives, without a copy, where this rank has all of it in float32: [*shape of the parameter] on the CPU, in the arena's
         memory, exact until the next step; otherwise None. No collective.
         """
-        state, shape = self._state(optim_state_key), self._shapes[number]
+        state, shape = self._states[optim_state_key], self._shapes[number]
         if number not in self._slices or state.array.dtype != torch.float32:
             return None
         _, s = self._slices[number]
@@ -74,9 +78,8 @@ class FullState:
 
         Training goes on with it; the model shows it with the next publish of its blocks, at most S + d steps later.
         """
-        self.make_exact(number, "safe_set_full_fp32_param and safe_set_full_optimizer_state")
-        state, shape = self._state(optim_state_key), self._shapes[number]
-        if value.shape != shape:
+        state = self._exact(number, optim_state_key, "safe_set_full_fp32_param and safe_set_full_optimizer_state")
+        if value.shape != (shape := self._shapes[number]):
             raise ValueError(
                 f"the new value of {self._name(number)} must have the shape {list(shape)}, got {list(value.shape)}"
             )
@@ -86,19 +89,15 @@ class FullState:
         self._step.state_written()
 
     def read_local(self, number: int, optim_state_key: str | None = None) -> Tensor:
-        """This rank's part of `read`, flat, float32, on the CPU. A collective as well, which flushes."""
-        self.make_exact(number, "safe_get_local_fp32_param and safe_get_local_optimizer_state")
-        state = self._state(optim_state_key)
-        if number not in self._slices:
-            return torch.empty(0, dtype=torch.float32, device="cpu")
-        _, s = self._slices[number]
-        # A copy, since the worker writes to the arena.
-        return state.read(s.begin, s.numel).to(torch.float32, copy=True)
+        """This rank's piece under stage 3: [elements of a piece] float32 with zeros as padding, on the CPU. Other arguments and errors are
+        those of `read`.
+        """
+        state = self._exact(number, optim_state_key, "safe_get_local_fp32_param and safe_get_local_optimizer_state")
+        return self._piece(number, torch.device("cpu"), lambda _, s: state.read(s.begin, s.numel))
 
     def write_local(self, number: int, value: Tensor, optim_state_key: str | None = None) -> None:
         """Replaces this rank's part by the first elements of `value`. Other arguments and errors are those of `write`."""
-        self.make_exact(number, "safe_set_local_fp32_param and safe_set_local_optimizer_state")
-        state = self._state(optim_state_key)
+        state = self._exact(number, optim_state_key, "safe_set_local_fp32_param and safe_set_local_optimizer_state")
         if number in self._slices:
             _, s = self._slices[number]
             state.write(s.begin, value.detach().reshape(-1).narrow(0, 0, s.numel))
@@ -117,11 +116,11 @@ class FullState:
         return self._whole(number, lambda index, _: self._step.gradient(index))
 
     def local_gradient(self, number: int) -> Tensor:
-        """This rank's part of `gradient`, flat, in the model's type; no collective. Errors are the same."""
+        """This rank's piece of `gradient` under stage 3: [elements of a piece] float32 with zeros as padding, on the parameter's device; no
+        collective. Errors are the same.
+        """
         self._refuse_without_gradients(number)
-        if number not in self._slices:
-            return self._parameters[number].new_empty(0)
-        return self._step.gradient(self._slices[number][0])
+        return self._piece(number, self._parameters[number].device, lambda index, _: self._step.gradient(index))
 
     def _refuse_without_gradients(self, number: int) -> None:
         if not self._step.has_gradients:
@@ -166,8 +165,8 @@ class FullState:
     def _name(self, number: int) -> str:
         return str(self._optimizer.param_names[self._parameters[number]])
 
-    def make_exact(self, number: int, caller: str) -> None:
-        """Flushes for a reader or a writer of a parameter's state, whose name is for the error: `read` has them."""
+    def _exact(self, number: int, key: str | None, caller: str) -> Moment:
+        """The state of a name, exact, for a reader or a writer of a parameter's, whose name is for the error: `read` has them."""
         # The same on every rank. A flush would drop the step's gradients.
         if self._step.is_complete:
             raise RuntimeError(
@@ -175,8 +174,6 @@ class FullState:
                 " in the Trainer's `on_train_batch_start` or `on_train_batch_end`"
             )
         self._optimizer.flush()
-
-    def _state(self, key: str | None) -> Moment:
         if key not in self._states:
             raise ValueError(f"optim_state_key must be 'exp_avg' or 'exp_avg_sq', got {key!r}")
         return self._states[key]
@@ -192,3 +189,73 @@ class FullState:
         if dist.get_world_size(group) > 1:
             dist.all_reduce(flat, group=group)
         return flat.view(shape).to(self._parameters[number].device)
+
+    def _piece(self, number: int, device: torch.device, part: Callable[[int, Slice], Tensor]) -> Tensor:
+        """What this rank holds of a parameter, copied, with its padding."""
+        parameter: Any = self._parameters[number]
+        piece = torch.zeros(parameter.partition_numel(), dtype=torch.float32, device=device)
+        if number in self._slices:
+            index, s = self._slices[number]
+            piece[: s.numel] = part(index, s)
+        return piece
+
+
+class StateAccess(_DeepSpeedsOptimizer):  # type: ignore[misc]
+    """Mixin of stage 3's optimizer: what DeepSpeed's functions call for a parameter, on the arena.
+
+    A whole parameter is read and written by all ranks together, a rank's piece by each rank for itself, after a flush by all of them. None
+    is the answer for a parameter that was frozen at setup. Arguments, results and errors are those of `FullState`.
+    """
+
+    full_state: FullState
+    _numbers: dict[int, int]
+    """Number of each trained parameter, by DeepSpeed's."""
+
+    @override
+    def get_full_hp_param(self, param: Any, optim_state_key: str | None = None) -> Tensor | None:
+        number = self._numbers.get(param.ds_id)
+        return None if number is None else self.full_state.read(number, optim_state_key)
+
+    @override
+    def set_full_hp_param(self, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        if (number := self._numbers.get(param.ds_id)) is not None:
+            self.full_state.write(number, value, optim_state_key)
+
+    @override
+    def get_fp32_grad_for_param(self, param: Any) -> Tensor | None:
+        number = self._numbers.get(param.ds_id)
+        return None if number is None else self.full_state.gradient(number)
+
+    @override
+    def set_fp32_grad_for_param(self, value: Tensor, param: Any) -> None:
+        if (number := self._numbers.get(param.ds_id)) is not None:
+            self.full_state.refuse_gradient(number, value)
+
+    set_local_grad_for_param = set_fp32_grad_for_param
+
+    @override
+    def get_local_fp32_grad_for_param(self, param: Any) -> Tensor | None:
+        number = self._numbers.get(param.ds_id)
+        return None if number is None else self.full_state.local_gradient(number)
+
+    @override
+    def get_local_fp32_param(self, param: Any, optim_state_key: str | None = None) -> Tensor | None:
+        number = self._numbers.get(param.ds_id)
+        return None if number is None else self.full_state.read_local(number, optim_state_key)
+
+    @override
+    def set_local_hp_param(self, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        if (number := self._numbers.get(param.ds_id)) is not None:
+            self.full_state.write_local(number, value, optim_state_key)
+
+    @override
+    def update_fp32_grad_for_param_vectorized(self, update_func: Callable[..., Any], param_list: list[Any]) -> None:
+        for param in param_list:
+            self.set_fp32_grad_for_param(param.new_empty(0), param)
+
+    @override
+    def offload_states(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: it would move weights and states away from where the worker's updates go."""
+        raise MisconfigurationException(
+            "ZenFlowStrategy does not support engine.offload_states: states are in host memory"
+        )

@@ -55,6 +55,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         telemetry: stall clock and copied bytes.
         counters: all counters, to be read at any time.
         parts: components of the step.
+        full_state: weights and moments of single parameters.
         clip_grad: largest norm of the whole gradient after clipping, DeepSpeed's; also of a step that is complete already. 0: no clipping.
             Infinity: no clipping, which backward passes do not rely on.
         worker_cores: logical cores of the worker.
@@ -151,14 +152,14 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             read_inputs=self._read_inputs,
             gather_weights=self._weights_change,
         )
-        self._full_state = FullState(self, parameters, shapes)
+        self.full_state = FullState(self, parameters, shapes)
         self.taken = TakenGradients(parameters)
         names = {p: str(self.param_names[p]) for p in parameters}
         self._written = WrittenWeights(self._rank, names, in_place=zero.in_place, group=self.dp_process_group)
         for number, parameter in enumerate(parameters):
             added: Any = parameter
             # Private: with the first, `safe_get_full_grad` calls the second, whatever stands in `parameter.grad`.
-            added._hp_grad, added.get_full_hp_grad = True, partial(self._full_state.gradient, number)
+            added._hp_grad, added.get_full_hp_grad = True, partial(self.full_state.gradient, number)
         # DeepSpeed's start needs up to 6 bytes a parameter more than a step, which `has_room` would count for ever.
         runtime_of(parts.step.rank.device).forget_peak()
 
@@ -413,11 +414,6 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         self._rank.forget_weights()
         self.parts.provisional.forget_weights()
 
-    @property
-    def full_state(self) -> FullState:
-        """Whole weights and moments of single parameters."""
-        return self._full_state
-
     def load_full_state(self, weights: Mapping[str, Tensor], saved: dict[str, Any] | None) -> None:
         """Continues from whole states, right after a flush and after the model has loaded its weights; all ranks call it together.
 
@@ -426,11 +422,11 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             saved: "count" of applied steps; "groups" of hyperparameters; "moments" by key and name, 0 where there is none; and "zenflow",
                 this rank's `ZenFlowStep.state_dict` or None. None: weights only.
         """
-        for number, (name, shape) in enumerate(self._full_state.shapes.items()):
-            self._full_state.write(number, weights[name])
+        for number, (name, shape) in enumerate(self.full_state.shapes.items()):
+            self.full_state.write(number, weights[name])
             for key, of_names in sorted(({} if saved is None else saved["moments"]).items(), reverse=True):
                 moment = of_names.get(name)
-                self._full_state.write(number, weights[name].new_zeros(shape) if moment is None else moment, key)
+                self.full_state.write(number, weights[name].new_zeros(shape) if moment is None else moment, key)
         if saved is not None:
             for group, values in zip(self.optimizer.param_groups, saved["groups"], strict=True):
                 group.update(values)

@@ -109,10 +109,10 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         # DeepSpeed's read views of the arena, which may be some updates behind, and become None when the optimizer is destroyed.
         for number, parameter in enumerate(self._trained_parameters):
             added: Any = parameter
-            added.get_full_hp_param = partial(self._full_state.read, number)
-            added.set_full_hp_param = partial(self._full_state.write, number)
-            added.get_full_hp_grad = partial(self._full_state.gradient, number)
-            added.set_full_hp_grad = partial(self._full_state.refuse_gradient, number)
+            added.get_full_hp_param = partial(self.full_state.read, number)
+            added.set_full_hp_param = partial(self.full_state.write, number)
+            added.get_full_hp_grad = partial(self.full_state.gradient, number)
+            added.set_full_hp_grad = partial(self.full_state.refuse_gradient, number)
 
     @override
     def copy_grads_in_partition(self, param: Tensor, group_idx: int | None = None) -> None:

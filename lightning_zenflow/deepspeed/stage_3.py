@@ -24,10 +24,10 @@ from lightning_zenflow.core.partition import row_length
 from lightning_zenflow.deepspeed.build import ZeroPartition
 from lightning_zenflow.deepspeed.fetch import FetchCoordinator, Piece
 from lightning_zenflow.deepspeed.flat_layout import PieceLayout
+from lightning_zenflow.deepspeed.full_state import StateAccess
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.pieces import read_slices
 from lightning_zenflow.deepspeed.release import restore_process
-from lightning_zenflow.deepspeed.state_access import StateAccess
 from lightning_zenflow.deepspeed.supported import (
     check_inputs_of_leaf_modules,
     refuse_features_of_stage_3,
