@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_zenflow.deepspeed.on_disk import WithoutConversion
+from lightning_zenflow.deepspeed.host_state import WithoutConversion
 
 _CHUNK_BYTES = 2**20
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from lightning_zenflow.checkpoint.engine_content import counts_of, further_names
 from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.deepspeed.host_state import MOMENTS
-from lightning_zenflow.deepspeed.on_disk import on_disk, with_own_storage
+from lightning_zenflow.deepspeed.host_state import MOMENTS, on_disk, with_own_storage
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.pieces import is_divided, is_in_pieces
 

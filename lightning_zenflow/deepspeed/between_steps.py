@@ -2,7 +2,7 @@
 in `parameter.grad` stands a mark, from a backward pass to `zero_grad`, of gradients that have been taken in backward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -209,11 +209,11 @@ class TakenGradients:
     """`TakenGradient` in the parameters of a model, as long as torch would have gradients there.
 
     Args:
-        parameters: all that are trained.
+        names: of all parameters that are trained.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
+    def __init__(self, names: Mapping[Tensor, str]) -> None:
+        self._names = names
         self._shapes: list[torch.Size] = []
         self._marks: list[Tensor] = []
         self._are_put = self._are_shown = False
@@ -221,12 +221,12 @@ class TakenGradients:
     def mark(self) -> None:
         """Puts them into the parameters, after a backward pass."""
         # Under stage 3 parameters have another shape where they are gathered.
-        if (shapes := [p.shape for p in self._parameters]) != self._shapes:
-            of_shape = {shape: TakenGradient(p) for shape, p in {p.shape: p for p in self._parameters}.items()}
+        if (shapes := [p.shape for p in self._names]) != self._shapes:
+            of_shape = {shape: TakenGradient(p) for shape, p in {p.shape: p for p in self._names}.items()}
             self._shapes, self._marks = shapes, [of_shape[shape] for shape in shapes]
         # First: who is interrupted below removes what has been put in.
         self._are_put = True
-        for p, mark in zip(self._parameters, self._marks, strict=True):
+        for p, mark in zip(self._names, self._marks, strict=True):
             p.grad = mark
         self._are_shown = True
 
@@ -239,7 +239,7 @@ class TakenGradients:
         """Takes them out of the parameters in a forward pass, in which there may be a backward pass of the user's own."""
         if self._are_put:
             self._are_shown = False
-            for p in self._parameters:
+            for p in self._names:
                 p.grad = None
 
     def clear(self) -> None:
@@ -248,14 +248,19 @@ class TakenGradients:
         # Last: who is interrupted before does it again.
         self._are_put = False
 
-    def replaced(self) -> list[Tensor]:
-        """Parameters whose `grad` has been assigned since `mark`."""
-        marked = zip(self._parameters, self._marks, strict=False) if self._are_shown else ()
-        return [p for p, mark in marked if p.grad is not mark]
+    def are_dropped(self) -> bool:
+        """Whether the user's code has dropped them, by `module.zero_grad()`; refuses gradients that it has put in their place."""
+        marked = zip(self._names.items(), self._marks, strict=False) if self._are_shown else ()
+        replaced = [name for (p, name), mark in marked if p.grad is not mark]
+        if replaced and any(p.grad is not None for p in self._names):
+            raise MisconfigurationException(
+                f"{', '.join(replaced)}: `grad` must not be assigned between backward and step: {_INSTEAD}"
+            )
+        return bool(replaced)
 
     def refuse_accumulation(self) -> None:
         """Refuses gradients that were there before a step's first backward pass, to which torch would add."""
-        if any(p.grad is mark for p, mark in zip(self._parameters, self._marks, strict=False)):
+        if any(p.grad is mark for p, mark in zip(self._names, self._marks, strict=False)):
             raise MisconfigurationException(
                 "`optimizer_zero_grad` must call `optimizer.zero_grad()` before the backward pass of each step: ZenFlowStrategy does not"
                 " keep gradients of a step that is done; accumulate them with `Trainer(accumulate_grad_batches=...)`"
@@ -267,10 +272,3 @@ class TakenGradients:
             raise MisconfigurationException(
                 "ZenFlowStrategy: a step must have a backward pass of its own, got a second call of `optimizer.step` behind one"
             )
-
-
-def refuse_replaced(names: Sequence[str]) -> None:
-    """Refuses gradients that were assigned between backward and step, by the names of their parameters."""
-    raise MisconfigurationException(
-        f"{', '.join(names)}: `grad` must not be assigned between backward and step: {_INSTEAD}"
-    )

@@ -17,7 +17,7 @@ from lightning_zenflow.core.auto_policy import SchedulePolicy, candidates_of, th
 from lightning_zenflow.core.device import SideStream
 from lightning_zenflow.core.distributed import in_common, raise_together, raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.core.partition import Partition, Slice
+from lightning_zenflow.core.partition import Partition, Slice, row_length
 from lightning_zenflow.core.schedule import StaggeredSchedule, UpdateSchedule, blocks_wanted
 from lightning_zenflow.deepspeed.environment import RankResources
 from lightning_zenflow.deepspeed.host_state import HostState
@@ -62,8 +62,8 @@ class ZeroPartition:
     release_weights: Callable[[], None] | None = None
     """Frees the memory of the model's weights where they are to be in place: when the arena has master weights, before the rest of it takes
     memory."""
-    row_lengths: Sequence[int]
-    """Columns of each parameter's [out, rest] view."""
+    shapes: Sequence[Sequence[int]]
+    """Of the whole parameters."""
     group: dist.ProcessGroup
     """Data-parallel ranks."""
 
@@ -220,7 +220,7 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
     )
     publisher.fill_weights()
     selector = Selector(
-        zero.row_lengths,
+        list(map(row_length, zero.shapes)),
         topk_ratio=config.topk_ratio,
         by_epoch=config.select_strategy == "epoch",
         interval=config.select_interval,
@@ -238,9 +238,7 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
         accumulate_on=config.accumulate_on,
         predicts_clipping=config.predicts_clipping or jobs.corrects,
     )
-    control = None
-    if config.measures:
-        control = ScheduleControl(policy, rank, group=zero.group)
+    control = ScheduleControl(policy, rank, group=zero.group) if config.measures else None
     planner = Planner(config, jobs, control, selector)
     skipped = torch.zeros((), dtype=torch.int64, device=rank.device)
     step = StepParts(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_zenflow.core.partition import Slice, group_begins
 from lightning_zenflow.deepspeed.flat_layout import FlatLayout, Run, runs
-from lightning_zenflow.deepspeed.on_disk import on_disk
+from lightning_zenflow.deepspeed.host_state import on_disk
 
 _LARGE = 1 / 8
 """Of a rank's share. Parameters larger than this are placed first: beside one, a rank takes fewer of the others."""
@@ -85,11 +85,6 @@ def read_slices(zero_optimizer: Any) -> list[Slice]:
     return slices
 
 
-def parameters_in_order(zero_optimizer: Any) -> list[Tensor]:
-    """Trained parameters of the model, in the order in which `Slice.parameter` counts them."""
-    return [parameter for group in zero_optimizer.bit16_groups for parameter in group]
-
-
 def flat_layouts(zero_optimizer: Any, groups: Sequence[Sequence[Tensor]]) -> list[FlatLayout]:
     """The layout of each parameter group, if its flat buffer has the parameters in the order of `groups`."""
     names = zero_optimizer.param_names
@@ -101,13 +96,15 @@ def flat_layouts(zero_optimizer: Any, groups: Sequence[Sequence[Tensor]]) -> lis
 
 def fragments(layouts: Sequence[FlatLayout], rank: int) -> list[dict[str, Any]]:
     """For each parameter group the places of the parameters' parts on a rank, which DeepSpeed makes universal checkpoints by."""
-    found = []
-    for layout in layouts:
-        parts = {name: layout.part_of(name, rank) for name in layout.places}
-        found.append(
-            {n: fragment_address(numel=end - begin, start=begin) for n, (begin, end) in parts.items() if begin < end}
-        )
-    return found
+    return [
+        {
+            name: fragment_address(numel=part.numel, start=part.begin)
+            for name in layout.places
+            for part in layout.parts(name)
+            if part.rank == rank
+        }
+        for layout in layouts
+    ]
 
 
 class OrderedCopy:

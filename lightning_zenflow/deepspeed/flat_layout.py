@@ -12,14 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from deepspeed.checkpoint.constants import (
     BASE_OPTIMIZER_STATE,
-    DS_VERSION,
     FP32_FLAT_GROUPS,
     GROUP_PADDINGS,
     OPTIMIZER_STATE_DICT,
     PARAM_ALIGNMENT_PADDINGS,
     PARTITION_COUNT,
     SINGLE_PARTITION_OF_FP32_GROUPS,
-    ZERO_STAGE,
 )
 from torch import Tensor
 from typing_extensions import Self
@@ -48,17 +46,9 @@ class FlatLayout:
     @classmethod
     def of(cls, numels: Mapping[str, int], paddings: Sequence[int], *, partition_numel: int) -> Self:
         """The layout of parameters in their order in the buffer, each with padding behind it."""
-        ends = accumulate(n + padding for n, padding in zip(numels.values(), paddings, strict=True))
-        places = {
-            name: (end - padding - n, n) for (name, n), padding, end in zip(numels.items(), paddings, ends, strict=True)
-        }
+        begins = accumulate((n + padding for n, padding in zip(numels.values(), paddings, strict=True)), initial=0)
+        places = {name: (begin, n) for (name, n), begin in zip(numels.items(), begins, strict=False)}
         return cls(places=places, partition_numel=partition_numel)
-
-    def part_of(self, name: str, rank: int) -> tuple[int, int]:
-        """First element and end of a parameter's part in a rank's partition, counted there; end <= first: none."""
-        first, numel = self.places[name]
-        begin = rank * self.partition_numel
-        return max(first - begin, 0), min(first + numel - begin, self.partition_numel)
 
     def parts(self, name: str) -> Iterator[Part]:
         """The parts of a parameter, in its order."""
@@ -132,15 +122,14 @@ _TERMS = {FP32_FLAT_GROUPS: SINGLE_PARTITION_OF_FP32_GROUPS, OPTIMIZER_STATE_DIC
 
 
 def in_terms_of_stage_2(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer's state in a file of stage 3; under stage 2 the file's version of DeepSpeed is in it."""
-    state = content[OPTIMIZER_STATE_DICT]
-    return {DS_VERSION: content[DS_VERSION], **{_TERMS.get(key, key): value for key, value in state.items()}}
+    """The optimizer's state in a file of stage 3."""
+    return {_TERMS.get(key, key): value for key, value in content[OPTIMIZER_STATE_DICT].items()}
 
 
 def in_terms_of_stage_3(state: Mapping[str, Any], n_ranks: int) -> dict[str, Any]:
     """The optimizer's state as stage 3 loads it."""
     names = {ours: theirs for theirs, ours in _TERMS.items()}
-    return {**{names.get(key, key): value for key, value in state.items()}, ZERO_STAGE: 3, PARTITION_COUNT: n_ranks}
+    return {**{names.get(key, key): value for key, value in state.items()}, PARTITION_COUNT: n_ranks}
 
 
 def keys_of(base: Mapping[str, Any]) -> list[Any]:

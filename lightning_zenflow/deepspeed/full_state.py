@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.partition import Slice
-from lightning_zenflow.deepspeed.on_disk import with_own_storage
+from lightning_zenflow.deepspeed.host_state import with_own_storage
 from lightning_zenflow.deepspeed.pieces import is_divided
 from lightning_zenflow.worker.moments import Moment
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.errors import MisconfigurationException, other_backward
-from lightning_zenflow.deepspeed.between_steps import TakenGradients, WrittenWeights, refuse_replaced
+from lightning_zenflow.deepspeed.between_steps import TakenGradients, WrittenWeights
 from lightning_zenflow.deepspeed.build import ZeroPartition, build
 from lightning_zenflow.deepspeed.environment import RankResources
 from lightning_zenflow.deepspeed.flat_layout import Layout
@@ -129,13 +129,12 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
                 " AdamW's moments: save a checkpoint, or read them with `deepspeed.utils.safe_get_full_optimizer_state`"
             )
 
-    def _build_step(self, zero: ZeroPartition, parameters: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> None:
+    def _build_step(self, zero: ZeroPartition, parameters: Sequence[Tensor]) -> None:
         """Replaces DeepSpeed's host buffers by the arena and starts the worker.
 
         Args:
             zero: the rank's part.
             parameters: all that are trained, in the order in which `Slice.parameter` counts them.
-            shapes: of the whole parameters.
         """
         parts = build(self.zenflow_config, zero, self._resources)
         self._worker, self._host_state, self._rank = parts.worker, parts.host_state, parts.step.rank
@@ -152,9 +151,9 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             read_inputs=self._read_inputs,
             gather_weights=self._weights_change,
         )
-        self.full_state = FullState(self, parameters, shapes)
-        self.taken = TakenGradients(parameters)
+        self.full_state = FullState(self, parameters, zero.shapes)
         names = {p: str(self.param_names[p]) for p in parameters}
+        self.taken = TakenGradients(names)
         self._written = WrittenWeights(self._rank, names, in_place=zero.in_place, group=self.dp_process_group)
         for number, parameter in enumerate(parameters):
             added: Any = parameter
@@ -224,16 +223,6 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         self._in_backward = False
         self.taken.mark()
 
-    def _has_gradients(self) -> bool:
-        """Whether there was a backward pass since the last step whose gradients the user has not dropped."""
-        if replaced := self.taken.replaced():
-            if any(p.grad is not None for p in self._trained_parameters):
-                refuse_replaced([self.param_names[p] for p in replaced])
-            # By `module.zero_grad()`.
-            self.taken.clear()
-            self.zenflow_step.drop_gradients()
-        return self.zenflow_step.micro_batches > 0
-
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """One optimizer step (`ZenFlowStep.step`), and the bookkeeping that DeepSpeed and torch expect of it. Without gradients since the
@@ -258,7 +247,9 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         self._begin_step()
         # Private: torch's Optimizer.step sets it; schedulers warn without it that they were stepped first.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        if not self._has_gradients():
+        if self.taken.are_dropped():
+            self._drop_gradients()
+        if self.zenflow_step.micro_batches == 0:
             # As torch's, which skips parameters without a gradient.
             self.taken.refuse_second_step()
             return
@@ -307,9 +298,12 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             # DeepSpeed's engine calls it behind each step. Under torch gradients stay until the user's code removes them.
             self._is_behind_step = False
             return
+        self._drop_gradients()
+        super().zero_grad(set_to_none)
+
+    def _drop_gradients(self) -> None:
         self.taken.clear()
         self.zenflow_step.drop_gradients()
-        super().zero_grad(set_to_none)
 
     @override
     def state_dict(self) -> dict[str, Any]:

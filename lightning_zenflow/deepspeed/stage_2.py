@@ -20,14 +20,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zenflow.core.device import runtime_of
-from lightning_zenflow.core.partition import row_length
 from lightning_zenflow.deepspeed.build import ZeroPartition
 from lightning_zenflow.deepspeed.flat_buffers import (
     OrderedCopy,
     balanced_order,
     flat_layouts,
     fragments,
-    parameters_in_order,
     read_slices,
 )
 from lightning_zenflow.deepspeed.flat_layout import FlatLayout
@@ -83,7 +81,7 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         )
         # Weights on their way to the device, in the stock offload path.
         self.param_buffer_of_bit16_for_cpu_offload_groups: list[Tensor] = []
-        parameters = parameters_in_order(self)
+        parameters = [p for group in self.bit16_groups for p in group]
         # Not `detach`: a group's only parameter may be the flat buffer, and our writes would count as the user's.
         weights = [
             partitions[dist.get_rank(group=group)].data
@@ -97,10 +95,10 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
             slices=read_slices(self),
             weights=weights,
             device=weights[0].device,
-            row_lengths=[row_length(p.shape) for p in parameters],
+            shapes=[p.shape for p in parameters],
             group=self.dp_process_group,
         )
-        self._build_step(zero, parameters, [p.shape for p in parameters])
+        self._build_step(zero, parameters)
 
     @override
     def _link_all_hp_params(self) -> None:

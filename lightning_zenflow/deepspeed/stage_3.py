@@ -20,7 +20,6 @@ from torch.nn import Module
 from typing_extensions import override
 
 from lightning_zenflow.core.device import Stream, runtime_of
-from lightning_zenflow.core.partition import row_length
 from lightning_zenflow.deepspeed.build import ZeroPartition
 from lightning_zenflow.deepspeed.fetch import FetchCoordinator, Piece
 from lightning_zenflow.deepspeed.flat_layout import PieceLayout
@@ -110,10 +109,10 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
             device=parameters[0].device,
             in_place=self.offload_param,
             release_weights=self._release_weights,
-            row_lengths=[row_length(p.ds_shape) for p in parameters],
+            shapes=[p.ds_shape for p in parameters],
             group=self.dp_process_group,
         )
-        self._build_step(zero, parameters, [p.ds_shape for p in parameters])
+        self._build_step(zero, parameters)
         if self.offload_param:
             self._use_memory_of(self._rank.weights)
             self._page_lock_frozen()

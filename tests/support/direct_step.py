@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from harness import Case, Run, flatten, show, snapshot, untrained
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.partition import row_length
 from lightning_zenflow.deepspeed.build import ZeroPartition, build
 from lightning_zenflow.deepspeed.environment import RankResources
 from lightning_zenflow.deepspeed.user_optimizer import read_hyperparameters
@@ -67,7 +66,7 @@ class DirectStep:
             weights=self.shown,
             device=self.shown[0].device,
             in_place=in_place,
-            row_lengths=[row_length(w.shape) for w in self.parameters],
+            shapes=[w.shape for w in self.parameters],
             group=dist.group.WORLD,
         )
         config = ZenFlowConfig(**{"worker_timeout": 60, "worker_cores": 1, **keys})

@@ -278,7 +278,7 @@ def test_bytes_of_host_memory(moments: Any, largest: float) -> None:
             slices=slices,
             weights=[torch.empty(numel, dtype=torch.bfloat16, device="meta")],
             device=torch.device("cuda"),
-            row_lengths=[],
+            shapes=[],
             group=None,  # type: ignore[arg-type]
         ),
         in_place=True,

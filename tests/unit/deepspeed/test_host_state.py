@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_zenflow.deepspeed.on_disk import free_disk, on_disk, with_own_storage
+from lightning_zenflow.deepspeed.host_state import free_disk, on_disk, with_own_storage
 from processes import open_files
 
 
