@@ -132,9 +132,11 @@ def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) 
     assert config.is_immediate or not zero.in_place, "`with_weights_on_host` comes before"
     # Padding included.
     sizes = [master.numel() for master in zero.masters]
-    in_backward, in_place = config.submits_in_backward, zero.in_place
     n_blocks = blocks_wanted(
-        config.update_intervals, in_backward=in_backward, numel=sum(sizes), awaited_singly=in_place
+        config.update_intervals,
+        in_backward=config.submits_in_backward,
+        numel=sum(sizes),
+        awaited_singly=zero.in_place,
     )
     partition = zero.publisher.cut_partition(zero.slices, sizes, n_blocks, zero.weights[0].dtype)
     plan = MemoryPlan(config=config, zero=zero, partition=partition, n_threads=len(resources.cores.cores))
@@ -171,9 +173,8 @@ def _agree(plan: MemoryPlan, ranks_on_host: int) -> SchedulePolicy:
     )
     # Before any rank has taken its memory.
     raise_together(None if problem is None else MisconfigurationException(problem), MisconfigurationException)
-    left_out = [c for c in candidates if c not in kept]
-    names = [f"update_interval={s.update_interval}, publish_lag={s.publish_lag}" for s in left_out]
-    if names:
+    left_out = [s for s in candidates if s not in kept]
+    if names := [f"update_interval={s.update_interval}, publish_lag={s.publish_lag}" for s in left_out]:
         rank_zero_info(f"ZenFlow: auto leaves out what host memory has no room for: {'; '.join(names)}")
     return policy
 

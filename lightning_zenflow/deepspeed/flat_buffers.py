@@ -1,5 +1,5 @@
-"""ZeRO's flat buffers: the order of their parameters, by which each rank's share is spread over the depth of the model; its slices; and
-copies of the ranks' states in the order of another layout, for checkpoints that plain DeepSpeed reads.
+"""ZeRO's flat buffers: the order of their parameters, by which each rank's share is spread over the depth of the model; and copies of the
+ranks' states in the order of another layout, for checkpoints that plain DeepSpeed reads.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,6 @@ import torch.distributed as dist
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
-from lightning_zenflow.core.partition import Slice, group_begins
 from lightning_zenflow.deepspeed.flat_layout import FlatLayout, Run, runs
 from lightning_zenflow.deepspeed.host_state import on_disk
 
@@ -64,25 +63,6 @@ def balanced_order(numels: Sequence[int], n_ranks: int) -> list[int]:
             own[rank].append(index)
             filled[rank] += numels[index]
     return [index for rank in range(n_ranks) for index in (*sorted(own[rank]), *across[rank])]
-
-
-def read_slices(zero_optimizer: Any) -> list[Slice]:
-    """Slices of this rank's partition, ascending.
-
-    Private attributes of `DeepSpeedZeroOptimizer`: `params_in_partition` (parameters with a part in the partition, by group) and
-    `grad_position` (for each of them its group, the first element of the part in the parameter and in the group's partition, and its
-    number of elements).
-    """
-    begins = group_begins(zero_optimizer.partition_size)
-    slices = []
-    for parameters in zero_optimizer.params_in_partition:
-        for parameter in parameters:
-            number = zero_optimizer.get_param_id(parameter)
-            group, start, begin, numel = zero_optimizer.grad_position[number]
-            if numel > 0:
-                place = {"param_group": group, "begin": begins[group] + begin, "start": start, "numel": numel}
-                slices.append(Slice.of(parameter.shape, parameter=number, **place))
-    return slices
 
 
 def flat_layouts(zero_optimizer: Any, groups: Sequence[Sequence[Tensor]]) -> list[FlatLayout]:

@@ -1,10 +1,10 @@
-"""Position of the parameters in ZeRO's flat buffers; the runs of elements that two such layouts have in common; copies by them of what all
-ranks have saved, and the terms in which DeepSpeed's stages save it. Pure.
+"""Position of the parameters in ZeRO's flat buffers: slices by it; runs of elements that two such layouts have in common; copies by these of
+what all ranks have saved, and the terms in which DeepSpeed's stages save it. Pure.
 
 States are in the terms of stage 2, whatever the stage of the folder; `in_terms_of_stage_3` is the way back.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from deepspeed.checkpoint.constants import (
 from torch import Tensor
 from typing_extensions import Self
 
+from lightning_zenflow.core.partition import Slice, group_begins
 from lightning_zenflow.deepspeed.host_state import MOMENTS
 
 
@@ -90,6 +91,28 @@ class PieceLayout:
 Layout = FlatLayout | PieceLayout
 
 
+def slices_of(layouts: Sequence[Layout], shapes: Mapping[str, Sequence[int]], rank: int) -> list[Slice]:
+    """Slices of a rank's partition, ascending. `Slice.param_group` counts the layouts, each of which is of a flat partition.
+
+    Args:
+        layouts: of all flat partitions.
+        shapes: of the whole parameters by name, in the order in which `Slice.parameter` counts them.
+        rank: the rank.
+    """
+    numbers = {name: number for number, name in enumerate(shapes)}
+    begins = group_begins([layout.partition_numel for layout in layouts])
+    slices = []
+    for group, layout in enumerate(layouts):
+        for name in layout.places:
+            start = 0
+            for part in layout.parts(name):
+                if part.rank == rank:
+                    place = {"param_group": group, "begin": begins[group] + part.begin, "start": start}
+                    slices.append(Slice.of(shapes[name], parameter=numbers[name], numel=part.numel, **place))
+                start += part.numel
+    return slices
+
+
 class Run(NamedTuple):
     """Elements that are adjacent in two layouts."""
 
@@ -137,6 +160,7 @@ def keys_of(base: Mapping[str, Any]) -> list[Any]:
     return [key for param_group in base["param_groups"] for key in param_group["params"]]
 
 
+@torch.no_grad()  # master weights are saved with `requires_grad`
 def copy_parts(
     read: Callable[[int], Sequence[Sequence[Tensor]]],
     sources: Sequence[Layout],
@@ -160,21 +184,13 @@ def copy_parts(
         for run in runs(source, target)
         if run.target_rank == rank
     ]
-    copies.sort(key=lambda copy: copy[0].source_rank)
-    for source_rank, of_rank in groupby(copies, key=lambda copy: copy[0].source_rank):
-        # By a function of its own, so that nothing refers to the file when the next one is read.
-        _copy_runs(read(source_rank), to, of_rank)
-
-
-@torch.no_grad()  # master weights are saved with `requires_grad`
-def _copy_runs(
-    saved: Sequence[Sequence[Tensor]], to: Sequence[Sequence[Tensor]], copies: Iterable[tuple[Run, int, int]]
-) -> None:
-    """Copies runs from one rank's tensors, given with the numbers of the source's layout and the target's."""
-    for run, s, t in copies:
-        for ours, theirs in zip(to[t], saved[s], strict=True):
-            part = theirs.narrow(0, run.source_begin, run.numel)
-            ours.narrow(0, run.target_begin, run.numel).copy_(part)
+    for source_rank, of_rank in groupby(sorted(copies), key=lambda copy: copy[0].source_rank):
+        saved = read(source_rank)
+        for run, s, t in of_rank:
+            for ours, theirs in zip(to[t], saved[s], strict=True):
+                ours.narrow(0, run.target_begin, run.numel).copy_(theirs.narrow(0, run.source_begin, run.numel))
+        # Nothing may refer to the file when the next one is read.
+        del saved, theirs
 
 
 def repartition(

@@ -1,6 +1,6 @@
 """Master weights, moments and gradients of single parameters, for `deepspeed.utils.safe_get_full_*`, `safe_get_local_*` and the like."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -26,12 +26,12 @@ class FullState:
 
     Args:
         optimizer: the rank's optimizer.
-        parameters: all that are trained, in the order in which `Slice.parameter` counts them.
+        names: of all parameters that are trained, in the order in which `Slice.parameter` counts them.
         shapes: of the whole parameters.
     """
 
     def __init__(
-        self, optimizer: "ZenFlowOptimizer", parameters: Sequence[Tensor], shapes: Sequence[Sequence[int]]
+        self, optimizer: "ZenFlowOptimizer", names: Mapping[Tensor, str], shapes: Sequence[Sequence[int]]
     ) -> None:
         rank = optimizer.parts.rank
         self._optimizer = optimizer
@@ -42,7 +42,8 @@ class FullState:
             "exp_avg_sq": rank.arena.exp_avg_sq,
         }
         self._slices = {s.parameter: (index, s) for index, s in enumerate(rank.partition.slices)}
-        self._parameters, self._shapes = parameters, [torch.Size(shape) for shape in shapes]
+        self._parameters, self._names = list(names), list(names.values())
+        self._shapes = [torch.Size(shape) for shape in shapes]
 
     def read(self, number: int, optim_state_key: str | None = None) -> Tensor:
         """Exact state of a parameter after the last step; waits for updates that are pending.
@@ -81,7 +82,7 @@ class FullState:
         state = self._exact(number, optim_state_key, "safe_set_full_fp32_param and safe_set_full_optimizer_state")
         if value.shape != (shape := self._shapes[number]):
             raise ValueError(
-                f"the new value of {self._name(number)} must have the shape {list(shape)}, got {list(value.shape)}"
+                f"the new value of {self._names[number]} must have the shape {list(shape)}, got {list(value.shape)}"
             )
         if number in self._slices:
             _, s = self._slices[number]
@@ -125,26 +126,26 @@ class FullState:
     def _refuse_without_gradients(self, number: int) -> None:
         if not self._step.has_gradients:
             raise ValueError(
-                f"safe_get_full_grad({self._name(number)}): gradients are there after the backward pass of a step's last micro-batch and"
+                f"safe_get_full_grad({self._names[number]}): gradients are there after the backward pass of a step's last micro-batch and"
                 " before the step: call it in `on_before_optimizer_step`"
             )
 
     def refuse_gradient(self, number: int, value: Tensor) -> None:
         """Raises RuntimeError, which says where gradients can be changed."""
         raise RuntimeError(
-            f"safe_set_full_grad({self._name(number)}): under ZenFlowStrategy gradients go to the host during backward and cannot be"
+            f"safe_set_full_grad({self._names[number]}): under ZenFlowStrategy gradients go to the host during backward and cannot be"
             " replaced after it: change them in a hook, `parameter.register_hook(lambda gradient: ...)`"
         )
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """Of the whole parameters, by name in the order of their numbers."""
-        return {self._name(number): shape for number, shape in enumerate(self._shapes)}
+        return dict(zip(self._names, self._shapes, strict=True))
 
     @property
     def parameters(self) -> dict[str, Tensor]:
         """The parameters by name, in the same order."""
-        return {self._name(number): p for number, p in enumerate(self._parameters)}
+        return dict(zip(self._names, self._parameters, strict=True))
 
     def shown(self) -> list[str]:
         """Names of the parameters that, right after a flush, show this rank's part of the master weights and no weights of the user's. No
@@ -162,15 +163,12 @@ class FullState:
             names.append(name)
         return names
 
-    def _name(self, number: int) -> str:
-        return str(self._optimizer.param_names[self._parameters[number]])
-
     def _exact(self, number: int, key: str | None, caller: str) -> Moment:
         """The state of a name, exact, for a reader or a writer of a parameter's, whose name is for the error: `read` has them."""
         # The same on every rank. A flush would drop the step's gradients.
         if self._step.is_complete:
             raise RuntimeError(
-                f"{caller}({self._name(number)}): the gradients of a step are there and have not been applied; call it between steps, as"
+                f"{caller}({self._names[number]}): the gradients of a step are there and have not been applied; call it between steps, as"
                 " in the Trainer's `on_train_batch_start` or `on_train_batch_end`"
             )
         self._optimizer.flush()

@@ -114,8 +114,7 @@ class HostState:
             {name: _as_float32(moment.read(*bounds)) for name, moment in self._moments.items()}
             for bounds in self._bounds
         ]
-        of_keys = zip(state["state"].items(), saved, strict=True)
-        return {**state, "state": {key: {**of_group, **moments} for (key, of_group), moments in of_keys}}
+        return with_moments(state, saved)
 
     def read_moments(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Copies saved moments into the arena, before `Optimizer.load_state_dict` would convert whole copies of them to float32.
@@ -155,6 +154,12 @@ class HostState:
         # A loaded tensor may be a view of a mapped file, and would keep it open.
         self.write_count(count)
         return count
+
+
+def with_moments(state: Mapping[str, Any], moments: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
+    """The result of the user's `Optimizer.state_dict` with other moments, by parameter group and name."""
+    of_keys = zip(state["state"].items(), moments, strict=True)
+    return {**state, "state": {key: {**before, **of_group} for (key, before), of_group in of_keys}}
 
 
 def _as_float32(moment: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from lightning_zenflow.core.errors import MisconfigurationException, other_backw
 from lightning_zenflow.deepspeed.between_steps import TakenGradients, WrittenWeights
 from lightning_zenflow.deepspeed.build import ZeroPartition, build
 from lightning_zenflow.deepspeed.environment import RankResources
-from lightning_zenflow.deepspeed.flat_layout import Layout
+from lightning_zenflow.deepspeed.flat_layout import Layout, slices_of
 from lightning_zenflow.deepspeed.full_state import FullState
 from lightning_zenflow.deepspeed.supported import refuse_unused
 from lightning_zenflow.deepspeed.user_optimizer import read_hyperparameters
@@ -129,13 +129,23 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
                 " AdamW's moments: save a checkpoint, or read them with `deepspeed.utils.safe_get_full_optimizer_state`"
             )
 
-    def _build_step(self, zero: ZeroPartition, parameters: Sequence[Tensor]) -> None:
+    def _build_step(self, shapes: Mapping[Tensor, Sequence[int]], **of_stage: Any) -> None:
         """Replaces DeepSpeed's host buffers by the arena and starts the worker.
 
         Args:
-            zero: the rank's part.
-            parameters: all that are trained, in the order in which `Slice.parameter` counts them.
+            shapes: of all whole parameters that are trained, in the order in which `Slice.parameter` counts them.
+            **of_stage: what `ZeroPartition` has besides.
         """
+        parameters = list(shapes)
+        names = {p: str(self.param_names[p]) for p in parameters}
+        of_names = dict(zip(names.values(), shapes.values(), strict=True))
+        zero = ZeroPartition(
+            optimizer=self.optimizer,
+            slices=slices_of(self.layouts, of_names, dist.get_rank(group=self.dp_process_group)),
+            shapes=list(shapes.values()),
+            group=self.dp_process_group,
+            **of_stage,
+        )
         parts = build(self.zenflow_config, zero, self._resources)
         self._worker, self._host_state, self._rank = parts.worker, parts.host_state, parts.step.rank
         self.telemetry: Telemetry = parts.step.rank.telemetry
@@ -151,8 +161,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             read_inputs=self._read_inputs,
             gather_weights=self._weights_change,
         )
-        self.full_state = FullState(self, parameters, zero.shapes)
-        names = {p: str(self.param_names[p]) for p in parameters}
+        self.full_state = FullState(self, names, zero.shapes)
         self.taken = TakenGradients(names)
         self._written = WrittenWeights(self._rank, names, in_place=zero.in_place, group=self.dp_process_group)
         for number, parameter in enumerate(parameters):

@@ -1,4 +1,4 @@
-"""Parameters that DeepSpeed's stage 3 has divided: slices of a rank's partition, and loading without gathering, by each rank's own pieces.
+"""Parameters that DeepSpeed's stage 3 has divided, and loading without gathering, by each rank's own pieces.
 
 Private attributes of a divided parameter: `ds_shape` (of the whole), `ds_tensor` (this rank's piece, flat, with padding),
 `ds_process_group` (of the ranks that share it), `partition_numel` (elements of a piece) and `partition`, which drops gathered weights.
@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
-
-from lightning_zenflow.core.partition import Slice, group_begins
 
 
 def is_divided(parameter: Any) -> bool:
@@ -81,26 +79,3 @@ def load_whole(module: Module, states: Mapping[str, Any], *, strict: bool) -> No
             )
         pieces[name] = piece_of(states[name], p)
     load_pieces(module, states, pieces, strict=strict)
-
-
-def read_slices(zero_optimizer: Any) -> list[Slice]:
-    """Slices of this rank's partition, ascending. `Slice.param_group` is DeepSpeed's sub-group, each of which has a flat partition.
-
-    A piece has the same length on every rank; behind the end of the parameter is padding, on the last ranks, which no slice has.
-
-    Private attributes of `DeepSpeedZeroOptimizer_Stage3`: `fp16_groups` (parameters by sub-group) and `fp16_partitioned_groups_flat_numel`
-    (elements of the flat partitions); of a parameter: `partition_numel` (of its piece), `ds_numel` and `ds_shape` (of the whole).
-    """
-    rank = dist.get_rank(group=zero_optimizer.dp_process_group)
-    slices, number = [], 0
-    begins = group_begins(zero_optimizer.fp16_partitioned_groups_flat_numel)
-    for index, (sub_group, begin) in enumerate(zip(zero_optimizer.fp16_groups, begins, strict=True)):
-        for parameter in sub_group:
-            padded = parameter.partition_numel()
-            start = rank * padded
-            if (numel := min(padded, parameter.ds_numel - start)) > 0:
-                place = {"param_group": index, "begin": begin, "start": start, "numel": numel}
-                slices.append(Slice.of(parameter.ds_shape, parameter=number, **place))
-            begin += padded
-            number += 1
-    return slices

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from operator import methodcaller
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
@@ -130,11 +131,11 @@ def release(model: Module) -> Released:
         model.destroy()
     remove_hooks(module)
     for m in modules:
-        remove_attributes(m, vars(m))
+        _remove_attributes(m, vars(m))
     _users_leaves.difference_update(modules)
     released: dict[Any, dict[str, Any]] = {}
     for p in parameters:
-        names = names_on(p)
+        names = _names_on(p)
         if not names:
             continue
         storage = p.untyped_storage()
@@ -154,7 +155,7 @@ def as_in_training(released: Sequence[Released]) -> Iterator[None]:
     """Context in which released parameters are as DeepSpeed's engine saves them; under stage 3 divided, without memory of their own."""
     whole: list[tuple[Any, Tensor]] = []
     try:
-        for p, attributes in ((p, attributes) for of_module in released for p, attributes in of_module.items()):
+        for p, attributes in chain.from_iterable(of_module.items() for of_module in released):
             whole.append((p, p.data))
             p.__dict__.update(attributes)
             if is_divided(p):
@@ -166,7 +167,7 @@ def as_in_training(released: Sequence[Released]) -> Iterator[None]:
             if is_divided(p):
                 p.ds_tensor.data = data.new_empty(0)
                 p.data = data
-            for name in names_on(p):
+            for name in _names_on(p):
                 delattr(p, name)
 
 
@@ -188,12 +189,12 @@ def _module(model: Module) -> Module:
     return module
 
 
-def names_on(parameter: Tensor) -> list[str]:
+def _names_on(parameter: Tensor) -> list[str]:
     """Names of DeepSpeed's attributes of a parameter."""
     return [name for name in vars(parameter) if name in _OF_PARAMETERS or name.startswith("ds_")]
 
 
-def remove_attributes(module: Module, attributes: dict[str, Any]) -> None:
+def _remove_attributes(module: Module, attributes: dict[str, Any]) -> None:
     """Removes DeepSpeed's attributes from those of a module: all by their names, or a copy of them."""
     if isinstance(attributes["_parameters"], ZeROOrderedDict):
         own = dict(attributes["_parameters"].items())
@@ -210,20 +211,17 @@ def remove_attributes(module: Module, attributes: dict[str, Any]) -> None:
 def remove_hooks(module: Module) -> None:
     """Removes DeepSpeed's hooks and ours from modules and parameters."""
     for m in module.modules():
-        remove_hooks_in(vars(m))
+        _remove_hooks_in(vars(m))
+    # Private: torch's, where DeepSpeed waits for gradients.
+    name = "_post_accumulate_grad_hooks"
     for p in module.parameters():
-        # Private: torch's, where DeepSpeed waits for gradients.
-        _remove_hooks([getattr(p, "_post_accumulate_grad_hooks", None)])
+        _remove_hooks_in({name: getattr(p, name, None)})
 
 
-def remove_hooks_in(attributes: dict[str, Any]) -> None:
-    """As `remove_attributes`, of hooks."""
+def _remove_hooks_in(attributes: Mapping[str, Any]) -> None:
+    """As `_remove_attributes`, of hooks."""
     # Private: torch's dictionaries of hooks and of their kinds, by the hooks' numbers.
-    _remove_hooks([table for name, table in attributes.items() if "_hooks" in name])
-
-
-def _remove_hooks(tables: Sequence[Any]) -> None:
-    tables = [table for table in tables if isinstance(table, dict)]
+    tables = [table for name, table in attributes.items() if "_hooks" in name and isinstance(table, dict)]
     theirs = {
         number
         for table in tables
@@ -235,9 +233,6 @@ def _remove_hooks(tables: Sequence[Any]) -> None:
         for number in theirs:
             table.pop(number, None)
 
-
-Reduce = Callable[[Any], Any]
-"""What pickle and copy take an object apart with (`object.__reduce_ex__`)."""
 
 _twins: "WeakValueDictionary[int, Tensor]" = WeakValueDictionary()
 """Of divided parameters, by their identity: one that two modules share is pickled once. A pickler keeps them until its end."""
@@ -255,7 +250,7 @@ def pickled_as_before(parts: Iterable[Module | Tensor]) -> Iterator[None]:
     Python's registry of such functions has a place for each type, which is free again at the end.
     """
     parts = list(parts)
-    parameters: list[Any] = [p for p in parts if isinstance(p, Tensor) and names_on(p)]
+    parameters: list[Any] = [p for p in parts if isinstance(p, Tensor) and _names_on(p)]
     buffers = {t.untyped_storage().data_ptr() for p in parameters for t in (p, getattr(p, "ds_tensor", p))} - {0}
     table: dict[type, Any] = copyreg.dispatch_table
     before = {kind: table.get(kind) for kind in {*map(type, parts), Tensor}}
@@ -270,7 +265,7 @@ def pickled_as_before(parts: Iterable[Module | Tensor]) -> Iterator[None]:
                 table[kind] = theirs
 
 
-def _reduce(theirs: Reduce, buffers: set[int], part: Module | Tensor) -> Any:
+def _reduce(theirs: Callable[[Any], Any], buffers: set[int], part: Module | Tensor) -> Any:
     if type(part) is Tensor:
         is_ours = part.layout is torch.strided and part.untyped_storage().data_ptr() in buffers
         return theirs(_alone(part) if is_ours else part)
@@ -282,8 +277,8 @@ def _reduce(theirs: Reduce, buffers: set[int], part: Module | Tensor) -> Any:
     if not isinstance(state, dict) or "_parameters" not in state:
         return reduced
     ours = {k: type(v)(v) if "_hooks" in k and isinstance(v, dict) else v for k, v in state.items()}
-    remove_hooks_in(ours)
-    remove_attributes(part, ours)
+    _remove_hooks_in(ours)
+    _remove_attributes(part, ours)
     # Not by their own `_reduce`, of which copies make no use.
     ours["_parameters"] = {k: p if p is None or not is_divided(p) else _twin(p) for k, p in ours["_parameters"].items()}
     return (*reduced[:2], ours, *reduced[3:])
@@ -295,7 +290,7 @@ def _twin(parameter: Any) -> Any:
     Raises:
         RuntimeError: other ranks have pieces of it.
     """
-    names = names_on(parameter)
+    names = _names_on(parameter)
     if not names:
         return parameter
     if (known := _twins.get(id(parameter))) is not None:

@@ -20,16 +20,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zenflow.core.device import runtime_of
-from lightning_zenflow.deepspeed.build import ZeroPartition
 from lightning_zenflow.deepspeed.flat_buffers import (
     OrderedCopy,
     balanced_order,
     flat_layouts,
     fragments,
-    read_slices,
 )
 from lightning_zenflow.deepspeed.flat_layout import FlatLayout
-from lightning_zenflow.deepspeed.host_state import MOMENTS
+from lightning_zenflow.deepspeed.host_state import MOMENTS, with_moments
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.supported import refuse_features, refuse_moved
 
@@ -81,7 +79,6 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         )
         # Weights on their way to the device, in the stock offload path.
         self.param_buffer_of_bit16_for_cpu_offload_groups: list[Tensor] = []
-        parameters = [p for group in self.bit16_groups for p in group]
         # Not `detach`: a group's only parameter may be the flat buffer, and our writes would count as the user's.
         weights = [
             partitions[dist.get_rank(group=group)].data
@@ -89,16 +86,12 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
                 self.parallel_partitioned_bit16_groups, self.real_dp_process_group, strict=True
             )
         ]
-        zero = ZeroPartition(
-            optimizer=self.optimizer,
+        self._build_step(
+            {p: p.shape for group in self.bit16_groups for p in group},
             masters=self.single_partition_of_fp32_groups,
-            slices=read_slices(self),
             weights=weights,
             device=weights[0].device,
-            shapes=[p.shape for p in parameters],
-            group=self.dp_process_group,
         )
-        self._build_step(zero, parameters)
 
     @override
     def _link_all_hp_params(self) -> None:
@@ -188,9 +181,8 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         # Private: cuts off the padding.
         masters = self._get_groups_without_padding([masters for masters, *_ in self._saved.states])
         state[SINGLE_PARTITION_OF_FP32_GROUPS] = masters
-        base, moments = state[self.state_key], [dict(zip(MOMENTS, of, strict=True)) for _, *of in self._saved.states]
-        of_keys = zip(base["state"].items(), moments, strict=True)
-        state[self.state_key] = {**base, "state": {key: {**old, **new} for (key, old), new in of_keys}}
+        moments = [dict(zip(MOMENTS, of_group, strict=True)) for _, *of_group in self._saved.states]
+        state[self.state_key] = with_moments(state[self.state_key], moments)
         rank = dist.get_rank(group=self.dp_process_group)
         state[PARAM_SLICE_MAPPINGS] = fragments(flat_layouts(self, self._plain_groups()), rank)
 

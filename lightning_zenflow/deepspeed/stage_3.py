@@ -20,12 +20,10 @@ from torch.nn import Module
 from typing_extensions import override
 
 from lightning_zenflow.core.device import Stream, runtime_of
-from lightning_zenflow.deepspeed.build import ZeroPartition
 from lightning_zenflow.deepspeed.fetch import FetchCoordinator, Piece
 from lightning_zenflow.deepspeed.flat_layout import PieceLayout
 from lightning_zenflow.deepspeed.full_state import StateAccess
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.pieces import read_slices
 from lightning_zenflow.deepspeed.release import restore_process
 from lightning_zenflow.deepspeed.supported import (
     check_inputs_of_leaf_modules,
@@ -97,10 +95,9 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         parameters = [p for sub_group in self.fp16_groups for p in sub_group]
         # Private: the number that DeepSpeed gives to a parameter.
         self._numbers = {p.ds_id: number for number, p in enumerate(parameters)}
-        zero = ZeroPartition(
-            optimizer=self.optimizer,
+        self._build_step(
+            {p: p.ds_shape for p in parameters},
             masters=self.fp32_partitioned_groups_flat,
-            slices=read_slices(self),
             # In place, memory of their own would be held until the worker has started.
             weights=[
                 _without_memory(f) if self.offload_param else f.detach() for f in self.fp16_partitioned_groups_flat
@@ -109,10 +106,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
             device=parameters[0].device,
             in_place=self.offload_param,
             release_weights=self._release_weights,
-            shapes=[p.ds_shape for p in parameters],
-            group=self.dp_process_group,
         )
-        self._build_step(zero, parameters)
         if self.offload_param:
             self._use_memory_of(self._rank.weights)
             self._page_lock_frozen()

@@ -80,27 +80,27 @@ def refuse_unsupported_callbacks(callbacks: Iterable[pl.Callback], lightning: Mo
     """
     kinds = lightning.callbacks
     for callback in callbacks:
-        name = type(callback).__name__
-        if isinstance(callback, kinds.LearningRateFinder):
-            raise MisconfigurationException(
-                "ZenFlowStrategy: LearningRateFinder and `Tuner.lr_find` put a scheduler of their own on a torch optimizer, which"
-                " DeepSpeed's is not: find the learning rate with another strategy and a model that fits, such as"
-                " Trainer(strategy='auto')"
+        absent = f"{type(callback).__name__} must be absent"
+        refused = {
+            kinds.LearningRateFinder: (
+                "LearningRateFinder and `Tuner.lr_find` put a scheduler of their own on a torch optimizer, which DeepSpeed's is not: find"
+                " the learning rate with another strategy and a model that fits, such as Trainer(strategy='auto')"
+            ),
+            kinds.BaseFinetuning: (
+                f"{absent}: it adds parameter groups in mid-run, and the ranks divide all of them at set-up; give"
+                " `configure_optimizers` all parameters, and set their `requires_grad` in `on_train_epoch_start`"
+            ),
+            kinds.StochasticWeightAveraging: (
+                f"{absent}: it replaces the weights of a torch optimizer; use `WeightAveraging`"
+            ),
+        }
+        if in_pieces:
+            refused[kinds.WeightAveraging] = (
+                f"{absent} with stage=3: it averages whole weights, and each rank has only its pieces; use stage=2"
             )
-        if isinstance(callback, kinds.BaseFinetuning):
-            raise MisconfigurationException(
-                f"ZenFlowStrategy: {name} must be absent: it adds parameter groups in mid-run, and the ranks divide all of them at set-up;"
-                " give `configure_optimizers` all parameters, and set their `requires_grad` in `on_train_epoch_start`"
-            )
-        if isinstance(callback, kinds.StochasticWeightAveraging):
-            raise MisconfigurationException(
-                f"ZenFlowStrategy: {name} must be absent: it replaces the weights of a torch optimizer; use `WeightAveraging`"
-            )
-        if in_pieces and isinstance(callback, kinds.WeightAveraging):
-            raise MisconfigurationException(
-                f"ZenFlowStrategy: {name} must be absent with stage=3: it averages whole weights, and each rank has only its pieces; use"
-                " stage=2"
-            )
+        for kind, reason in refused.items():
+            if isinstance(callback, kind):
+                raise MisconfigurationException(f"ZenFlowStrategy: {reason}")
 
 
 def refuse_unsupported_module(module: Module) -> None:
