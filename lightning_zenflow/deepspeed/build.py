@@ -182,19 +182,18 @@ def _agree(plan: MemoryPlan, ranks_on_host: int) -> SchedulePolicy:
 def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, undo: ExitStack) -> RankParts:
     """Makes the components, in the order in which one needs another; `undo` releases them."""
     config, zero, cores = plan.config, plan.zero, resources.cores.cores
-    device = zero.device
     # For every schedule that the configuration allows: what is not used takes no memory.
     sizes = plan.sizes(plan.candidates)
-    arena = Arena(plan.partition, sizes, device=device, cores=cores)
+    arena = Arena(plan.partition, sizes, device=zero.device, cores=cores)
     undo.callback(arena.close, keep_state=False)
     rank = RankState(
         partition=plan.partition,
         arena=arena,
         weights=zero.publisher.place_weights(zero.weights, plan.partition, arena),
-        device=device,
-        kernels=kernels_for(device),
-        telemetry=Telemetry(stalls=StallClock(device)),
-        d2h=SideStream(device),
+        device=zero.device,
+        kernels=kernels_for(zero.device),
+        telemetry=Telemetry(stalls=StallClock(zero.device)),
+        d2h=SideStream(zero.device),
     )
     # Before anything is written to the states: their memory comes from the NUMA node of the thread that touches it first.
     worker = SupervisedWorker(

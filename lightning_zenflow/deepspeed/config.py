@@ -292,12 +292,11 @@ def refuse_options(options: Mapping[str, Any], *, has_config: bool) -> None:
         has_config: whether there is a DeepSpeed config, beside which Lightning does not read keywords.
     """
     _refuse(options, _OPTION_RULES, "ZenFlowStrategy")
+    reason = _NEEDS_STAGE_3
     if has_config:
         reason = (
             "set zero_optimization.offload_param to {'device': 'cpu'} in the DeepSpeed config that is given as well"
         )
-    else:
-        reason = _NEEDS_STAGE_3
     if has_config or options.get("stage", 2) != 3:
         _refuse(options, [_only("offload_parameters", False, reason)], "ZenFlowStrategy")
 

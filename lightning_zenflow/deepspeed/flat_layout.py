@@ -1,5 +1,5 @@
-"""Position of the parameters in ZeRO's flat buffers: slices by it; runs of elements that two such layouts have in common; copies by these of
-what all ranks have saved, and the terms in which DeepSpeed's stages save it. Pure.
+"""Position of the parameters in ZeRO's flat buffers: slices by it; runs of elements that two such layouts have in common; copies by these
+of what all ranks have saved, and the terms in which DeepSpeed's stages save it. Pure.
 
 States are in the terms of stage 2, whatever the stage of the folder; `in_terms_of_stage_3` is the way back.
 """

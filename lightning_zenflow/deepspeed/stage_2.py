@@ -65,7 +65,6 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
 
     @override
     def initialize_optimizer_states(self) -> None:
-        """Replaces DeepSpeed's host buffers by the arena and starts the worker."""
         refuse_features(
             self,
             {
@@ -154,7 +153,7 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
     def _begin_step(self) -> None:
         if self._addresses != (addresses := [parameter.data_ptr() for parameter in self._trained_parameters]):
             places = zip(self._trained_parameters, addresses, self._addresses, strict=True)
-            refuse_moved(self.param_names[parameter] for parameter, now, before in places if now != before)
+            refuse_moved(next(self.param_names[parameter] for parameter, now, before in places if now != before))
 
     @override
     def _forget_weights(self) -> None:
@@ -164,7 +163,6 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
 
     @override
     def _gather_weights(self) -> None:
-        """As ZeRO-2."""
         all_gather_dp_groups(
             groups_flat=self.bit16_groups_flat,
             partitioned_param_groups=self.parallel_partitioned_bit16_groups,

@@ -24,7 +24,6 @@ from lightning_zenflow.deepspeed.fetch import FetchCoordinator, Piece
 from lightning_zenflow.deepspeed.flat_layout import PieceLayout
 from lightning_zenflow.deepspeed.full_state import StateAccess
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.release import restore_process
 from lightning_zenflow.deepspeed.supported import (
     check_inputs_of_leaf_modules,
     refuse_features_of_stage_3,
@@ -361,11 +360,3 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
     def layouts(self) -> list[PieceLayout]:
         n_ranks = dist.get_world_size(group=self.dp_process_group)
         return [PieceLayout.of({self.param_names[p]: p.ds_numel for p in g}, n_ranks=n_ranks) for g in self.fp16_groups]
-
-    @override
-    def destroy(self) -> None:
-        # Once: the collection of an engine calls this again, when another training may be running.
-        is_first = not self._destroyed
-        super().destroy()
-        if is_first:
-            restore_process()

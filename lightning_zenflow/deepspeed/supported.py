@@ -135,14 +135,13 @@ def refuse_unsupported_module(module: Module) -> None:
             raise MisconfigurationException(f"ZenFlowStrategy: {name} must {must}, got {found}")
 
 
-def refuse_moved(names: Iterable[str]) -> None:
-    """Refuses weights whose memory was replaced: updates reach them at their addresses, and nowhere else."""
-    for name in names:
-        raise MisconfigurationException(
-            f"ZenFlowStrategy: {name} must keep its memory, got another one since set-up, as by `parameter.data = ...`,"
-            " `module.to(...)` or `module.load_state_dict(..., assign=True)`: updates do not reach it there. To give it other values, use"
-            " deepspeed.utils.safe_set_full_fp32_param"
-        )
+def refuse_moved(name: str) -> None:
+    """Refuses a weight whose memory was replaced: updates reach it at its address, and nowhere else."""
+    raise MisconfigurationException(
+        f"ZenFlowStrategy: {name} must keep its memory, got another one since set-up, as by `parameter.data = ...`, `module.to(...)` or"
+        " `module.load_state_dict(..., assign=True)`: updates do not reach it there. To give it other values, use"
+        " deepspeed.utils.safe_set_full_fp32_param"
+    )
 
 
 def refuse_missing_loss(output: object) -> None:
