@@ -14,7 +14,7 @@ from typing_extensions import Self
 from lightning_zenflow.core.device import AsyncHostCopy
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.pieces import is_divided
-from lightning_zenflow.worker.rank_state import RankState
+from lightning_zenflow.offload.rank_state import RankState
 
 FOLLOWED = 16
 """Steps after the start, and after each write, in which writes through `parameter.data` are looked for in every one."""

@@ -22,14 +22,14 @@ from lightning_zenflow.core.schedule import StaggeredSchedule, UpdateSchedule, b
 from lightning_zenflow.deepspeed.environment import RankResources
 from lightning_zenflow.deepspeed.host_state import HostState
 from lightning_zenflow.kernels.base import kernels_for
-from lightning_zenflow.offload.block import Blocks
-from lightning_zenflow.offload.buffers import InPlacePublisher, Publisher, SlotPool
+from lightning_zenflow.offload.buffers import InPlacePublisher, Publisher
 from lightning_zenflow.offload.columns import export_bytes
 from lightning_zenflow.offload.fill import Fill
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.ownership import Ownership
 from lightning_zenflow.offload.plan import Planner, ScheduleControl
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
+from lightning_zenflow.offload.rank_state import Blocks, RankState
 from lightning_zenflow.offload.readings import CounterReader
 from lightning_zenflow.offload.run_state import StepParts
 from lightning_zenflow.offload.selector import Selector
@@ -38,7 +38,6 @@ from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
 from lightning_zenflow.worker.cores import WorkerCores
 from lightning_zenflow.worker.memory import check_host_memory, free_host_memory
 from lightning_zenflow.worker.process import Worker
-from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 
 
@@ -188,6 +187,7 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
     undo.callback(arena.close, keep_state=False)
     rank = RankState(
         partition=plan.partition,
+        blocks=Blocks(plan.partition),
         arena=arena,
         weights=zero.publisher.place_weights(zero.weights, plan.partition, arena),
         device=zero.device,
@@ -205,13 +205,10 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
     host_state = HostState(zero.optimizer, zero.masters, partition=plan.partition, arena=arena)
     if zero.in_place and zero.release_weights is not None:
         zero.release_weights()
-    blocks = Blocks(plan.partition)
-    slots, publisher = SlotPool(rank, blocks), zero.publisher(rank, blocks)
+    publisher = zero.publisher(rank)
     jobs = JobQueue(
         rank,
-        blocks,
         worker,
-        slots,
         publisher,
         policy.schedule,
         config.compensation,
@@ -226,12 +223,10 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
         interval=config.select_interval,
         device=rank.device,
     )
-    ownership = Ownership(rank, blocks, worker, topk_ratio=config.owned_ratio)
-    provisional = ProvisionalUpdate(rank, blocks, config.compensation, rank_number=dist.get_rank(zero.group))
+    ownership = Ownership(rank, worker, topk_ratio=config.owned_ratio)
+    provisional = ProvisionalUpdate(rank, config.compensation, rank_number=dist.get_rank(zero.group))
     fill = Fill(
         rank,
-        blocks,
-        slots,
         jobs,
         ownership,
         provisional,
@@ -243,7 +238,6 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
     skipped = torch.zeros((), dtype=torch.int64, device=rank.device)
     step = StepParts(
         rank=rank,
-        slots=slots,
         jobs=jobs,
         ownership=ownership,
         provisional=provisional,

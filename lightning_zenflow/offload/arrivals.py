@@ -18,11 +18,10 @@ from lightning_zenflow.core.step_inputs import (
     predicted_squared_norm,
     smoothed_ratio,
 )
-from lightning_zenflow.offload.block import Block, Blocks
 from lightning_zenflow.offload.gradient_router import VectorGradients
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.plan import StepContext
-from lightning_zenflow.worker.rank_state import RankState
+from lightning_zenflow.offload.rank_state import Block, Blocks, RankState
 
 
 class Arrivals:
@@ -165,13 +164,7 @@ class BackwardSubmission:
     """
 
     def __init__(
-        self,
-        rank: RankState,
-        jobs: JobQueue,
-        norms: GradientNorms,
-        vectors: VectorGradients,
-        *,
-        predicts: bool,
+        self, rank: RankState, jobs: JobQueue, norms: GradientNorms, vectors: VectorGradients, *, predicts: bool
     ) -> None:
         self._rank = rank
         self._jobs = jobs

@@ -10,17 +10,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zenflow.core.device import Event, SideStream, runtime_of
-from lightning_zenflow.core.partition import (
-    Partition,
-    Slice,
-    build_partition,
-    merge_ranges,
-    ranges_of_block,
-)
+from lightning_zenflow.core.partition import Partition, Slice, build_partition, merge_ranges, ranges_of_block
 from lightning_zenflow.core.schedule import StaggeredSchedule
-from lightning_zenflow.offload.block import Block, Blocks
+from lightning_zenflow.offload.rank_state import Block, RankState
 from lightning_zenflow.worker.arena import PAGE_BYTES, Arena
-from lightning_zenflow.worker.rank_state import RankState
 
 MAX_VIEWS = 1 << 16
 """Of tiles in slots that are kept, some 50 MB: long windows of large models have more of them."""
@@ -38,9 +31,8 @@ class SlotPool:
         n_slots: slots in use at most.
     """
 
-    def __init__(self, rank: RankState, blocks: Blocks) -> None:
+    def __init__(self, rank: RankState) -> None:
         self._rank = rank
-        self._blocks = blocks
         self.n_slots = 0
         self._free: list[int] = []
         self._views: dict[tuple[int, int], Tensor] = {}
@@ -79,7 +71,7 @@ class SlotPool:
             [rows, width], model dtype, host memory (page-locked for a CUDA device); to be written in stream order.
         """
         # Views are cached: every step asks for as many as there are tiles, and a new one takes six times as long.
-        block = self._blocks.of_tile[tile_index]
+        block = self._rank.blocks.of_tile[tile_index]
         assert block.slot is not None, "`acquire` comes before"
         slot = block.slot
         view = self._views.get((tile_index, slot))
@@ -119,10 +111,9 @@ class Publisher:
 
     in_place = False
 
-    def __init__(self, rank: RankState, blocks: Blocks) -> None:
+    def __init__(self, rank: RankState) -> None:
         self.scratch = 0
         self._rank = rank
-        self._blocks = blocks
         self._copies = SideStream(rank.device)
         self.set_ranges(rank.partition)
 
@@ -155,7 +146,7 @@ class Publisher:
 
     def set_ranges(self, partition: Partition) -> None:
         """Publishes the ranges of this partition from now on. It differs from `RankState.partition` in its ranges only."""
-        for block, extent in zip(self._blocks, partition.blocks, strict=True):
+        for block, extent in zip(self._rank.blocks, partition.blocks, strict=True):
             block.published.clear()
             for r in ranges_of_block(partition, extent):
                 for tile in (partition.tiles[index] for index in extent.tiles):
@@ -220,9 +211,9 @@ class InPlacePublisher(Publisher):
 
     in_place = True
 
-    def __init__(self, rank: RankState, blocks: Blocks) -> None:
-        super().__init__(rank, blocks)
-        self.scratch = len(blocks)
+    def __init__(self, rank: RankState) -> None:
+        super().__init__(rank)
+        self.scratch = len(rank.blocks)
 
     @staticmethod
     @override

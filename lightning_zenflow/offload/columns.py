@@ -24,8 +24,8 @@ from lightning_zenflow.core.partition import STATE_BYTES, Partition, Tile, align
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import ColumnWrite, Selection
 from lightning_zenflow.native import protocol
+from lightning_zenflow.offload.rank_state import RankState
 from lightning_zenflow.telemetry.telemetry import Cause
-from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 
 _COLUMN_BYTES = 4
@@ -303,18 +303,6 @@ class Incoming:
     columns: DeviceColumns
     steps: list[tuple[Sequence[GroupHyperparameters], StepScale, list[Tensor]]] = field(default_factory=list)
     """Hyperparameters, scales and gradients of the steps after the block's last submission, which the arena does not have yet."""
-
-
-@dataclass(kw_only=True)
-class Owned:
-    """What the device owns of one block. Numbers are of selections (`Ownership`)."""
-
-    wanted: int | None = None
-    """Selection that the block has or changes to with its next window; None: nothing is owned."""
-    selection: int | None = None
-    """Selection of the columns that were requested last."""
-    current: DeviceColumns | None = None
-    incoming: Incoming | None = None
 
 
 def adamw(

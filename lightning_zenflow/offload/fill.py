@@ -8,14 +8,12 @@ from torch import Tensor
 
 from lightning_zenflow.core.device import has_room
 from lightning_zenflow.offload.arrivals import Arrivals, BackwardSubmission, GradientNorms
-from lightning_zenflow.offload.block import Block, Blocks
-from lightning_zenflow.offload.buffers import SlotPool
 from lightning_zenflow.offload.gradient_router import GradientRouter, VectorGradients
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.ownership import Ownership
 from lightning_zenflow.offload.plan import StepContext
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
-from lightning_zenflow.worker.rank_state import RankState
+from lightning_zenflow.offload.rank_state import Block, RankState
 
 _log = logging.getLogger(__name__)
 
@@ -33,18 +31,8 @@ class Accumulation:
             gets.
     """
 
-    def __init__(
-        self,
-        rank: RankState,
-        blocks: Blocks,
-        slots: SlotPool,
-        jobs: JobQueue,
-        *,
-        where: Literal["auto", "device", "host"],
-    ) -> None:
+    def __init__(self, rank: RankState, jobs: JobQueue, *, where: Literal["auto", "device", "host"]) -> None:
         self._rank = rank
-        self._blocks = blocks
-        self._slots = slots
         self._jobs = jobs
         self._where = where
         self._on_device: Tensor | None = None  # [partition.numel], model dtype
@@ -71,8 +59,8 @@ class Accumulation:
             if slice_index in self._pending:
                 gradient.add_(self._sum(slice_index))
             else:
-                self._jobs.acquire(self._blocks.of_slice[slice_index], step)
-            for begin, slot in self._slots.views_of_slice(slice_index):
+                self._jobs.acquire(self._rank.blocks.of_slice[slice_index], step)
+            for begin, slot in self._jobs.slots.views_of_slice(slice_index):
                 slot.copy_(gradient.narrow(0, begin, slot.numel()), non_blocking=True)
                 self._rank.telemetry.traffic.d2h_bytes += slot.nbytes
         elif slice_index in self._pending:
@@ -104,7 +92,7 @@ class Accumulation:
                 )
             return self._on_device.narrow(0, s.begin, s.numel)
         total = torch.empty(s.numel, dtype=self._rank.dtype, device=self._rank.device)
-        for begin, slot in self._slots.views_of_slice(slice_index):
+        for begin, slot in self._jobs.slots.views_of_slice(slice_index):
             total.narrow(0, begin, slot.numel()).copy_(slot, non_blocking=True)
             self._rank.telemetry.traffic.h2d_bytes += slot.nbytes
         return total
@@ -126,8 +114,6 @@ class Fill:
     def __init__(
         self,
         rank: RankState,
-        blocks: Blocks,
-        slots: SlotPool,
         jobs: JobQueue,
         ownership: Ownership,
         provisional: ProvisionalUpdate,
@@ -136,14 +122,13 @@ class Fill:
         predicts_clipping: bool,
     ) -> None:
         self._rank = rank
-        self._blocks = blocks
         self._jobs = jobs
         self._provisional = provisional
-        self.accumulation = Accumulation(rank, blocks, slots, jobs, where=accumulate_on)
-        self._router = GradientRouter(rank, blocks, slots, ownership, provisional)
-        self._vectors = VectorGradients(rank, blocks, slots, ownership)
-        self.arrivals = Arrivals(blocks)
-        self.norms = GradientNorms(len(blocks), rank.device)
+        self.accumulation = Accumulation(rank, jobs, where=accumulate_on)
+        self._router = GradientRouter(rank, jobs.slots, ownership, provisional)
+        self._vectors = VectorGradients(rank, jobs.slots, ownership)
+        self.arrivals = Arrivals(rank.blocks)
+        self.norms = GradientNorms(len(rank.blocks), rank.device)
         self.in_backward = BackwardSubmission(rank, jobs, self.norms, self._vectors, predicts=predicts_clipping)
 
     def accumulate(self, slice_index: int, gradient: Tensor, step: int) -> None:
@@ -182,12 +167,12 @@ class Fill:
             self._rank.d2h.join()
         for index in self.arrivals.missing:
             if index not in self._vectors:
-                self._jobs.acquire(self._blocks.of_slice[index], context.number)
+                self._jobs.acquire(self._rank.blocks.of_slice[index], context.number)
                 self._router.route_zeros(index)
                 self.arrivals.slice_complete(index)
         self._jobs.in_flight.poll(context.number, self.arrivals.take_new())
-        self._jobs.acquire(self._blocks, context.number)
-        rest = [block for block in self._blocks if block not in self._jobs.submitted_in_backward]
+        self._jobs.acquire(self._rank.blocks, context.number)
+        rest = [block for block in self._rank.blocks if block not in self._jobs.submitted_in_backward]
         self.norms.add(self._vectors.fill(rest, self.arrivals.arrived))
         return self.norms.whole()
 
@@ -210,7 +195,7 @@ class Fill:
         if slice_index in self._vectors:
             self._vectors.keep(slice_index, gradient)
             return self.arrivals.slice_complete(slice_index)
-        self._jobs.acquire(self._blocks.of_slice[slice_index], context.number)
+        self._jobs.acquire(self._rank.blocks.of_slice[slice_index], context.number)
         squared_norms, late = self._router.route(context, slice_index, gradient)
         self.norms.add(squared_norms)
         if late is not None:

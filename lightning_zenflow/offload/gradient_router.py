@@ -9,12 +9,11 @@ from torch import Tensor
 from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.partition import Partition, tiles_of_slice
 from lightning_zenflow.kernels.base import Destination
-from lightning_zenflow.offload.block import Block, Blocks
 from lightning_zenflow.offload.buffers import SlotPool
 from lightning_zenflow.offload.ownership import Ownership
 from lightning_zenflow.offload.plan import StepContext
 from lightning_zenflow.offload.provisional_update import LateGradient, ProvisionalUpdate
-from lightning_zenflow.worker.rank_state import RankState
+from lightning_zenflow.offload.rank_state import Block, RankState
 
 
 class GradientRouter:
@@ -24,9 +23,7 @@ class GradientRouter:
     without offload: its moments decay.
     """
 
-    def __init__(
-        self, rank: RankState, blocks: Blocks, slots: SlotPool, ownership: Ownership, provisional: ProvisionalUpdate
-    ) -> None:
+    def __init__(self, rank: RankState, slots: SlotPool, ownership: Ownership, provisional: ProvisionalUpdate) -> None:
         self._rank = rank
         self._slots = slots
         self._ownership = ownership
@@ -40,7 +37,7 @@ class GradientRouter:
                 (
                     rectangle,
                     [
-                        (part, blocks.of_tile[part], partition.tiles[part].begin - rectangle.begin)
+                        (part, rank.blocks.of_tile[part], partition.tiles[part].begin - rectangle.begin)
                         for part in partition.tiles_by_slice[index]
                         if rectangle.begin <= partition.tiles[part].begin < rectangle.end
                     ],
@@ -138,9 +135,8 @@ class VectorGradients:
     have no columns to choose from, hence no proxies and no provisional update. A slice without gradient has the gradient zero.
     """
 
-    def __init__(self, rank: RankState, blocks: Blocks, slots: SlotPool, ownership: Ownership) -> None:
+    def __init__(self, rank: RankState, slots: SlotPool, ownership: Ownership) -> None:
         self._rank = rank
-        self._blocks = blocks
         self._slots = slots
         self._ownership = ownership
         partition = rank.partition
@@ -149,7 +145,7 @@ class VectorGradients:
         self._values = torch.zeros(sum(numels), device=rank.device, dtype=rank.dtype)
         self._of_slice = dict(zip(small, torch.split(self._values, numels), strict=True))
         end = 0
-        for block, extent in zip(blocks, partition.blocks, strict=True):
+        for block, extent in zip(rank.blocks, partition.blocks, strict=True):
             begin, tiles = end, []
             for index in (index for index in extent.tiles if partition.tiles[index].slice in small):
                 tile = partition.tiles[index]
@@ -188,7 +184,7 @@ class VectorGradients:
             `SquaredNorms.parts`; empty where the blocks have no vectors.
         """
         of_blocks = [block.vectors for block in blocks if block.vectors is not None]
-        if len(blocks) == len(self._blocks):
+        if len(blocks) == len(self._rank.blocks):
             return self._fill(of_blocks, self._values, arrived)
         return [norm for vectors in of_blocks for norm in self._fill([vectors], vectors.values, arrived)]
 

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping, Set
 
 from lightning_zenflow.core.device import Event, runtime_of
 from lightning_zenflow.native.protocol import Tentative
-from lightning_zenflow.offload.block import Block, Blocks, Job, JobState, Window
 from lightning_zenflow.offload.buffers import Publisher, SlotPool
+from lightning_zenflow.offload.rank_state import Block, Job, JobState, RankState, Window
 from lightning_zenflow.telemetry.telemetry import Cause
 from lightning_zenflow.worker.process import JobMessage
-from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 
 
@@ -31,17 +30,9 @@ class JobsInFlight:
     """
 
     def __init__(
-        self,
-        rank: RankState,
-        blocks: Blocks,
-        worker: SupervisedWorker,
-        slots: SlotPool,
-        publisher: Publisher,
-        *,
-        has_scratch: bool,
+        self, rank: RankState, worker: SupervisedWorker, slots: SlotPool, publisher: Publisher, *, has_scratch: bool
     ) -> None:
         self._rank = rank
-        self._blocks = blocks
         self._worker = worker
         self._slots = slots
         self._publisher = publisher
@@ -154,7 +145,7 @@ class JobsInFlight:
         """
         changed: list[Job] = []
         overwritable: Event | None = None
-        for block in dict.fromkeys(block for index in new for block in self._blocks.of_slice[index]):
+        for block in dict.fromkeys(block for index in new for block in self._rank.blocks.of_slice[index]):
             for job in block.jobs:
                 if job.due_step <= step and (slices := job.read & new):
                     overwritable = overwritable or runtime_of(self._rank.device).record_event()

@@ -11,12 +11,11 @@ from lightning_zenflow.core.device import Event, runtime_of
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.core.schedule import StaggeredSchedule, StalenessCompensation, UpdateSchedule
 from lightning_zenflow.native.protocol import Tentative
-from lightning_zenflow.offload.block import Block, Blocks, Window
 from lightning_zenflow.offload.buffers import Publisher, SlotPool
 from lightning_zenflow.offload.in_flight import JobsInFlight
+from lightning_zenflow.offload.rank_state import Block, RankState, Window
 from lightning_zenflow.telemetry.telemetry import Cause
 from lightning_zenflow.worker.arena import WORD_BYTES, StepWords
-from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 
 
@@ -72,6 +71,7 @@ class JobQueue:
 
     Attributes:
         in_flight: the jobs.
+        slots: of all blocks.
         schedule: S and d.
         staggered: which blocks close when.
     """
@@ -79,9 +79,7 @@ class JobQueue:
     def __init__(
         self,
         rank: RankState,
-        blocks: Blocks,
         worker: SupervisedWorker,
-        slots: SlotPool,
         publisher: Publisher,
         schedule: UpdateSchedule,
         compensation: StalenessCompensation,
@@ -91,9 +89,8 @@ class JobQueue:
     ) -> None:
         self.corrects = corrects
         self._rank = rank
-        self._blocks = blocks
         self._worker = worker
-        self._slots = slots
+        self.slots = SlotPool(rank)
         self._publisher = publisher
         self._compensation = compensation
         self._in_backward = in_backward
@@ -103,7 +100,7 @@ class JobQueue:
         # makes a difference then, and must not depend on when the worker begins it.
         rounds = rank.arena.rounds
         self._in_backward_tentative = Tentative.TRUE_IF_KNOWN if corrects and not rounds else Tentative.PREDICTED
-        self.in_flight = JobsInFlight(rank, blocks, worker, slots, publisher, has_scratch=in_backward)
+        self.in_flight = JobsInFlight(rank, worker, self.slots, publisher, has_scratch=in_backward)
         self._longest = self._largest_lag = 0
         self._dropped: list[int] = []  # slots of interrupted steps, free after the next flush
         self._open_step: int | None = None  # the step that is in phase *fill*
@@ -128,16 +125,16 @@ class JobQueue:
         Windows of the longer S begin and end where some of the shorter S do, so no window is ever longer than the longer S.
         """
         self.schedule = schedule
-        self.staggered = StaggeredSchedule.of(schedule, n_blocks=len(self._blocks), in_backward=self._in_backward)
+        self.staggered = StaggeredSchedule.of(schedule, n_blocks=len(self._rank.blocks), in_backward=self._in_backward)
         # Windows of the S before may still be open, and jobs of the d before in flight.
         self._longest = max(self._longest, schedule.update_interval)
         self._largest_lag = max(self._largest_lag, schedule.publish_lag)
         largest = dataclasses.replace(self.staggered, update_interval=self._longest, publish_lag=self._largest_lag)
         n_slots, n_buffers = largest.n_slots, self._publisher.n_buffers(self.staggered)
         # In mid-run this may take seconds; a start is no stall.
-        with self._rank.telemetry.stalls.measure("reserve") if self._slots.n_slots else nullcontext():
+        with self._rank.telemetry.stalls.measure("reserve") if self.slots.n_slots else nullcontext():
             self._rank.arena.reserve(n_slots=n_slots, n_publish_buffers=n_buffers, touch=self._worker.touch)
-        self._slots.grow(n_slots)
+        self.slots.grow(n_slots)
         self.in_flight.grow_buffers(n_buffers)
 
     def open(self, step: int) -> None:
@@ -154,10 +151,10 @@ class JobQueue:
         """
         for block in blocks:
             if block.slot is None:
-                while not self._slots.n_free:
+                while not self.slots.n_free:
                     if not self.in_flight.read_answer("slot"):
                         self._commit_early(step)
-                self._slots.acquire(block)
+                self.slots.acquire(block)
 
     def seal(self, step: int, factor: Tensor) -> None:
         """Phase *seal*.
@@ -171,12 +168,7 @@ class JobQueue:
         self.in_flight.sealed()
 
     def submit_closing(
-        self,
-        step: int,
-        *,
-        beta1: float,
-        synchronous: bool,
-        as_predicted: bool = False,
+        self, step: int, *, beta1: float, synchronous: bool, as_predicted: bool = False
     ) -> Sequence[Block]:
         """Phase *submit*: the windows that the schedule closes, or all of them in a synchronous step.
 
@@ -193,7 +185,9 @@ class JobQueue:
         if self.corrects and (blocks := list(self._submitted_in_backward)):
             self._correct(step, blocks[-1:] if as_predicted else blocks)
             self._unverified = (step, blocks) if as_predicted else None
-        closing = self._blocks if synchronous else [self._blocks[n] for n in self.staggered.closing_blocks(step)]
+        closing = (
+            self._rank.blocks if synchronous else [self._rank.blocks[n] for n in self.staggered.closing_blocks(step)]
+        )
         overlapping = self.schedule.publish_lag >= self.schedule.update_interval
         ahead = 0.0 if synchronous else self._compensation.prediction_steps(self.schedule, beta1)
         for block in closing:
@@ -265,11 +259,11 @@ class JobQueue:
             self._drop_open_step(step)
         self.in_flight.forget_overwritable()
         self._publisher.wait_for_readers()
-        for block in self._blocks:
+        for block in self._rank.blocks:
             self._submit(block, due_step=step, cause="flush")
         self.in_flight.publish(step, "flush", due_only=False)
         with self._rank.records:
-            self._slots.free(self._dropped)
+            self.slots.free(self._dropped)
             self._dropped.clear()
         self._forget_words(step + 1)
         self._submitted_in_backward.clear()
@@ -278,9 +272,9 @@ class JobQueue:
 
     def _check_integrity(self) -> None:
         """Asserts what holds after a flush: nothing is under way, and each slot and buffer is free or has one owner."""
-        assert not any(block.window or block.jobs for block in self._blocks), "windows and jobs are published"
+        assert not any(block.window or block.jobs for block in self._rank.blocks), "windows and jobs are published"
         # Micro-batches that were accumulated in host memory keep theirs.
-        self._slots.check_integrity(block.slot for block in self._blocks if block.slot is not None)
+        self.slots.check_integrity(block.slot for block in self._rank.blocks if block.slot is not None)
         self.in_flight.check_integrity()
 
     def _forget_words(self, step: int) -> None:
@@ -294,11 +288,11 @@ class JobQueue:
     def await_slice(self, index: int) -> None:
         """Phase *publish* of the blocks of one slice, whose weights are about to be fetched; in place."""
         self._verify()
-        self.in_flight.publish_blocks(self._blocks.of_slice[index], "publish_wait")
+        self.in_flight.publish_blocks(self._rank.blocks.of_slice[index], "publish_wait")
 
     def is_written(self, index: int) -> bool:
         """Whether `await_slice` would return at once; reads the answers that are there."""
-        return self._unverified is None and all(map(self.in_flight.has_answers, self._blocks.of_slice[index]))
+        return self._unverified is None and all(map(self.in_flight.has_answers, self._rank.blocks.of_slice[index]))
 
     def change_ranges(self, partition: Partition) -> None:
         """Updates and publishes other ranges from now on; right after a flush only.
@@ -351,7 +345,7 @@ class JobQueue:
     def _end_fill(self, step: int) -> None:
         """Ends phase *fill*: the gradients of all blocks that are not submitted yet belong to their windows."""
         with self._rank.records:
-            for block in self._blocks:
+            for block in self._rank.blocks:
                 if block.slot is not None and block not in self._submitted_in_backward:
                     block.fill(step)
                 block.slot = None
@@ -359,7 +353,7 @@ class JobQueue:
 
     def _commit_early(self, step: int) -> None:
         """Commits what the windows hold that `step`, which is being filled, closes; or if there are none, what all windows hold."""
-        held = [b for b in self._blocks if (w := b.window) and w.slots and w.last_step < step]
+        held = [b for b in self._rank.blocks if (w := b.window) and w.slots and w.last_step < step]
         closing = [b for b in held if b.number in self.staggered.closing_blocks(step)]
         assert held and self._in_backward, "the schedule bounds the number of slots in use"
         due_step = self.in_flight.last_due_step(at_least=step)
@@ -377,7 +371,7 @@ class JobQueue:
         Jobs in flight may still read them, and publish weights that have them: their blocks are published again.
         """
         with self._rank.records:
-            for block in self._blocks:
+            for block in self._rank.blocks:
                 if block.slot is not None and block not in self._submitted_in_backward:
                     self._dropped.append(block.slot)
                 block.slot = None
@@ -387,12 +381,7 @@ class JobQueue:
             self._open_step = None
 
     def _submit(
-        self,
-        block: Block,
-        *,
-        due_step: int,
-        prediction_steps: float = 0.0,
-        cause: Cause = "publish_wait",
+        self, block: Block, *, due_step: int, prediction_steps: float = 0.0, cause: Cause = "publish_wait"
     ) -> None:
         """Submits a block's window. A block without one is published again, unless its weights are exact already."""
         window = block.window

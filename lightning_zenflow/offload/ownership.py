@@ -8,17 +8,8 @@ from torch import Tensor
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import Selection
-from lightning_zenflow.offload.block import Block, Blocks
-from lightning_zenflow.offload.columns import (
-    Columns,
-    DeviceColumns,
-    Incoming,
-    Owned,
-    adamw,
-    export_regions,
-    region_sizes,
-)
-from lightning_zenflow.worker.rank_state import RankState
+from lightning_zenflow.offload.columns import Columns, DeviceColumns, Incoming, adamw, export_regions, region_sizes
+from lightning_zenflow.offload.rank_state import Block, Owned, RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 
 
@@ -43,9 +34,8 @@ class Ownership:
         topk_ratio: largest share of the columns that is selected.
     """
 
-    def __init__(self, rank: RankState, blocks: Blocks, worker: SupervisedWorker, *, topk_ratio: float) -> None:
+    def __init__(self, rank: RankState, worker: SupervisedWorker, *, topk_ratio: float) -> None:
         self._rank = rank
-        self._blocks = blocks
         self._sizes = region_sizes(rank.partition, topk_ratio)
         self._regions = export_regions(rank, worker, self._sizes)
         # For each parameter group [3, n] float32 and [n] in the model's type (`DeviceColumns`), while columns are owned.
@@ -62,7 +52,7 @@ class Ownership:
 
     @property
     def _current(self) -> list[DeviceColumns]:
-        return [block.owned.current for block in self._blocks if block.owned.current is not None]
+        return [block.owned.current for block in self._rank.blocks if block.owned.current is not None]
 
     def select(self, columns: Sequence[Columns | None]) -> None:
         """Makes every block change to these columns at its next window boundary.
@@ -72,15 +62,15 @@ class Ownership:
         """
         number = max(self._selections, default=0) + 1
         self._selections[number] = columns
-        for block in self._blocks:
+        for block in self._rank.blocks:
             block.owned.wanted = number
         # No block has or changes to the others any more.
-        in_use = {number for block in self._blocks for number in (block.owned.wanted, block.owned.selection)}
+        in_use = {number for block in self._rank.blocks for number in (block.owned.wanted, block.owned.selection)}
         self._selections = {number: columns for number, columns in self._selections.items() if number in in_use}
 
     def clear(self) -> None:
         """Makes nothing device-owned."""
-        for block in self._blocks:
+        for block in self._rank.blocks:
             block.owned = Owned()
         self._selections.clear()
         self._states, self._staging, self._write = [], [], None
@@ -107,14 +97,14 @@ class Ownership:
 
     def reload(self) -> None:
         """Copies the state of every entry from the arena, after a flush; pending changes of columns are complete then."""
-        for block in self._blocks:
+        for block in self._rank.blocks:
             if block.owned.incoming is not None:
                 self._settle(block, block.owned.incoming)
         self._load_current()
 
     def selections(self, tile_index: int) -> list[Selection]:
         """Columns of a tile's gradient that `step` needs, and their destinations: present columns, and those to come."""
-        owned = self._blocks.of_tile[tile_index].owned
+        owned = self._rank.blocks.of_tile[tile_index].owned
         found = [] if owned.current is None else [owned.current.selection(tile_index)]
         if owned.incoming is not None:
             found.append(owned.incoming.columns.selection(tile_index))
@@ -124,7 +114,7 @@ class Ownership:
         """One exact AdamW step of every owned entry; columns to come record it."""
         if self._current:
             adamw(self._rank, self._states, self._staging, self._staging, groups, scale)
-        for block in self._blocks:
+        for block in self._rank.blocks:
             if (incoming := block.owned.incoming) is not None:
                 incoming.steps.append((groups, scale, incoming.columns.gradients()))
 
@@ -138,8 +128,8 @@ class Ownership:
     def state_dict(self) -> dict[str, Any]:
         """Present and coming columns of every block, right after a flush; their values are the arena's."""
         return {
-            "of_block": [block.owned.selection for block in self._blocks],
-            "wanted": [block.owned.wanted for block in self._blocks],
+            "of_block": [block.owned.selection for block in self._rank.blocks],
+            "wanted": [block.owned.wanted for block in self._rank.blocks],
             "selections": {
                 number: [None if c is None else c.host for c in selection]
                 for number, selection in self._selections.items()
@@ -153,7 +143,7 @@ class Ownership:
             number: [None if c is None else Columns(device=c.to(self._rank.device), host=c) for c in selection]
             for number, selection in state["selections"].items()
         }
-        for block, selection, wanted in zip(self._blocks, state["of_block"], state["wanted"], strict=True):
+        for block, selection, wanted in zip(self._rank.blocks, state["of_block"], state["wanted"], strict=True):
             current = None if selection is None else self._columns_of(block, selection, *self._segments(block))
             block.owned = Owned(wanted=wanted, selection=selection, current=current)
         self._load_current()

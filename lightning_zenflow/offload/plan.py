@@ -18,8 +18,8 @@ from lightning_zenflow.core.device import AsyncHostCopy, runtime_of
 from lightning_zenflow.core.schedule import StaggeredSchedule, UpdateSchedule
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.offload.jobs import JobQueue
+from lightning_zenflow.offload.rank_state import RankState
 from lightning_zenflow.offload.selector import ColumnSquaredNorms, Selector
-from lightning_zenflow.worker.rank_state import RankState
 
 
 class StepState(Enum):

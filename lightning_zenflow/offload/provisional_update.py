@@ -13,8 +13,7 @@ from lightning_zenflow.core.schedule import StaggeredSchedule, StalenessCompensa
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import Destination, SquaredNorms
 from lightning_zenflow.kernels.factored import Factors, RoundingNoise, SecondMoment
-from lightning_zenflow.offload.block import Block, Blocks
-from lightning_zenflow.worker.rank_state import RankState
+from lightning_zenflow.offload.rank_state import Block, RankState
 
 _SEED = 20251205
 
@@ -83,16 +82,8 @@ class ProvisionalUpdate:
         rank_number: number of the rank; ranks use different rounding noise.
     """
 
-    def __init__(
-        self,
-        rank: RankState,
-        blocks: Blocks,
-        compensation: StalenessCompensation,
-        *,
-        rank_number: int,
-    ) -> None:
+    def __init__(self, rank: RankState, compensation: StalenessCompensation, *, rank_number: int) -> None:
         self._rank = rank
-        self._blocks = blocks
         self._compensation = compensation
         self._noise = RoundingNoise(_SEED + rank_number, rank.device)
         self._clip = torch.full((), torch.nan, dtype=torch.float32, device=rank.device)
@@ -202,7 +193,7 @@ class ProvisionalUpdate:
 
     def flushed(self) -> None:
         """Drops all kept updates: all weights are exact."""
-        for block in self._blocks:
+        for block in self._rank.blocks:
             block.kept, block.exact_for = [], None
 
     def state_dict(self) -> dict[str, Any] | None:

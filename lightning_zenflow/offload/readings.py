@@ -7,8 +7,8 @@ from lightning_zenflow.core.device import DeviceNumber, runtime_of
 from lightning_zenflow.offload.arrivals import BackwardSubmission
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.ownership import Ownership
+from lightning_zenflow.offload.rank_state import RankState
 from lightning_zenflow.telemetry.telemetry import Reading
-from lightning_zenflow.worker.rank_state import RankState
 
 _WATCHED = 16
 """Steps that are looked at one by one, and then the interval between two looks."""
@@ -22,13 +22,7 @@ class CounterReader:
     """
 
     def __init__(
-        self,
-        rank: RankState,
-        jobs: JobQueue,
-        in_backward: BackwardSubmission,
-        ownership: Ownership,
-        *,
-        skipped: Tensor,
+        self, rank: RankState, jobs: JobQueue, in_backward: BackwardSubmission, ownership: Ownership, *, skipped: Tensor
     ) -> None:
         self._rank = rank
         self._numel = sum(s.numel for s in rank.partition.slices)

@@ -33,15 +33,14 @@ from torch import Tensor
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.offload.buffers import SlotPool
 from lightning_zenflow.offload.fill import Fill
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.ownership import Ownership
 from lightning_zenflow.offload.plan import Planner
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
+from lightning_zenflow.offload.rank_state import RankState
 from lightning_zenflow.offload.readings import CounterReader
 from lightning_zenflow.offload.selector import Selector
-from lightning_zenflow.worker.rank_state import RankState
 
 CHECKPOINT_KEY = "zenflow"
 """In DeepSpeed's optimizer state of a rank; DeepSpeed itself reads the keys it knows only."""
@@ -55,7 +54,6 @@ class StepParts:
     """Components of the step of one rank, built together; each is documented where it is defined."""
 
     rank: RankState
-    slots: SlotPool
     jobs: JobQueue
     ownership: Ownership
     provisional: ProvisionalUpdate

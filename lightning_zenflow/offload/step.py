@@ -17,7 +17,7 @@ from lightning_zenflow.offload.freezing import Freezing
 from lightning_zenflow.offload.plan import StepContext, StepInputs, StepState
 from lightning_zenflow.offload.run_state import VERSION, StepParts, difference_of, layout_of
 from lightning_zenflow.worker.process import WorkerError
-from lightning_zenflow.worker.rank_state import Transaction
+from lightning_zenflow.worker.supervisor import Transaction
 
 
 class ZenFlowStep:

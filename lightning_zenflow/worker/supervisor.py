@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
+from types import TracebackType
 
 from lightning_zenflow.native.protocol import Done, Export, MessageType, Touch
 from lightning_zenflow.telemetry.telemetry import Cause, StallClock
@@ -20,12 +21,40 @@ from lightning_zenflow.worker.process import (
     WorkerKilled,
     WorkerTimeout,
 )
-from lightning_zenflow.worker.rank_state import Transaction
 
 _log = logging.getLogger(__name__)
 
 RESTART_WINDOW_S = 600.0
 """Seconds over which restarts count towards `max_worker_restarts`."""
+
+
+class Transaction:
+    """Context of a change of several records. A change that an exception cuts is broken until `repaired`.
+
+    `KeyboardInterrupt` and the exceptions of other signal handlers may be raised between any two instructions. Records that belong together
+    are changed in one short context, and nothing waits in it. Outside of the context the records agree, whatever is raised there.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether an exception has cut a change; to be asked outside of the context."""
+        return self._depth > 0
+
+    def repaired(self) -> None:
+        """Notes that the records agree again."""
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        self._depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._depth -= 1
 
 
 @dataclass(kw_only=True, eq=False)

@@ -10,11 +10,11 @@ from lightning_zenflow.core.device import SideStream
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.kernels.base import Kernels, kernels_for
 from lightning_zenflow.offload.columns import export_bytes
+from lightning_zenflow.offload.rank_state import Blocks, RankState
 from lightning_zenflow.telemetry.telemetry import StallClock, Telemetry
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
 from lightning_zenflow.worker.cores import allowed_cores
 from lightning_zenflow.worker.process import Worker
-from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 
 
@@ -40,6 +40,7 @@ def make_rank_state(
         arena = Arena(partition, sizes, device=torch.device("cpu"))
     return RankState(
         partition=partition,
+        blocks=Blocks(partition),
         arena=arena,
         weights=weights,
         device=device,

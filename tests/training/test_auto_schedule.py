@@ -122,7 +122,7 @@ class Memory(pl.Callback):
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         optimizer = optimizer_of(trainer)
-        self.slots.append(optimizer.parts.slots.n_slots)
+        self.slots.append(optimizer.parts.jobs.slots.n_slots)
         self.reserved_bytes = optimizer.parts.rank.arena.reserved_bytes
 
 

@@ -23,7 +23,6 @@ from interrupts import Interrupt
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.deepspeed import fetch
 from lightning_zenflow.deepspeed.fetch import FetchCoordinator
-from lightning_zenflow.offload.block import Blocks
 from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 from models import generator
@@ -129,7 +128,7 @@ class SleepingWorker(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         optimizer = optimizer_of(trainer)
-        blocks = Blocks(optimizer.parts.rank.partition)
+        blocks = optimizer.parts.rank.blocks
         for layer, parameter in zip(pl_module.layers, pl_module.parameters(), strict=True):
             index = optimizer._slice_of_parameter[optimizer._numbers[parameter.ds_id]]
             self.blocks[layer] = {block.number for block in blocks.of_slice[index]}

@@ -13,10 +13,10 @@ from torch import Tensor
 from harness import APPROXIMATE, AUTO, EVERYTHING, RESELECTING, Case, Run, run_here
 from lightning_zenflow.core.schedule import StaggeredSchedule
 from lightning_zenflow.offload import buffers
-from lightning_zenflow.offload.block import Block, Window
 from lightning_zenflow.offload.buffers import SlotPool
 from lightning_zenflow.offload.in_flight import JobsInFlight
 from lightning_zenflow.offload.jobs import JobQueue
+from lightning_zenflow.offload.rank_state import Block, Window
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from models import SHAPES
 from rank_states import seen

@@ -1,7 +1,7 @@
 """Which slices and blocks of a step are complete."""
 
 from lightning_zenflow.offload.arrivals import Arrivals
-from lightning_zenflow.offload.block import Blocks
+from lightning_zenflow.offload.rank_state import Blocks
 from small_arena import make_partition
 
 

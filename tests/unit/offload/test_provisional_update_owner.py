@@ -11,10 +11,9 @@ from lightning_zenflow.core.partition import Slice, build_partition, tiles_of_sl
 from lightning_zenflow.core.schedule import StaggeredSchedule, StalenessCompensation, UpdateSchedule
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import Destination, Kernels
-from lightning_zenflow.offload.block import Block, Blocks
 from lightning_zenflow.offload.provisional_update import LateGradient, ProvisionalUpdate
+from lightning_zenflow.offload.rank_state import Block, RankState
 from lightning_zenflow.telemetry.telemetry import Traffic
-from lightning_zenflow.worker.rank_state import RankState
 from rank_states import make_rank_state
 
 HYPERPARAMETERS = GroupHyperparameters(lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, decoupled=True)
@@ -41,7 +40,7 @@ class OneBlock(Block):
 
 
 def make_update(rank: RankState) -> ProvisionalUpdate:
-    return ProvisionalUpdate(rank, Blocks(rank.partition), COMPENSATION, rank_number=0)
+    return ProvisionalUpdate(rank, COMPENSATION, rank_number=0)
 
 
 def late(rank: RankState, gradient: torch.Tensor, block: Block) -> LateGradient:

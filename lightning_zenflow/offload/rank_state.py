@@ -1,4 +1,6 @@
-"""One block of a rank's partition: what of the open step it has, its window, and its jobs until their weights are in the model."""
+"""Objects of one rank that every part of an optimizer step works on; first of all its blocks: what of the open step each has, its window,
+and its jobs until their weights are in the model.
+"""
 
 from collections import deque
 from collections.abc import Sequence, Set
@@ -6,13 +8,19 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from lightning_zenflow.core.device import Event
+import torch
+from torch import Tensor
+
+from lightning_zenflow.core.device import Event, SideStream
 from lightning_zenflow.core.partition import Partition, Range
+from lightning_zenflow.kernels.base import Kernels
 from lightning_zenflow.native.protocol import Tentative
-from lightning_zenflow.offload.columns import Owned
-from lightning_zenflow.worker.supervisor import Submission
+from lightning_zenflow.telemetry.telemetry import Telemetry
+from lightning_zenflow.worker.arena import Arena
+from lightning_zenflow.worker.supervisor import Submission, Transaction
 
 if TYPE_CHECKING:
+    from lightning_zenflow.offload.columns import DeviceColumns, Incoming
     from lightning_zenflow.offload.gradient_router import Vectors
     from lightning_zenflow.offload.provisional_update import Update
 
@@ -72,6 +80,18 @@ class Job:
     def is_shown(self) -> bool:
         """Whether the weights are copied into the model."""
         return self.buffer is not None
+
+
+@dataclass(kw_only=True)
+class Owned:
+    """What the device owns of one block. Numbers are of selections (`Ownership`)."""
+
+    wanted: int | None = None
+    """Selection that the block has or changes to with its next window; None: nothing is owned."""
+    selection: int | None = None
+    """Selection of the columns that were requested last."""
+    current: "DeviceColumns | None" = None
+    incoming: "Incoming | None" = None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -141,3 +161,52 @@ class Blocks(list[Block]):
         )
         self.of_tile = [block for block, extent in zip(self, partition.blocks, strict=True) for _ in extent.tiles]
         self.of_slice = [[block for block in self if index in block.slices] for index in range(len(partition.slices))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """The model's weights, the optimizer state and the tools of one data-parallel rank.
+
+    The record itself never changes. Ownership of the memory behind `arena` is defined in ``protocol.h``; `weights` on the device belong to
+    the training thread, in the order of the device's streams.
+    """
+
+    partition: Partition
+    """Layout of the rank's optimizer state and its division into blocks."""
+    blocks: Blocks
+    """Of the partition, with all that is under way with them. Unlike the record, they change."""
+    arena: Arena
+    """Shared memory: exact state, gradient slots and publish buffers."""
+    weights: Sequence[Tensor]
+    """For each parameter group the rank's flat partition of the model's weights, model dtype; on the device, or in place: views of
+    `Arena.publish`, which `Arena.close` frees."""
+    device: torch.device
+    """Training device: of gradients and of what is computed from them."""
+    kernels: Kernels
+    """Passes over gradients and device-owned entries."""
+    telemetry: Telemetry
+    """Stall clock and copied bytes."""
+    d2h: SideStream
+    """Stream on which gradients, factors and sequence numbers are copied to the arena."""
+    records: Transaction = field(default_factory=Transaction)
+    """Entered where records of slots, windows, jobs and publish buffers change together. If a change is cut, the exact state is lost."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of weights and gradients."""
+        return self.weights[0].dtype
+
+    def forget_weights(self) -> None:
+        """Drops the memory of the weights when training has ended; the model may have others by then."""
+        for weights in self.weights:
+            weights.data = weights.new_empty(0)
+
+    def weights_at(self, param_group: int, begin: int, numel: int) -> Tensor:
+        """View [numel] of the model's weights.
+
+        Args:
+            param_group: parameter group of the elements.
+            begin: first element, counted over the partition.
+            numel: number of elements, all of the same group.
+        """
+        return self.weights[param_group].narrow(0, begin - self.partition.group_begins[param_group], numel)
