@@ -107,12 +107,6 @@ def occupancies(loads: Mapping[UpdateSchedule, float], *, in_backward: bool) -> 
     return {s: load / (1.0 if s.publish_lag > 0 else without_lag) for s, load in loads.items()}
 
 
-def least_stale(loads: Mapping[UpdateSchedule, float], *, in_backward: bool) -> UpdateSchedule:
-    """The least stale schedule whose work likely hides; if there is none, the one that comes nearest to it. See `occupancies`."""
-    occupied = occupancies(loads, in_backward=in_backward)
-    return next((s for s in occupied if occupied[s] <= LIKELY_HIDDEN), min(occupied, key=occupied.__getitem__))
-
-
 def first_schedule(candidates: Sequence[UpdateSchedule], *, hides_in_backward: bool) -> UpdateSchedule:
     """The schedule that `auto` begins with: the least stale one that can hide at all.
 
@@ -168,7 +162,9 @@ class SchedulePolicy:
                 staler = [c for c in staler if c.publish_lag > 0]
             if not staler:
                 return None
-            self.schedule = least_stale({c: loads[c] for c in staler}, in_backward=self._in_backward)
+            # If there is none that likely hides, the one that comes nearest to it.
+            nearest = min(staler, key=occupied.__getitem__)
+            self.schedule = next((c for c in staler if occupied[c] <= LIKELY_HIDDEN), nearest)
             self._taken_at = of_one
             return f"{stall:.1%} of the time is spent waiting, and the worker needs {load:.2f} of a step"
         if not self._waited and of_one <= _FALLEN * self._taken_at:

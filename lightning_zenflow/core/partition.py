@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from typing_extensions import Self
 
@@ -243,21 +243,15 @@ def cut_at_multiples(slices: Sequence[Slice], numel: int, length: int) -> tuple[
 
 def tiles_of_slice(index: int, s: Slice) -> list[Tile]:
     """Covers a slice by at most three tiles: the rest of a row, full rows, the start of a row."""
-    tiles: list[Tile] = []
-    offset = 0
-
-    def add(rows: int, first_column: int, width: int) -> None:
-        nonlocal offset
-        if rows * width > 0:
-            tiles.append(Tile(slice=index, begin=s.begin + offset, rows=rows, first_column=first_column, width=width))
-            offset += rows * width
-
-    first_column = s.start % s.columns
-    if first_column:
-        add(1, first_column, min(s.columns - first_column, s.numel))
-    add((s.numel - offset) // s.columns, 0, s.columns)
-    add(1, 0, s.numel - offset)
-    return tiles
+    rest = min(-s.start % s.columns, s.numel)
+    rows, start = divmod(s.numel - rest, s.columns)
+    rectangles = [(1, s.start % s.columns, rest), (rows, 0, s.columns), (1, 0, start)]
+    begins = accumulate((rows * width for rows, _, width in rectangles), initial=s.begin)
+    return [
+        Tile(slice=index, begin=begin, rows=rows, first_column=first_column, width=width)
+        for begin, (rows, first_column, width) in zip(begins, rectangles, strict=False)
+        if rows * width > 0
+    ]
 
 
 def split_tile(tile: Tile, numel: int) -> tuple[Tile, Tile | None]:
