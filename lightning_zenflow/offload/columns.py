@@ -129,11 +129,9 @@ class ExportRegion:
     """
 
     def __init__(self, rank: RankState, worker: SupervisedWorker, *, begin: int, size: RegionSize) -> None:
+        self._rank = rank
         self._worker = worker
-        self._records = rank.records
-        self._telemetry = rank.telemetry
         self._offset = rank.arena.export_offset + begin
-        self._first_scales = rank.arena.first_scales
         self._size = size
         memory = rank.arena.export.narrow(0, begin, size.n_bytes)
         self._tiles = memory[: size.columns_offset]
@@ -159,7 +157,7 @@ class ExportRegion:
         for entry, owned in zip(entries, tiles, strict=True):
             tile, group = owned.tile, owned.param_group
             entry.begin, entry.rows, entry.width, entry.n_columns = tile.begin, tile.rows, tile.width, owned.k
-            entry.first_scale = self._first_scales[owned.number]
+            entry.first_scale = self._rank.arena.first_scales[owned.number]
             if owned.columns is not None:
                 entry.columns_offset = self._offset + self._size.columns_offset + n_columns * _COLUMN_BYTES
                 self._columns[n_columns : n_columns + owned.k] = owned.columns.host
@@ -169,7 +167,7 @@ class ExportRegion:
         if tiles:
             table = torch.frombuffer(entries, dtype=torch.uint8)
             self._tiles[: table.numel()] = table
-        with self._records:
+        with self._rank.records:
             self._request = self._worker.enqueue_export(tiles_offset=self._offset, n_tiles=len(tiles))
         self._worker.send()
 
@@ -186,13 +184,13 @@ class ExportRegion:
         for row in (row for state in states for row in state):
             row.copy_(self._state[begin : begin + row.numel()], non_blocking=True)
             begin += row.numel()
-            self._telemetry.traffic.h2d_bytes += row.nbytes
+            self._rank.telemetry.traffic.h2d_bytes += row.nbytes
 
     def _wait(self, cause: Cause) -> None:
         if self._request is None:
             return
         if not self._worker.has_answered(self._request):
-            with self._telemetry.stalls.measure(cause):
+            with self._rank.telemetry.stalls.measure(cause):
                 self._worker.wait_for(self._request)
         self._request = None
 

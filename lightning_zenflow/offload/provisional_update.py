@@ -146,31 +146,11 @@ class ProvisionalUpdate:
             if due_step is None or due_step > step:
                 self._apply(update, age, schedule)
             if due_step is not None:
-                self.keep(block, update, place.slot, schedule)
+                self._keep(block, update, place.slot, schedule)
 
     def end_step(self, scale: StepScale, loss_scale: float) -> None:
         """Keeps the clip coefficient of a step that was applied."""
         self._clip.copy_(torch.where(scale.finite, scale.factor * loss_scale, self._clip))
-
-    def keep(self, block: Block, update: Update, slot: Tensor, schedule: StaggeredSchedule) -> None:
-        """Keeps an update of a tile whose block has a job in flight, to apply it again after the publish; in backward.
-
-        Args:
-            block: of the tile.
-            update: the memory of its gradient is reused after this call.
-            slot: keeps the gradient until a job with its step is published.
-            schedule: present S and d.
-        """
-        # The memory of a CPU device is the slots'.
-        kept = slot
-        if runtime_of(self._rank.device).runs_behind:
-            if schedule not in self._keeps_on_device:
-                n_bytes = self._rank.partition.numel * self._rank.dtype.itemsize * schedule.kept_share
-                self._keeps_on_device[schedule] = has_room(n_bytes, update.gradient.device)
-            update.in_slot = not self._keeps_on_device[schedule]
-            kept = slot if update.in_slot else update.gradient.clone()
-        update.gradient = kept
-        block.kept.append(update)
 
     def published(self, last_steps: Mapping[Block, int], schedule: StaggeredSchedule) -> None:
         """Applies kept updates again, and drops those that no other job in flight will overwrite.
@@ -219,6 +199,19 @@ class ProvisionalUpdate:
                 ours.copy_(theirs)
         self._clip.copy_(state["clip"])
         self._noise.set_state(state["noise"])
+
+    def _keep(self, block: Block, update: Update, slot: Tensor, schedule: StaggeredSchedule) -> None:
+        """Keeps an update of a tile whose block has a job in flight, with the gradient in its slot or a copy of it."""
+        # The memory of a CPU device is the slots'.
+        kept = slot
+        if runtime_of(self._rank.device).runs_behind:
+            if schedule not in self._keeps_on_device:
+                n_bytes = self._rank.partition.numel * self._rank.dtype.itemsize * schedule.kept_share
+                self._keeps_on_device[schedule] = has_room(n_bytes, update.gradient.device)
+            update.in_slot = not self._keeps_on_device[schedule]
+            kept = slot if update.in_slot else update.gradient.clone()
+        update.gradient = kept
+        block.kept.append(update)
 
     def _moment(self, slice_index: int) -> SecondMoment:
         """The second moment of a slice; makes it, without any step in it."""

@@ -89,7 +89,7 @@ def counted_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchCounter]
 
         return call
 
-    keep = ProvisionalUpdate.keep
+    keep = ProvisionalUpdate._keep
 
     def keep_on_device(*args: Any) -> None:
         counter.counts["clone"] += 1
@@ -101,5 +101,5 @@ def counted_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchCounter]
             patch.setattr(triton.device, name, _NotRun(name, counter))
         for method in (ZenFlowStep.begin_backward, ZenFlowStep.receive, ZenFlowStep.step):
             patch.setattr(ZenFlowStep, method.__name__, counting(method))
-        patch.setattr(ProvisionalUpdate, "keep", keep_on_device)
+        patch.setattr(ProvisionalUpdate, "_keep", keep_on_device)
         yield counter
