@@ -30,8 +30,7 @@ from lightning_zenflow.offload.ownership import Ownership
 from lightning_zenflow.offload.plan import Planner, ScheduleControl
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
 from lightning_zenflow.offload.rank_state import Blocks, RankState
-from lightning_zenflow.offload.readings import CounterReader
-from lightning_zenflow.offload.run_state import StepParts
+from lightning_zenflow.offload.run_state import CounterReader, StepParts
 from lightning_zenflow.offload.selector import Selector
 from lightning_zenflow.telemetry.telemetry import StallClock, Telemetry
 from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
@@ -235,7 +234,6 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
     )
     control = ScheduleControl(policy, rank, group=zero.group) if config.measures else None
     planner = Planner(config, jobs, control, selector)
-    skipped = torch.zeros((), dtype=torch.int64, device=rank.device)
     step = StepParts(
         rank=rank,
         jobs=jobs,
@@ -244,9 +242,8 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
         fill=fill,
         selector=selector,
         planner=planner,
-        counters=CounterReader(rank, jobs, fill.in_backward, ownership, skipped=skipped),
+        counters=CounterReader(rank, jobs, fill.in_backward, ownership),
         write_count=host_state.write_count,
-        skipped=skipped,
     )
     return RankParts(worker=worker, host_state=host_state, step=step)
 

@@ -24,10 +24,9 @@ from lightning_zenflow.deepspeed.full_state import FullState
 from lightning_zenflow.deepspeed.release import restore_process
 from lightning_zenflow.deepspeed.supported import refuse_unused
 from lightning_zenflow.deepspeed.user_optimizer import read_hyperparameters
-from lightning_zenflow.offload.freezing import Freezing
 from lightning_zenflow.offload.plan import StepInputs
-from lightning_zenflow.offload.readings import CounterReader
-from lightning_zenflow.offload.run_state import StepParts
+from lightning_zenflow.offload.run_state import CounterReader, StepParts
+from lightning_zenflow.offload.selector import Freezing
 from lightning_zenflow.offload.step import ZenFlowStep
 from lightning_zenflow.telemetry.telemetry import Telemetry
 from lightning_zenflow.worker.process import WorkerError

@@ -171,11 +171,11 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
 
     def _before_use(self, parameter: Any) -> None:
         if (index := self._slice_in_flight(parameter)) is not None:
-            self.zenflow_step.await_weights(index)
+            self.parts.jobs.await_slice(index)
 
     def _is_written(self, parameter: Any) -> bool:
         index = self._slice_in_flight(parameter)
-        return index is None or self.zenflow_step.has_weights(index)
+        return index is None or self.parts.jobs.is_written(index)
 
     def _use_memory_of(self, flats: Sequence[Tensor]) -> None:
         """Makes other memory that of this rank's pieces; drops the one before, DeepSpeed's."""

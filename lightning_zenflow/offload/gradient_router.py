@@ -77,7 +77,7 @@ class GradientRouter:
             self._rank.telemetry.traffic.d2h_bytes += matrix.nbytes
             squared_norms.append(norms.parts)
             if column_norms is not None:
-                column_norms.of_parameter(s.parameter).narrow(0, tile.first_column, tile.width).add_(norms.columns)
+                column_norms.of_parameter[s.parameter].narrow(0, tile.first_column, tile.width).add_(norms.columns)
             if late:
                 late_gradient = LateGradient(slice=index, gradient=matrix, squared_norms=norms, tiles=late)
         return squared_norms, late_gradient

@@ -188,9 +188,16 @@ class JobsInFlight:
         """Whether the worker has done all jobs of a block."""
         return all(self._worker.has_answered(job.submission) for job in block.jobs)
 
-    def free_one_buffer(self, block: Block, cause: Cause) -> None:
-        """Publishes the oldest job, or the one whose buffer a block's next job needs."""
-        self._publish((block.jobs if self._publisher.in_place else self._jobs)[0], cause)
+    def await_buffer(self, block: Block, cause: Cause) -> int:
+        """`free_buffer`, one that the device does not use either; waits until there is one."""
+        while (buffer := self.free_buffer(block)) is None:
+            # Synchronous steps and flushes submit more jobs than the schedule has buffers for: the oldest one, or the one that has it.
+            self._publish((block.jobs if self._publisher.in_place else self._jobs)[0], cause)
+        copied = self._free_buffers[buffer]
+        if copied is not None and not copied.query():
+            with self._rank.telemetry.stalls.measure("publish_buffer"):
+                copied.synchronize()
+        return buffer
 
     def _publish(self, job: Job, cause: Cause) -> None:
         """Waits for a job, its block's oldest, copies its weights into the model and frees its slots and its buffer."""

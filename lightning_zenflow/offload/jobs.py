@@ -72,8 +72,7 @@ class JobQueue:
     Attributes:
         in_flight: the jobs.
         slots: of all blocks.
-        schedule: S and d.
-        staggered: which blocks close when.
+        schedule: S and d, and which blocks close when.
     """
 
     def __init__(
@@ -110,11 +109,6 @@ class JobQueue:
         self.set_schedule(schedule)
 
     @property
-    def max_publish_delay(self) -> int:
-        """Steps until every block has closed a window and published its job."""
-        return self.schedule.update_interval + self.schedule.publish_lag
-
-    @property
     def submitted_in_backward(self) -> Set[Block]:
         """Blocks that were submitted in the backward pass of the present step; the worker is ahead of that step."""
         return self._submitted_in_backward.keys()
@@ -124,13 +118,12 @@ class JobQueue:
 
         Windows of the longer S begin and end where some of the shorter S do, so no window is ever longer than the longer S.
         """
-        self.schedule = schedule
-        self.staggered = StaggeredSchedule.of(schedule, n_blocks=len(self._rank.blocks), in_backward=self._in_backward)
+        self.schedule = StaggeredSchedule.of(schedule, n_blocks=len(self._rank.blocks), in_backward=self._in_backward)
         # Windows of the S before may still be open, and jobs of the d before in flight.
         self._longest = max(self._longest, schedule.update_interval)
         self._largest_lag = max(self._largest_lag, schedule.publish_lag)
-        largest = dataclasses.replace(self.staggered, update_interval=self._longest, publish_lag=self._largest_lag)
-        n_slots, n_buffers = largest.n_slots, self._publisher.n_buffers(self.staggered)
+        largest = dataclasses.replace(self.schedule, update_interval=self._longest, publish_lag=self._largest_lag)
+        n_slots, n_buffers = largest.n_slots, self._publisher.n_buffers(self.schedule)
         # In mid-run this may take seconds; a start is no stall.
         with self._rank.telemetry.stalls.measure("reserve") if self.slots.n_slots else nullcontext():
             self._rank.arena.reserve(n_slots=n_slots, n_publish_buffers=n_buffers, touch=self._worker.touch)
@@ -182,12 +175,11 @@ class JobQueue:
             Blocks whose windows closed.
         """
         self._end_fill(step)
-        if self.corrects and (blocks := list(self._submitted_in_backward)):
-            self._correct(step, blocks[-1:] if as_predicted else blocks)
-            self._unverified = (step, blocks) if as_predicted else None
-        closing = (
-            self._rank.blocks if synchronous else [self._rank.blocks[n] for n in self.staggered.closing_blocks(step)]
-        )
+        if self.corrects and (shown := list(self._submitted_in_backward)):
+            self._correct(step, shown[-1:] if as_predicted else shown)
+            self._unverified = (step, shown) if as_predicted else None
+        blocks = self._rank.blocks
+        closing = blocks if synchronous else [blocks[number] for number in self.schedule.closing_blocks(step)]
         overlapping = self.schedule.publish_lag >= self.schedule.update_interval
         ahead = 0.0 if synchronous else self._compensation.prediction_steps(self.schedule, beta1)
         for block in closing:
@@ -202,7 +194,7 @@ class JobQueue:
         """Whether a block's window closes in the open step and is published in it, and no older weights are still to be shown."""
         at_once = self.schedule.publish_lag == 0
         # After a change to d = 0 an older job may be in flight, whose weights would otherwise come up behind these.
-        return at_once and block.number in self.staggered.closing_blocks(step) and block.next_due() is None
+        return at_once and block.number in self.schedule.closing_blocks(step) and block.next_due() is None
 
     def submit_in_backward(self, block: Block, step: int, factor: Tensor, *, beta1: float) -> None:
         """Phase *submit* of one block in backward, behind its gradient, which is applied tentatively.
@@ -354,7 +346,7 @@ class JobQueue:
     def _commit_early(self, step: int) -> None:
         """Commits what the windows hold that `step`, which is being filled, closes; or if there are none, what all windows hold."""
         held = [b for b in self._rank.blocks if (w := b.window) and w.slots and w.last_step < step]
-        closing = [b for b in held if b.number in self.staggered.closing_blocks(step)]
+        closing = [b for b in held if b.number in self.schedule.closing_blocks(step)]
         assert held and self._in_backward, "the schedule bounds the number of slots in use"
         due_step = self.in_flight.last_due_step(at_least=step)
         for block in closing or held:
@@ -389,19 +381,8 @@ class JobQueue:
             if self._publishes_exactly:
                 return
             window = Window(first_step=due_step)
-        buffer = self._free_buffer(block, cause)
+        buffer = self.in_flight.await_buffer(block, cause)
         with self._rank.records:
             block.window = None
             self.in_flight.enqueue(block, window, buffer, due_step=due_step, prediction_steps=prediction_steps)
         self._worker.send()
-
-    def _free_buffer(self, block: Block, cause: Cause) -> int:
-        """A publish buffer that neither a job nor the device uses, for the block's next job; waits until there is one."""
-        while (buffer := self.in_flight.free_buffer(block)) is None:
-            # Synchronous steps and flushes submit more jobs than the schedule has buffers for.
-            self.in_flight.free_one_buffer(block, cause)
-        copied = self.in_flight.free_buffers[buffer]
-        if copied is not None and not copied.query():
-            with self._rank.telemetry.stalls.measure("publish_buffer"):
-                copied.synchronize()
-        return buffer

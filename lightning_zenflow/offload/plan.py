@@ -266,7 +266,8 @@ class Planner:
 
     def columns_change(self, step: int) -> None:
         """Notes new columns in `step`: blocks change from now on, each with its own next window."""
-        self._changing_until = step + self._jobs.max_publish_delay
+        # By then every block has closed a window and published its job.
+        self._changing_until = step + self._jobs.schedule.update_interval + self._jobs.schedule.publish_lag
 
     def apply_schedule(self) -> None:
         """Gives the jobs the schedule that was decided on last; also after an exception has interrupted that, right after a flush."""

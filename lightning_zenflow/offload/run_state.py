@@ -1,4 +1,4 @@
-"""Components of an optimizer step, and the state of a run besides AdamW's, with which a resumed run continues bit for bit.
+"""Components of an optimizer step, their counters, and the state of a run besides AdamW's, with which it continues bit for bit.
 
 Layout 5, of plain numbers, lists and CPU tensors::
 
@@ -29,24 +29,88 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.device import DeviceNumber, runtime_of
 from lightning_zenflow.core.partition import Partition
+from lightning_zenflow.offload.arrivals import BackwardSubmission
 from lightning_zenflow.offload.fill import Fill
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.ownership import Ownership
 from lightning_zenflow.offload.plan import Planner
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
 from lightning_zenflow.offload.rank_state import RankState
-from lightning_zenflow.offload.readings import CounterReader
 from lightning_zenflow.offload.selector import Selector
+from lightning_zenflow.telemetry.telemetry import Reading
 
 CHECKPOINT_KEY = "zenflow"
 """In DeepSpeed's optimizer state of a rank; DeepSpeed itself reads the keys it knows only."""
 
 VERSION = 5
 """Number of the layout; a checkpoint of another one is refused."""
+
+_WATCHED = 16
+"""Steps that are looked at one by one, and then the interval between two looks."""
+
+
+class CounterReader:
+    """Reads the counters without waiting for the device: device values are copied asynchronously and read at a later call.
+
+    Attributes:
+        skipped: 0-D int64 on the device: steps that changed nothing because their gradient norm was not finite.
+        owned_norm_share: share of the squared norm of the gradient that lies in device-owned columns, copied where it is measured.
+    """
+
+    def __init__(self, rank: RankState, jobs: JobQueue, in_backward: BackwardSubmission, ownership: Ownership) -> None:
+        self._rank = rank
+        self._numel = sum(s.numel for s in rank.partition.slices)
+        self._jobs = jobs
+        self._in_backward = in_backward
+        self._ownership = ownership
+        self.skipped = torch.zeros((), dtype=torch.int64, device=rank.device)
+        self._n_skipped = DeviceNumber()
+        self._has_warned = False
+        self.owned_norm_share = DeviceNumber()
+
+    def warn_of_skipped(self, step: int) -> None:
+        """Warns once, soon after the first step that changed nothing; not to be called where a loss scale is searched for."""
+        if self._has_warned or (step > _WATCHED and step % _WATCHED):
+            return
+        self._n_skipped.copy(self.skipped)
+        if n := int(self._n_skipped.read() or 0):
+            self._has_warned = True
+            rank_zero_warn(
+                f"ZenFlow: {n} of {step} steps so far were skipped, as their gradient was not finite: they changed no weight. Look for"
+                " NaN in batches and loss, or lower the learning rate"
+            )
+
+    def read(self) -> Reading:
+        """Present values; those of the device are from an earlier step."""
+        self._n_skipped.copy(self.skipped)
+        runtime, telemetry = runtime_of(self._rank.device), self._rank.telemetry
+        jobs, schedule = self._jobs.in_flight, self._jobs.schedule
+        return Reading(
+            steps=telemetry.stalls.steps,
+            host_stall_s=telemetry.stalls.seconds,
+            device_stall_s=telemetry.stalls.device_seconds,
+            worker_busy_s=telemetry.stalls.worker_busy_s,
+            worker_restarts=telemetry.stalls.worker_restarts,
+            skipped_steps=int(self._n_skipped.read() or 0),
+            d2h_bytes=telemetry.traffic.d2h_bytes,
+            h2d_bytes=telemetry.traffic.h2d_bytes,
+            model_bytes=self._numel * self._rank.dtype.itemsize,
+            in_backward_jobs=jobs.n_in_backward,
+            late_jobs=jobs.n_late,
+            factor_error=self._in_backward.factor_error.read(),
+            update_interval=schedule.update_interval,
+            publish_lag=schedule.publish_lag,
+            owned_share=self._ownership.numel / self._numel if self._numel else 0.0,
+            owned_norm_share=self.owned_norm_share.read() if self._ownership.numel else None,
+            arena_bytes=self._rank.arena.reserved_bytes,
+            device_peak_bytes=runtime.max_memory_allocated(),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +127,6 @@ class StepParts:
     counters: CounterReader
     write_count: Callable[[int], None]
     """Writes the number of applied steps to the user's optimizer, as checkpoints hold it."""
-    skipped: Tensor
-    """0-D int64 on the device: steps that changed nothing because their gradient norm was not finite."""
 
 
 def layout_of(config: ZenFlowConfig, world_size: int, partition: Partition) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""When columns are selected, and which ones: those with the largest squared norms of their gradient.
+"""When columns are selected, and which ones: those with the largest squared norms of their gradient. And which parameters are trained.
 
 A column's importance is the squared norm of its gradient (ZenFlow, arXiv 2505.12242, section 3). Partitions hold row ranges, so each rank
 sums over its own rows, and the sums are added over the ranks: one float per column instead of the gradient itself.
 """
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.core.device import AsyncHostCopy
-from lightning_zenflow.core.partition import column_count
+from lightning_zenflow.core.partition import Partition, column_count, merge_ranges
 from lightning_zenflow.offload.columns import Columns
 
 AUTO_INTERVAL = 512
@@ -49,11 +50,8 @@ class ColumnSquaredNorms:
     def __init__(self, columns: Sequence[int], device: torch.device) -> None:
         self.flat = torch.zeros(sum(columns), dtype=torch.float32, device=device)
         """float32; of this rank's rows until it is reduced."""
-        self._views = _of_parameters(self.flat, columns, columns)
-
-    def of_parameter(self, parameter: int) -> Tensor:
-        """[columns], a view."""
-        return self._views[parameter]
+        self.of_parameter = _of_parameters(self.flat, columns, columns)
+        """[columns] each, views."""
 
 
 class Selector:
@@ -93,10 +91,9 @@ class Selector:
 
     def start_over(self) -> None:
         """Forgets all selections."""
-        self._owned: Tensor | None = (
-            None  # positions of the selected columns in `ColumnSquaredNorms.flat`, on the device
-        )
-        self._next: int | None = 0  # step or epoch of the next selection
+        # Positions of the selected columns in `ColumnSquaredNorms.flat`, on the device; step or epoch of the next selection.
+        self._owned: Tensor | None = None
+        self._next: int | None = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Columns selected last, and the time of the next selection."""
@@ -169,3 +166,55 @@ def _of_parameters(flat: Tensor, columns: Sequence[int], numbers: Sequence[int])
     """
     order = sorted(range(len(columns)), key=columns.__getitem__)
     return dict(zip(order, torch.split(flat, [numbers[parameter] for parameter in order]), strict=True))
+
+
+class Freezing:
+    """Record of the parameters that are trained at present. As under plain torch, a frozen parameter and its moments do not change.
+
+    Args:
+        parameters: parameters of the model that required gradients at setup, in the order in which `Slice.parameter` counts them.
+
+    Attributes:
+        trained: for each parameter, whether it is trained, as of the last `update`.
+    """
+
+    def __init__(self, partition: Partition, parameters: Sequence[Tensor]) -> None:
+        self._partition = partition
+        self._parameters = parameters
+        self.trained = self._followed = [True] * len(parameters)
+
+    def update(self, trained: Sequence[bool] | None = None) -> bool:
+        """Reads `requires_grad` again, or takes other flags; returns whether they have changed since `followed`, alike on every rank."""
+        self.trained = [p.requires_grad for p in self._parameters] if trained is None else list(trained)
+        return self.trained != self._followed
+
+    def followed(self) -> None:
+        """Notes that everything follows the present flags."""
+        self._followed = self.trained
+
+    def parameter_of(self, slice_index: int) -> Tensor:
+        """The parameter that a slice is a part of."""
+        return self._parameters[self._partition.slices[slice_index].parameter]
+
+    def trained_slices(self) -> list[int]:
+        """Slices that are not frozen, ascending."""
+        return [index for index, s in enumerate(self._partition.slices) if self.trained[s.parameter]]
+
+    def trained_part(self) -> Partition:
+        """Partition with the ranges of trained parameters only."""
+        trained = [self._partition.slices[index] for index in self.trained_slices()]
+        return dataclasses.replace(self._partition, ranges=tuple(merge_ranges(trained)))
+
+    def no_columns(self) -> list[Columns]:
+        """For each parameter, no column."""
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        return [Columns(device=none.to(p.device), host=none) for p in self._parameters[:1]] * len(self._parameters)
+
+    def of_slices(self, columns: Sequence[Columns | None] | None = None) -> list[Columns | None]:
+        """For each slice the columns of its parameter; no columns where it is frozen.
+
+        Args:
+            columns: for each parameter, columns over the whole row; None, alone or in their place: all.
+        """
+        columns, none = columns or [None] * len(self._parameters), self.no_columns()
+        return [(columns if self.trained[s.parameter] else none)[s.parameter] for s in self._partition.slices]

@@ -13,9 +13,9 @@ from torch.profiler import record_function
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import AsyncHostCopy
 from lightning_zenflow.core.step_inputs import StepScale, mean_beta1, step_scale
-from lightning_zenflow.offload.freezing import Freezing
 from lightning_zenflow.offload.plan import StepContext, StepInputs, StepState
 from lightning_zenflow.offload.run_state import VERSION, StepParts, difference_of, layout_of
+from lightning_zenflow.offload.selector import Freezing
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.worker.supervisor import Transaction
 
@@ -35,7 +35,7 @@ class ZenFlowStep:
        time to time after it; each block changes its columns with its next window. With S = 1, d = 0 nothing is late, and no column is.
     6. *submit*: the windows that close now go to the worker, except for blocks that were submitted in backward.
     7. *publish*: jobs that are due overwrite the host-owned weights, provisional updates of later steps are applied again, and the
-       device-owned weights are written over them. In place: in the next forward pass (`await_weights`).
+       device-owned weights are written over them. In place: in the next forward pass (`JobQueue.await_slice`).
     8. *gather*: the ranks exchange their updated weights, as in ZeRO-2.
 
     Interruptions. `KeyboardInterrupt` may be raised between any two instructions. A `flush` after it gives the exact state of the steps
@@ -76,7 +76,7 @@ class ZenFlowStep:
         self._jobs, self._fill, self._ownership = parts.jobs, parts.fill, parts.ownership
         self._planner, self._selector, self._provisional = parts.planner, parts.selector, parts.provisional
         self.count = torch.zeros((), dtype=torch.float64, device=parts.rank.device)
-        self.skipped = parts.skipped
+        self.skipped = parts.counters.skipped
         self._state = StepState.IDLE
         self._context: StepContext | None = None  # from OPEN on
         self._squared_norm: Tensor | None = None  # from REDUCED on
@@ -146,14 +146,6 @@ class ZenFlowStep:
     def unused_parameters(self) -> list[Tensor]:
         """Trained parameters with a slice on this rank and without a gradient in the step that is next."""
         return [self._freezing.parameter_of(index) for index in self._fill.unused()]
-
-    def await_weights(self, slice_index: int) -> None:
-        """Waits until a slice's weights are those that the last step has given it, before they are fetched from where they are in place."""
-        self._jobs.await_slice(slice_index)
-
-    def has_weights(self, slice_index: int) -> bool:
-        """Whether `await_weights` would not wait."""
-        return self._jobs.is_written(slice_index)
 
     def state_written(self) -> None:
         """Notes that the arena's exact state has been changed from outside, right after a flush."""
@@ -406,7 +398,7 @@ class ZenFlowStep:
                 number=self.number + 1,
                 plan=plan,
                 inputs=inputs,
-                schedule=self._jobs.staggered,
+                schedule=self._jobs.schedule,
                 column_norms=self._selector.new_column_norms() if plan.selects else None,
             )
             self._fill.open(self._context)

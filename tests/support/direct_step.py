@@ -15,8 +15,8 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.deepspeed.build import ZeroPartition, build
 from lightning_zenflow.deepspeed.environment import RankResources
 from lightning_zenflow.deepspeed.user_optimizer import read_hyperparameters
-from lightning_zenflow.offload.freezing import Freezing
 from lightning_zenflow.offload.plan import StepInputs
+from lightning_zenflow.offload.selector import Freezing
 from lightning_zenflow.offload.step import ZenFlowStep
 from lightning_zenflow.worker.cores import WorkerCores, allowed_cores
 from lightning_zenflow.worker.moments import Moment
@@ -97,7 +97,7 @@ class DirectStep:
     def fetch(self, *indices: int) -> None:
         """Waits for the weights of some slices, or of all, as stage 3 does before it fetches them from where they are in place."""
         for index in (indices or range(len(self.parts.step.rank.partition.slices))) if self._fetches else ():
-            self.step.await_weights(index)
+            self.parts.step.jobs.await_slice(index)
 
     def receive(self, index: int, gradient: Tensor, *, last: bool) -> None:
         """Gives one slice's gradient to the step, times the loss scale."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from harness import fit
 from lightning_zenflow import StallMonitor, ZenFlowStrategy
 from lightning_zenflow.monitor.summary import METRICS
-from lightning_zenflow.offload import readings
+from lightning_zenflow.offload import run_state
 from lightning_zenflow.worker.arena import WORD_BYTES
 from models import LinearLossModule
 from networks import SmallNet
@@ -235,7 +235,7 @@ def test_skipped_steps_are_warned_of_while_training(
     """Once; and not in fp16, whose loss scale is found by skipped steps."""
     monkeypatch.setattr(CPU_Accelerator, "is_fp16_supported", lambda self: True)
     said: list[str] = []
-    monkeypatch.setattr(readings, "rank_zero_warn", said.append)
+    monkeypatch.setattr(run_state, "rank_zero_warn", said.append)
     fit(IsNaN(first, length=steps), fixed(stall_monitor=False), steps=steps, precision=precision)
     assert len(said) == (expected is not None)
     assert all(message.startswith(f"ZenFlow: {expected}") for message in said)

@@ -103,7 +103,7 @@ def watch(case: Case, *, answers: bool | None = None, more: int = 0) -> Watched:
 
     def watched_set(self: JobQueue, *args: Any) -> None:
         set_schedule(self, *args)
-        watched.schedule = self.staggered
+        watched.schedule = self.schedule
 
     def watched_enqueue(self: JobsInFlight, block: Block, window: Window, buffer: int | None, **kwargs: Any) -> None:
         enqueue(self, block, window, buffer, **kwargs)

@@ -72,7 +72,7 @@ def test_one_copy_has_all_that_a_selection_reads() -> None:
     for step in range(1, 6):
         with torch._C.DisableTorchFunctionSubclass():
             norms.flat.copy_(torch.rand(sum(columns), generator=generator))
-            of_parameters = [norms.of_parameter(i).clone() for i in range(len(columns))]
+            of_parameters = [norms.of_parameter[i].clone() for i in range(len(columns))]
             if step == 3:
                 norms.flat[7] = torch.nan
         OnDevice.read = []
