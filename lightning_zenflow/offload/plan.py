@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.auto_policy import SchedulePolicy, load_and_stall
