@@ -247,10 +247,9 @@ class ZenFlowConfig(BaseModel):
     @property
     def compensation(self) -> StalenessCompensation:
         """`weight_prediction` and `provisional_scale` for this schedule."""
-        immediate = self.is_immediate
         return StalenessCompensation(
-            weight_prediction=0.0 if immediate and self.weight_prediction == "auto" else self.weight_prediction,
-            provisional_scale=0.0 if immediate else self.provisional_scale,
+            weight_prediction=0.0 if self.is_immediate and self.weight_prediction == "auto" else self.weight_prediction,
+            provisional_scale=0.0 if self.is_immediate else self.provisional_scale,
         )
 
 

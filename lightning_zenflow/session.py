@@ -18,11 +18,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.collective import (
-    is_file_together,
-    read_file_together,
-    save_together,
-)
+from lightning_zenflow.checkpoint.collective import is_file_together, read_file_together, save_together
 from lightning_zenflow.checkpoint.files import place_of, read
 from lightning_zenflow.checkpoint.single_file import FILE_KEY, SavedFile
 from lightning_zenflow.checkpoint.whole_state import WholeState

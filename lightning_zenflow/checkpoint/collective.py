@@ -60,10 +60,7 @@ def save_together(
         (content,) = contents
         with _saving(path, content):
             copy: Any = None if states is None else states.copy_for_save(content)
-        with (
-            nullcontext() if states is None else states.saved_as(copy),
-            _saving(path, content),
-        ):
+        with nullcontext() if states is None else states.saved_as(copy), _saving(path, content):
             with _without_collectives():
                 write(content)
             if sync and isinstance(content, Path):

@@ -33,8 +33,7 @@ from lightning_zenflow.deepspeed.flat_layout import (
     Layout,
     PieceLayout,
     copy_parts,
-    in_terms_of_stage_2,
-    in_terms_of_stage_3,
+    in_other_terms,
     keys_of,
     repartition,
 )
@@ -232,12 +231,11 @@ class SavedCheckpoint:
         content = read(file)
         state = content.get(OPTIMIZER_STATE_DICT) if isinstance(content, dict) else None
         stage = "stage 3" if self.is_stage_3 else "stage 1 or 2"
-        if not isinstance(state, dict) or (FP32_FLAT_GROUPS in state) != self.is_stage_3:
+        masters = FP32_FLAT_GROUPS if self.is_stage_3 else SINGLE_PARTITION_OF_FP32_GROUPS
+        if not isinstance(state, dict) or masters not in state:
             raise refusal(file, f"the file must be an optimizer state of ZeRO {stage}")
         if self.is_stage_3:
-            state = in_terms_of_stage_2(content)
-        if SINGLE_PARTITION_OF_FP32_GROUPS not in state:
-            raise refusal(file, f"the file must be an optimizer state of ZeRO {stage}")
+            state = in_other_terms(state)
         base = state[BASE_OPTIMIZER_STATE]
         if int(state[ZERO_STAGE]) // 3 != self.is_stage_3 or not isinstance(base, dict):
             raise refusal(file, f"the state must be of ZeRO {stage} with zero_optimization.elastic_checkpoint=False")
@@ -308,7 +306,7 @@ class SavedCheckpoint:
             # So that all ranks find the difference: some may have the slices of the run that saved. (Stage 2 trains in another order than
             # it saves in.)
             state = {**state, CHECKPOINT_KEY: {**ours, "layout": {**ours["layout"], "slices": None}}}
-        return in_terms_of_stage_3(state, world_size)
+        return in_other_terms(state)
 
     def _layouts(self, state: Mapping[str, Any]) -> list[Layout]:
         """Layout of each flat buffer, in the order that the model's file has."""

@@ -131,10 +131,7 @@ def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) 
     # Padding included.
     sizes = [master.numel() for master in zero.masters]
     n_blocks = blocks_wanted(
-        config.update_intervals,
-        in_backward=config.submits_in_backward,
-        numel=sum(sizes),
-        awaited_singly=zero.in_place,
+        config.update_intervals, in_backward=config.submits_in_backward, numel=sum(sizes), awaited_singly=zero.in_place
     )
     partition = zero.publisher.cut_partition(zero.slices, sizes, n_blocks, zero.weights[0].dtype)
     plan = MemoryPlan(config=config, zero=zero, partition=partition, n_threads=len(resources.cores.cores))

@@ -57,10 +57,7 @@ def rank_resources(
     with raising_together(ValueError):
         free_host_memory()  # Refuses a wrong value of its environment variable.
         cores = worker_cores(
-            config.worker_cores,
-            places=places,
-            index=index,
-            reserved_share=config.pt_reserved_cores_perc,
+            config.worker_cores, places=places, index=index, reserved_share=config.pt_reserved_cores_perc
         )
     # With one rank a word waits for the device alone.
     collective_s = (timeout or default_pg_timeout).total_seconds() if world_size > 1 else 0.0

@@ -1,7 +1,7 @@
 """Position of the parameters in ZeRO's flat buffers: slices by it; runs of elements that two such layouts have in common; copies by these
 of what all ranks have saved, and the terms in which DeepSpeed's stages save it. Pure.
 
-States are in the terms of stage 2, whatever the stage of the folder; `in_terms_of_stage_3` is the way back.
+States are in the terms of stage 2, whatever the stage of the folder; `in_other_terms` is the way there and back.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +16,6 @@ from deepspeed.checkpoint.constants import (
     GROUP_PADDINGS,
     OPTIMIZER_STATE_DICT,
     PARAM_ALIGNMENT_PADDINGS,
-    PARTITION_COUNT,
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
 from torch import Tensor
@@ -141,18 +140,13 @@ def runs(source: Layout, target: Layout) -> Iterator[Run]:
 
 
 _TERMS = {FP32_FLAT_GROUPS: SINGLE_PARTITION_OF_FP32_GROUPS, OPTIMIZER_STATE_DICT: BASE_OPTIMIZER_STATE}
-"""Keys of stage 3 with those of stage 2: the flat master weights, and the state of the user's optimizer."""
+_TERMS |= {of_2: of_3 for of_3, of_2 in _TERMS.items()}
+"""Keys of stage 3 with those of stage 2, and back: the flat master weights, and the state of the user's optimizer."""
 
 
-def in_terms_of_stage_2(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer's state in a file of stage 3."""
-    return {_TERMS.get(key, key): value for key, value in content[OPTIMIZER_STATE_DICT].items()}
-
-
-def in_terms_of_stage_3(state: Mapping[str, Any], n_ranks: int) -> dict[str, Any]:
-    """The optimizer's state as stage 3 loads it."""
-    names = {ours: theirs for theirs, ours in _TERMS.items()}
-    return {**{names.get(key, key): value for key, value in state.items()}, PARTITION_COUNT: n_ranks}
+def in_other_terms(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer's state of stage 3 in the terms of stage 2, or the other way round."""
+    return {_TERMS.get(key, key): value for key, value in state.items()}
 
 
 def keys_of(base: Mapping[str, Any]) -> list[Any]:

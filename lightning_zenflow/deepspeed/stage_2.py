@@ -9,23 +9,14 @@ from typing import Any
 import deepspeed.comm as dist
 import deepspeed.runtime.engine as engine_module
 import torch
-from deepspeed.checkpoint.constants import (
-    BASE_OPTIMIZER_STATE,
-    PARAM_SLICE_MAPPINGS,
-    SINGLE_PARTITION_OF_FP32_GROUPS,
-)
+from deepspeed.checkpoint.constants import BASE_OPTIMIZER_STATE, PARAM_SLICE_MAPPINGS, SINGLE_PARTITION_OF_FP32_GROUPS
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_zenflow.core.device import runtime_of
-from lightning_zenflow.deepspeed.flat_buffers import (
-    OrderedCopy,
-    balanced_order,
-    flat_layouts,
-    fragments,
-)
+from lightning_zenflow.deepspeed.flat_buffers import OrderedCopy, balanced_order, flat_layouts, fragments
 from lightning_zenflow.deepspeed.flat_layout import FlatLayout
 from lightning_zenflow.deepspeed.host_state import MOMENTS, with_moments
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer

@@ -10,12 +10,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.collective import (
-    load_file_together,
-    load_together,
-    load_weights_together,
-    one_engine,
-)
+from lightning_zenflow.checkpoint.collective import load_file_together, load_together, load_weights_together, one_engine
 from lightning_zenflow.checkpoint.engine_content import to_save
 from lightning_zenflow.checkpoint.files import place_of
 from lightning_zenflow.checkpoint.single_file import FILE_KEY, SavedFile

@@ -95,9 +95,7 @@ class TritonKernels(Kernels):
             copy_rows=_COPY_ROWS, copy_columns=_COPY_COLUMNS, enable_fp_fusion=False,
         )  # fmt: skip
         return SquaredNorms(
-            parts=parts,
-            row_parts=row_parts if per_axis else None,
-            column_parts=column_parts if per_axis else None,
+            parts=parts, row_parts=row_parts if per_axis else None, column_parts=column_parts if per_axis else None
         )
 
     @override

@@ -117,8 +117,7 @@ class GradientNorms:
         if len(self._parts) > self._n_in_sum:
             self._sum.add_(add_up(self._parts[self._n_in_sum :]))
             self._n_in_sum = len(self._parts)
-        partial, _ = self._of_block[block]
-        return partial.copy_(self._sum)
+        return self._of_block[block][0].copy_(self._sum)
 
     def predict(self, block: int) -> Tensor:
         """Squared norm of the step's whole gradient, of all ranks and with loss scale: 0-D float64; after `up_to`."""

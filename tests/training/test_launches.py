@@ -45,7 +45,7 @@ def launches(shapes: Shapes, **keys: Any) -> list[Counter[str]]:
     ],
 )
 def test_launches_of_a_step(shapes: Shapes, keys: dict[str, Any], ceiling: int) -> None:
-    """With S = 4, d = 1: at most 1,500 with provisional updates and 900 without."""
+    """With S = 4, d = 1."""
     # The first windows have changed their columns by then.
     of_steps = launches(shapes, **keys)[7:]
     assert max(counts.total() for counts in of_steps) <= ceiling, of_steps
