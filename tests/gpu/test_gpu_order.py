@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from gpu_cases import MILLISECOND, RACES, device
@@ -49,11 +50,18 @@ class Digests(pl.Callback):
 class SlowBackward(pl.Callback):
     """The device sleeps before a gradient is there."""
 
+    def __init__(self) -> None:
+        self._hooks: list[RemovableHandle] = []
+
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for i, p in enumerate(pl_module.parameters()):
-            if i % 3 == 0:
-                p.register_hook(lambda _: torch.cuda._sleep(MILLISECOND))
+        parameters = list(pl_module.parameters())[::3]
+        self._hooks = [p.register_hook(lambda _: torch.cuda._sleep(MILLISECOND)) for p in parameters]
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
 
 class SlowWorker(pl.Callback):
