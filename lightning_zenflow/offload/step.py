@@ -125,8 +125,7 @@ class ZenFlowStep:
             last: whether this is the step's last micro-batch.
         """
         if last:
-            context = self._context if self._state is StepState.OPEN else None
-            self._fill.receive(context or self._opened(), slice_index, gradient)
+            self._fill.receive(self._opened(), slice_index, gradient)
         else:
             self._fill.accumulate(slice_index, gradient, self.number + 1)
 
