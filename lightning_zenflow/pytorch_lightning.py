@@ -25,8 +25,8 @@ __all__ = ["StallMonitor", "ZenFlowConfig", "ZenFlowStrategy"]
 
 
 # The mixins' annotations name the classes of `lightning.pytorch`.
-class StallMonitor(StallMonitoring, pl.Callback):  # type: ignore[misc]
-    """`StallMonitoring`, which says what it logs, for the Trainer of `pytorch_lightning`."""
+class StallMonitor(StallMonitoring, pl.Callback):  # type: ignore[misc]  # noqa: D101
+    __doc__ = StallMonitoring.__doc__
 
     tensorboard_logger = TensorBoardLogger
 
@@ -35,8 +35,8 @@ class ZenFlowPrecision(TrainerPrecision, DeepSpeedPrecision):  # type: ignore[mi
     """`TrainerPrecision`, which says all of it, for the Trainer of `pytorch_lightning`."""
 
 
-class ZenFlowStrategy(TrainerStrategy, DeepSpeedStrategy):  # type: ignore[misc]
-    """`TrainerStrategy`, which says all of it, for the Trainer of `pytorch_lightning`."""
+class ZenFlowStrategy(TrainerStrategy, DeepSpeedStrategy):  # type: ignore[misc]  # noqa: D101
+    __doc__ = TrainerStrategy.__doc__
 
     deepspeed_strategy = DeepSpeedStrategy
     lightning: ClassVar[ModuleType] = pl

@@ -47,11 +47,10 @@ from lightning_zenflow.monitor.callbacks import StallMonitor, StallMonitoring, i
 from lightning_zenflow.session import FromTrainer, Session
 
 
+# A mixin of a Trainer's `DeepSpeedStrategy`. `lightning.pytorch` and `pytorch_lightning` have the same classes twice; a subclass for each
+# names those that are its own, and has this docstring.
 class TrainerStrategy(Session):
     """Trains with ZeRO-2, or ZeRO-3, and the optimizer states in host memory, without waiting for the CPU.
-
-    A mixin of a Trainer's `DeepSpeedStrategy`. `lightning.pytorch` and `pytorch_lightning` have the same classes twice; a subclass for each
-    names those that are its own.
 
     ``Trainer(strategy=ZenFlowStrategy(topk_ratio=0.05))`` is complete. The model's `configure_optimizers` stays as it is (AdamW or
     Adam, any number of parameter groups, one scheduler); so do `gradient_clip_val`, `accumulate_grad_batches` and checkpoints.
@@ -547,8 +546,8 @@ class ZenFlowPrecision(TrainerPrecision, DeepSpeedPrecision):  # type: ignore[mi
     """`TrainerPrecision`, which says all of it, for the Trainer of `lightning.pytorch`."""
 
 
-class ZenFlowStrategy(TrainerStrategy, DeepSpeedStrategy):
-    """`TrainerStrategy`, which says all of it, for the Trainer of `lightning.pytorch`."""
+class ZenFlowStrategy(TrainerStrategy, DeepSpeedStrategy):  # noqa: D101
+    __doc__ = TrainerStrategy.__doc__
 
     precision_class = ZenFlowPrecision
     deepspeed_strategy = DeepSpeedStrategy

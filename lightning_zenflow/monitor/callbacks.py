@@ -100,8 +100,8 @@ class StallMonitoring(_LightningsCallback):  # type: ignore[misc]
         return self._progress_bar and trainer.progress_bar_callback is not None
 
 
-class StallMonitor(StallMonitoring, pl.Callback):
-    """`StallMonitoring`, which says what it logs, for the Trainer of `lightning.pytorch`."""
+class StallMonitor(StallMonitoring, pl.Callback):  # noqa: D101
+    __doc__ = StallMonitoring.__doc__
 
     tensorboard_logger = TensorBoardLogger
 

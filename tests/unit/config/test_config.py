@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import pickle
+import pydoc
 import re
 from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
@@ -15,7 +16,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from docs.configuration import DOCUMENT, with_table
-from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow import StallMonitor, ZenFlowStrategy
 from lightning_zenflow.config import KEYS, ZenFlowConfig, allowed_values
 from lightning_zenflow.core.schedule import StalenessCompensation
 from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
@@ -104,6 +105,12 @@ def test_keywords_of_the_strategy_are_the_keys() -> None:
         assert {word for member in get_args(types[key]) for word in get_args(member) if isinstance(word, str)} == {
             word for part in KEYS[key].get("anyOf", [KEYS[key]]) for word in [*part.get("enum", ()), part.get("const")]
         } - {None}
+
+
+@pytest.mark.parametrize("documented", [ZenFlowStrategy, FabricStrategy, StallMonitor])
+def test_help_has_the_arguments(documented: type[Any]) -> None:
+    """Python's `help` does not look for the docstring of a base class."""
+    assert "Args:" in pydoc.plain(pydoc.render_doc(documented)).split("Method resolution order")[0]
 
 
 def test_where_weights_are_by_the_command_line() -> None:
