@@ -25,7 +25,7 @@ from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.native import protocol
 from lightning_zenflow.worker.cores import running_on
 from lightning_zenflow.worker.memory import MEMORY_PREFIX, exclude_from_children
-from lightning_zenflow.worker.moments import CodedMoment, CodedMoments, Moment, first_scales, n_scales
+from lightning_zenflow.worker.moments import CodedMoment, CodedMoments, Moment, first_scales
 
 _log = logging.getLogger(__name__)
 
@@ -154,8 +154,7 @@ class Arena:
         self.first_scales = first_scales(partition.tiles)
         self.write_ranges(partition)
         blocks = (protocol.Block * header.n_blocks).from_buffer(self._memory, header.blocks_offset)
-        for block_entry, block in zip(blocks, partition.blocks, strict=True):
-            block_entry.begin, block_entry.end = block.begin, block.end
+        blocks[:] = [protocol.Block(begin=block.begin, end=block.end) for block in partition.blocks]
 
         def array(name: str) -> Tensor:
             offset, dtype, shape = sections[name]
@@ -174,8 +173,7 @@ class Arena:
         records = array("step_records")
         self.step_words = StepWords(records[:, protocol.StepRecord.word.offset :])
         self.block_words = StepWords(array("block_words"))
-        count_begin = protocol.StepRecord.count.offset
-        self._counts = records[:, count_begin : count_begin + 8].view(torch.int64).squeeze(1)
+        self._counts = records.view(torch.int64)[:, protocol.StepRecord.count.offset // 8]
         self._runtime = runtime_of(device)
         self._cores = cores
         self._reserved: list[tuple[int, int]] = []
@@ -188,15 +186,11 @@ class Arena:
         return sum(end - begin for begin, end in self._reserved)
 
     def reserve(self, *, n_slots: int, n_publish_buffers: int, touch: Touch | None = None) -> None:
-        """Reserves all but the other slots and publish buffers, and page-locks it for a CUDA device. Reservations are permanent.
+        """Reserves all but the slots behind the first `n_slots` and the publish buffers behind the first `n_publish_buffers`.
 
-        What the system refuses to page-lock stays pageable; a warning says so. Page-locking allocates memory that has not been touched, on
-        one thread. So the worker, which touches the states at its start, must start before, and `touch` comes first.
-
-        Args:
-            n_slots: number of slots, from the first on.
-            n_publish_buffers: number of publish buffers, from the first on.
-            touch: allocates memory that is to be page-locked.
+        Reservations are permanent. For a CUDA device the memory is also page-locked; what the system refuses stays pageable, and a warning
+        says so. Page-locking allocates memory that has not been touched, on one thread. So the worker, which touches the states at its
+        start, must start before, and `touch` allocates all else first.
         """
         header, row_bytes = self._header, self.slots.element_size() * self.slots.shape[1]
         for begin, end in (
@@ -211,19 +205,17 @@ class Arena:
                     begin = reserved_end
             # Whole memory pages.
             end = _round_up(end, PAGE_BYTES)
-            if begin < end:
-                self._reserved.append((begin, end))
-                if self._runtime.runs_behind and begin != header.master_offset:
-                    self._page_lock(begin, end, row_bytes, touch)
+            if begin >= end:
+                continue
+            self._reserved.append((begin, end))
+            if self._runtime.runs_behind and begin != header.master_offset:
+                if touch is not None:
+                    # Slots and publish buffers of a section are rows; every block is divided among all threads.
+                    n_rows = max(1, (end - begin) // row_bytes) if row_bytes else 1
+                    touch(begin, n_rows, (end - begin) // n_rows)
+                self._page_lock(self._address() + begin, end - begin)
 
-    def _page_lock(self, begin: int, end: int, row_bytes: int, touch: Touch | None) -> None:
-        if touch is not None:
-            # Slots and publish buffers of a section are rows; every block is divided among all threads.
-            n_rows = max(1, (end - begin) // row_bytes) if row_bytes else 1
-            touch(begin, n_rows, (end - begin) // n_rows)
-        self._page_lock_at(self._address() + begin, end - begin)
-
-    def _page_lock_at(self, address: int, n_bytes: int) -> None:
+    def _page_lock(self, address: int, n_bytes: int) -> None:
         try:
             with running_on(self._cores):
                 self._runtime.page_lock(address, n_bytes)
@@ -243,7 +235,7 @@ class Arena:
         # Whole memory pages, which no other range shares.
         pages = memory[-memory.data_ptr() % PAGE_BYTES :][:n_bytes]
         copy = pages[: values.nbytes].view(values.dtype).view(values.shape).copy_(values)
-        self._page_lock_at(pages.data_ptr(), n_bytes)
+        self._page_lock(pages.data_ptr(), n_bytes)
         self._copies.append(copy)
         return copy
 
@@ -299,12 +291,9 @@ class Arena:
         self._header.resolved_step = step
 
     def write_hyperparameters(self, step: int, groups: list[GroupHyperparameters], *, tentative: bool = False) -> None:
-        """Writes the step's hyperparameters; the device writes its factor and sequence number later.
+        """Writes a step's hyperparameters for each parameter group; the device writes its factor and sequence number later.
 
-        Args:
-            step: the step.
-            groups: for each parameter group.
-            tentative: writes those of the tentative update, known in backward, instead of those that are committed.
+        They are those that are committed, or `tentative`: those of the tentative update, known in backward.
         """
         header = self._header
         assert step >= 1 and len(groups) == header.n_param_groups, (step, groups)
@@ -315,23 +304,22 @@ class Arena:
         begin += ctypes.sizeof(protocol.StepRecord)
         begin += tentative * len(groups) * ctypes.sizeof(protocol.Hyperparameters)
         entries = (protocol.Hyperparameters * len(groups)).from_buffer(self._memory, begin)
-        for entry, group in zip(entries, groups, strict=True):
-            entry.lr, entry.beta1, entry.beta2, entry.eps = group.lr, group.beta1, group.beta2, group.eps
-            entry.weight_decay, entry.decoupled = group.weight_decay, int(group.decoupled)
+        entries[:] = [protocol.Hyperparameters(**vars(group)) for group in groups]
 
     def write_ranges(self, partition: Partition) -> None:
         """Sets the elements that workers update which start later: those of the partition's tiles that lie in its ranges."""
         ranges = partition.ranges
         begins = [r.begin for r in ranges]
-        # A tile is part of a slice, and a slice lies in a range or in none.
-        of_tiles = [(tile, bisect_right(begins, tile.begin) - 1) for tile in partition.tiles]
-        trained = [n for n, (tile, r) in enumerate(of_tiles) if r >= 0 and tile.end <= ranges[r].end]
+        trained = []
+        for tile, scale in zip(partition.tiles, self.first_scales[:-1], strict=True):
+            r = bisect_right(begins, tile.begin) - 1
+            # A tile is part of a slice, and a slice lies in a range or in none.
+            if r >= 0 and tile.end <= ranges[r].end:
+                group = ranges[r].param_group
+                trained.append(protocol.Range(begin=tile.begin, end=tile.end, param_group=group, first_scale=scale))
         self._header.n_ranges = len(trained)
         table = (protocol.Range * len(trained)).from_buffer(self._memory, self._header.ranges_offset)
-        for entry, number in zip(table, trained, strict=True):
-            tile, r = of_tiles[number]
-            entry.begin, entry.end, entry.param_group = tile.begin, tile.end, ranges[r].param_group
-            entry.first_scale = self.first_scales[number]
+        table[:] = trained
 
     def close(self, *, keep_state: bool, take_weights: Callable[[], None] | None = None) -> None:
         """Unlocks the memory, closes the file and frees memory that is not read any more. Idempotent. Errors of the device are logged.
@@ -377,8 +365,7 @@ class Arena:
 
 def arena_bytes(partition: Partition, sizes: ArenaSizes) -> int:
     """Size of the arena in bytes of host memory."""
-    header, _ = _layout(partition, sizes)
-    return int(header.total_bytes)
+    return int(_layout(partition, sizes)[0].total_bytes)
 
 
 def _layout(
@@ -399,7 +386,7 @@ def _layout(
         weight_dtype=protocol.DATA_TYPES[dtype],
         moments_dtype=protocol.DATA_TYPES[moments],
         numel=numel,
-        n_scales=n_scales(partition, moments),
+        n_scales=first_scales(partition.tiles)[-1] if moments == torch.int8 else 0,
         n_blocks=n_blocks,
         n_param_groups=sizes.n_param_groups,
         n_step_records=sizes.n_step_records,

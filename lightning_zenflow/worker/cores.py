@@ -44,10 +44,13 @@ def read_place(device: torch.device, root: Path = _ROOT) -> Place:
         device: device of the model.
         root: folder with ``proc`` and ``sys``.
     """
+    gpu = root / "sys/bus/pci/devices" / str(runtime_of(device).pci_address())
+    # Unknown in most virtual machines. local_cpulist of a device without a node lists all cores.
+    has_node = read_file(gpu / "numa_node") not in ("", "-1")
     return Place(
         host=read_file(root / "proc/sys/kernel/random/boot_id") or os.uname().nodename,
         allowed=tuple(allowed_cores()),
-        gpu_cores=_gpu_cores(runtime_of(device).pci_address(), root),
+        gpu_cores=tuple(parse_core_list(read_file(gpu / "local_cpulist"))) if has_node else (),
         cpu_limit=cpu_limit(root),
     )
 
@@ -58,15 +61,6 @@ def places_on_this_host(place: Place) -> tuple[list[Place], int]:
     dist.all_gather_object(places, place)
     neighbours = [(rank, p) for rank, p in enumerate(places) if p is not None and p.host == place.host]
     return [p for _, p in neighbours], [rank for rank, _ in neighbours].index(dist.get_rank())
-
-
-def _gpu_cores(pci_address: str | None, root: Path) -> tuple[int, ...]:
-    """Cores of a GPU's NUMA node; none if unknown, as in most virtual machines, or without a GPU."""
-    folder = root / "sys/bus/pci/devices" / str(pci_address)
-    # local_cpulist of a device without a node lists all cores.
-    if read_file(folder / "numa_node") in ("", "-1"):
-        return ()
-    return tuple(parse_core_list(read_file(folder / "local_cpulist")))
 
 
 def cpu_limit(root: Path = _ROOT) -> float:
@@ -200,8 +194,7 @@ def worker_cores(
 
 
 def _candidates(place: Place) -> list[int]:
-    near = set(place.gpu_cores)
-    return [core for core in place.allowed if core in near] or list(place.allowed)
+    return sorted(set(place.allowed) & set(place.gpu_cores)) or list(place.allowed)
 
 
 def _part(cores: list[int], rank: int, ranks: int) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zenflow.core.partition import Partition, Tile
+from lightning_zenflow.core.partition import Tile
 from lightning_zenflow.native.protocol import TILE_ELEMENTS
 
 _CHUNK = TILE_ELEMENTS << 14
@@ -166,8 +166,3 @@ class CodedMoment(Moment):
 def first_scales(tiles: Sequence[Tile]) -> list[int]:
     """For each tile the index of its first scale, and at the end their number."""
     return list(accumulate((-(-tile.numel // TILE_ELEMENTS) for tile in tiles), initial=0))
-
-
-def n_scales(partition: Partition, dtype: torch.dtype) -> int:
-    """Number of scales that moments of this type have, for each of the two."""
-    return first_scales(partition.tiles)[-1] if dtype == torch.int8 else 0

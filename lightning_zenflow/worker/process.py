@@ -35,9 +35,6 @@ _LOOK_S = 1.0
 
 _STDERR_BYTES = 4096
 
-_OF_THE_PROGRAM = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGSYS)
-"""Signals that end a program at its start if it does not suit the machine or is incomplete."""
-
 
 class WorkerError(RuntimeError):
     """The worker failed, died or did not answer in time. The message contains its last output, if any."""
@@ -74,16 +71,9 @@ class JobMessage:
         assert len(self.slots) == 1 or self.tentative is not protocol.Tentative.CORRECTION, self
 
     def __bytes__(self) -> bytes:
-        header = protocol.UpdateJob(
-            type=protocol.MessageType.JOB,
-            block=self.block,
-            job_id=self.job_id,
-            first_step=self.first_step,
-            n_committed=len(self.slots) - bool(self.tentative),
-            publish_buffer=self.publish_buffer,
-            prediction_steps=self.prediction_steps,
-            tentative=self.tentative,
-        )
+        numbers = {name: value for name, value in vars(self).items() if name != "slots"}
+        n_committed = len(self.slots) - bool(self.tentative)
+        header = protocol.UpdateJob(type=protocol.MessageType.JOB, n_committed=n_committed, **numbers)
         return bytes(header) + bytes((ctypes.c_uint32 * len(self.slots))(*self.slots))
 
 
@@ -134,7 +124,7 @@ class Worker:
         self._room.register(self._socket, select.POLLIN | select.POLLOUT)
         self._inbox: deque[bytes] = deque()  # answers that were read to make room for a message
         # A memory file instead of a pipe: it need not be drained while the worker runs.
-        self._stderr_fd = os.memfd_create(MEMORY_PREFIX + "worker-stderr", os.MFD_CLOEXEC)
+        self._stderr = os.fdopen(os.memfd_create(MEMORY_PREFIX + "worker-stderr", os.MFD_CLOEXEC), "rb", buffering=0)
         self._executable = worker_executable()
         self._is_ready = False
         command = [
@@ -150,8 +140,8 @@ class Worker:
                     command,
                     pass_fds=(arena.fd, remote.fileno()),
                     stdin=subprocess.DEVNULL,
-                    stdout=self._stderr_fd,
-                    stderr=self._stderr_fd,
+                    stdout=self._stderr,
+                    stderr=self._stderr,
                     env=worker_environment(),
                     start_new_session=True,
                 )
@@ -161,7 +151,7 @@ class Worker:
                 if not isinstance(error, OSError):
                     raise
                 if error.errno == errno.EAGAIN:
-                    message = f"the ZenFlow worker could not be started: {error}{threads_refused(str(error))}"
+                    message = f"the ZenFlow worker could not be started: {error}{_threads_refused(str(error))}"
                 else:
                     message = cannot_run(self._executable, error.strerror or str(error))
                 raise WorkerError(message) from error
@@ -179,6 +169,10 @@ class Worker:
             raise
         self._is_ready = True
         _log.debug("worker %d runs on cores %s", self._process.pid, list(cores))
+
+    def __str__(self) -> str:
+        """Its name in messages."""
+        return f"the ZenFlow worker (process {self.pid})"
 
     @property
     def pid(self) -> int:
@@ -217,12 +211,10 @@ class Worker:
         kind = protocol.MessageHeader.from_buffer_copy(message).type
         if kind == protocol.MessageType.ERROR:
             text = message[ctypes.sizeof(protocol.MessageHeader) :].decode(errors="replace")
-            raise WorkerError(f"the ZenFlow worker (process {self.pid}) failed: {text}")
+            raise WorkerError(f"{self} failed: {text}")
         answer = _ANSWERS.get(kind)
         if answer is None or len(message) != ctypes.sizeof(answer):
-            raise WorkerError(
-                f"the ZenFlow worker (process {self.pid}) sent {len(message)} bytes of type {kind}: no answer has them"
-            )
+            raise WorkerError(f"{self} sent {len(message)} bytes of type {kind}: no answer has them")
         return answer.from_buffer_copy(message)
 
     def has_answered(self) -> bool:
@@ -236,7 +228,7 @@ class Worker:
                 self._send(bytes(protocol.MessageHeader(type=protocol.MessageType.EXIT)))
                 self._process.wait(timeout=_EXIT_TIMEOUT_S)
             except (WorkerError, subprocess.TimeoutExpired):
-                _log.warning("the ZenFlow worker (process %d) did not exit in time and is killed", self.pid)
+                _log.warning("%s did not exit in time and is killed", self)
         self.kill()
 
     def kill(self) -> None:
@@ -248,9 +240,7 @@ class Worker:
 
     def _release(self) -> None:
         self._socket.close()
-        if self._stderr_fd >= 0:
-            os.close(self._stderr_fd)
-            self._stderr_fd = -1
+        self._stderr.close()
 
     def _send(self, message: bytes) -> None:
         if self._socket.fileno() < 0:
@@ -275,12 +265,8 @@ class Worker:
         The limit does not count the time in which the worker looks at a word that is missing. Device and other ranks decide on that word,
         and the worker has a limit of its own for it. A worker that hangs or is stopped does not look.
 
-        Args:
-            condition: the events.
-            failure: what the worker did not do if none comes.
-
         Raises:
-            WorkerTimeout: with what the worker was doing.
+            WorkerTimeout: with `failure`, which is what the worker did not do, and what it was doing.
         """
         look_s = min(_LOOK_S, self._timeout_s / 20)
         left_s, n_looks = self._timeout_s, self._arena.n_looks
@@ -290,7 +276,7 @@ class Worker:
             left_s -= look_s if n_looks == before else 0
             if left_s <= 0:
                 raise WorkerTimeout(
-                    f"the ZenFlow worker (process {self.pid}) {failure} within {self._timeout_s:g} s; raise `worker_timeout` if it is"
+                    f"{self} {failure} within {self._timeout_s:g} s; raise `worker_timeout` if it is"
                     f" only slow{self._quoted_stderr()}\nWorker: {self._arena.worker_state()}"
                 )
         return events[0][1]
@@ -307,42 +293,35 @@ class Worker:
         try:
             status = self._process.wait(timeout=_DEATH_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            how = "closed its connection but did not exit"
-            return WorkerError(f"the ZenFlow worker (process {self.pid}) {how}{self._quoted_stderr()}")
-        name = f"the ZenFlow worker (process {self.pid})"
-        reason = None if self._is_ready else why_it_cannot_start(status, self._last_output())
+            return WorkerError(f"{self} closed its connection but did not exit{self._quoted_stderr()}")
+        reason = None if self._is_ready else _why_it_cannot_start(status, self._last_output())
         if reason is not None:
             return WorkerError(cannot_run(self._executable, reason))
         if status < 0:
-            return WorkerKilled(f"{name} was killed by signal {-status}{self._quoted_stderr()}")
-        return WorkerError(
-            f"{name} exited with status {status}{self._quoted_stderr()}{threads_refused(self._last_output())}"
-        )
+            return WorkerKilled(f"{self} was killed by signal {-status}{self._quoted_stderr()}")
+        hint = _threads_refused(self._last_output())
+        return WorkerError(f"{self} exited with status {status}{self._quoted_stderr()}{hint}")
 
     def _quoted_stderr(self) -> str:
         text = self._last_output()
         return f"; its last output:\n{text}" if text else "; it had no output"
 
     def _last_output(self) -> str:
-        size = os.fstat(self._stderr_fd).st_size
-        return os.pread(self._stderr_fd, _STDERR_BYTES, max(0, size - _STDERR_BYTES)).decode(errors="replace").strip()
+        fd = self._stderr.fileno()
+        begin = max(0, os.fstat(fd).st_size - _STDERR_BYTES)
+        return os.pread(fd, _STDERR_BYTES, begin).decode(errors="replace").strip()
 
 
-def why_it_cannot_start(status: int, output: str) -> str | None:
-    """Why a worker that ended before it was ready could not start, if the program does not suit the machine; None otherwise.
-
-    Args:
-        status: exit status, negative for a signal.
-        output: its last output.
-    """
-    if status < 0 and -status in _OF_THE_PROGRAM:
+def _why_it_cannot_start(status: int, output: str) -> str | None:
+    """Why a worker that ended before it was ready could not start, if the program does not suit the machine; None otherwise."""
+    if -status in (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGSYS):
         return f"{signal.Signals(-status).name} at its start, as by an instruction that the CPU lacks, or by an incomplete file"
     if status > 0 and ("GLIBC" in output or "while loading shared libraries" in output):
         return output.splitlines()[0]
     return None
 
 
-def threads_refused(output: str) -> str:
+def _threads_refused(output: str) -> str:
     """A sentence with what to do where the system has refused a thread or process; empty if the output does not say so."""
     if "Thread creation failed" not in output and "Resource temporarily unavailable" not in output:
         return ""

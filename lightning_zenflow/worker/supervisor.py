@@ -187,12 +187,7 @@ class SupervisedWorker:
         self._worker.kill()
 
     def _carry_out(self, exchange: Callable[[], None], cause: Cause | None) -> None:
-        """Exchanges one message with the worker, across restarts.
-
-        Args:
-            exchange: `_send_next` or `_receive`.
-            cause: of the wait for a restart; None: the caller measures it.
-        """
+        """Exchanges one message with the worker, across restarts; measures a restart as a wait by `cause`, unless the caller does."""
         if self._failure is not None:
             raise WorkerError(str(self._failure)) from self._failure
         try:
@@ -222,9 +217,7 @@ class SupervisedWorker:
         answer = self._worker.wait()
         submission = next((s for s in self._unanswered if _answers(answer, s.message)), None)
         if submission is None:
-            raise WorkerError(
-                f"the ZenFlow worker (process {self.pid}) answered what it was not asked: {bytes(answer).hex(' ', 8)}"
-            )
+            raise WorkerError(f"{self._worker} answered what it was not asked: {bytes(answer).hex(' ', 8)}")
         self._stalls.worker_busy_s += 1e-9 * answer.busy_ns
         submission.is_answered = True
         self._unanswered.remove(submission)
