@@ -29,18 +29,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = vars(parser.parse_args(arguments))
     try:
-        text = _doctor() if options.pop("command") == "doctor" else _estimate(options)
+        if options.pop("command") == "doctor":
+            # Here, because it imports torch, which takes seconds.
+            from lightning_zenflow.doctor import examine
+
+            text = examine()
+        else:
+            text = _estimate(options)
     except (ValueError, MisconfigurationException) as error:
         parser.error(str(error))
     sys.stdout.write(text + "\n")
     return 0
-
-
-def _doctor() -> str:
-    # Here, because it imports torch, which takes seconds.
-    from lightning_zenflow.doctor import examine
-
-    return examine()
 
 
 def _estimate(options: dict[str, Any]) -> str:

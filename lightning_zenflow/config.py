@@ -6,6 +6,7 @@ Derived from the fields: validation, the keywords of `ZenFlowStrategy` (which a 
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
@@ -16,8 +17,9 @@ from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.schedule import StalenessCompensation
 
 _LARGEST_INTERVAL = 1024
-_OF_LATE_WEIGHTS = ("topk_ratio", "weight_prediction", "provisional_scale")
 """Steps. Each of them is a gradient in host memory, two bytes a parameter at least."""
+
+_OF_LATE_WEIGHTS = ("topk_ratio", "weight_prediction", "provisional_scale")
 
 
 def _key(default: Any, *, unit: str = "", changes_numbers: bool = True, **bounds: Any) -> Any:
@@ -167,18 +169,13 @@ class ZenFlowConfig(BaseModel):
     def without_measurements(self) -> Self:
         """This configuration where runs must repeat: S and d are those that "auto" begins with, to the end."""
         candidates = candidates_of(self.update_intervals, self.publish_lags)
-        first = first_schedule(candidates, hides_in_backward=self.submits_in_backward)
-        fixed = {"update_interval": first.update_interval, "publish_lag": first.publish_lag}
-        return self.model_copy(update=fixed)
+        return self.model_copy(update=asdict(first_schedule(candidates, hides_in_backward=self.submits_in_backward)))
 
     @property
     def without_effect_on_host(self) -> list[str]:
         """Given keys that only act where weights are late, and so never where they are in host memory."""
-        return [
-            name
-            for name in _OF_LATE_WEIGHTS
-            if name in self.model_fields_set and getattr(self, name) not in (0, "auto")
-        ]
+        given = [name for name in _OF_LATE_WEIGHTS if name in self.model_fields_set]
+        return [name for name in given if getattr(self, name) not in (0, "auto")]
 
     def with_weights_on_host(self) -> Self:
         """This configuration where the weights are in host memory and the worker writes them in place: S = 1, d = 0.

@@ -23,8 +23,6 @@ from lightning_zenflow.worker.process import worker_environment
 _ELEMENTS = 1 << 24
 """Of the worker's benchmark: 128 MiB are read and written by its triad, more than most caches hold; all its arrays take 512 MiB."""
 
-_BENCH_OPTIONS = ("--repeats", "3", "--max-steps", "4")
-
 _TIMEOUT_S = 120.0
 
 
@@ -67,7 +65,7 @@ def _worker(place: Place) -> str:
     reserved_share = ZenFlowConfig().pt_reserved_cores_perc
     cores = worker_cores("auto", places=[place], index=0, reserved_share=reserved_share).cores
     command = [str(worker_executable()), "--bench", "--cores", ",".join(map(str, cores)), "--elements", str(_ELEMENTS)]
-    command += _BENCH_OPTIONS
+    command += ["--repeats", "3", "--max-steps", "4"]
     try:
         done = subprocess.run(command, env=worker_environment(), capture_output=True, text=True, timeout=_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -3,7 +3,6 @@
 docs/estimate.md has what the formulas leave out. Pure, and without torch. 1 GB is 1e9 bytes.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,11 +49,10 @@ class Setup:
 
     def __post_init__(self) -> None:
         """Validates all fields."""
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            bound = ">= 0" if field.name == "frozen" else "> 0"
+        for name, value in vars(self).items():
+            bound = ">= 0" if name == "frozen" else "> 0"
             if not isinstance(value, bool) and not (0 < value < math.inf or (value == 0 and bound == ">= 0")):
-                raise ValueError(f"{field.name} must be a finite number {bound}, got {value!r}")
+                raise ValueError(f"{name} must be a finite number {bound}, got {value!r}")
         if self.stage not in (1, 2, 3):
             raise ValueError(f"stage must be 1, 2 or 3, got {self.stage!r}")
         if self.offload_parameters and self.stage != 3:

@@ -67,8 +67,19 @@ class StallMonitoring(_LightningsCallback):  # type: ignore[misc]
         self._global_step = trainer.global_step
         self._meter.end_step()
         interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # one of Trainer's connectors sets it
-        if interval > 0 and self._global_step % interval == 0 and (trainer.loggers or self._shows_bar(trainer)):
-            self._log(trainer, self._meter)
+        if interval <= 0 or self._global_step % interval:
+            return
+        shows_bar = self._progress_bar and trainer.progress_bar_callback is not None
+        if not (trainer.loggers or shows_bar):
+            return
+        metrics = self._meter.metrics()
+        for logger in trainer.loggers:
+            # Lightning logs a step's own metrics under the same number, counted from 0.
+            logger.log_metrics(metrics, step=self._global_step - 1)
+        if shows_bar and self._meter.end_ns >= self._bar_due_ns:
+            self._bar_due_ns = self._meter.end_ns + _PROGRESS_BAR_PERIOD_NS
+            # Not by `log`, which makes it one of `trainer.callback_metrics` as well, the model's own results.
+            trainer.progress_bar_metrics[PROGRESS_BAR_KEY] = metrics["zenflow/stall/device_percent"]
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -85,19 +96,6 @@ class StallMonitoring(_LightningsCallback):  # type: ignore[misc]
         if self._meter is not None and len(self._meter.step_s) >= max(2, self._summary_from):
             rank_zero_info(self._meter.summary())
         self._meter = None
-
-    def _log(self, trainer: pl.Trainer, meter: StepMeter) -> None:
-        metrics = meter.metrics()
-        for logger in trainer.loggers:
-            # Lightning logs a step's own metrics under the same number, counted from 0.
-            logger.log_metrics(metrics, step=self._global_step - 1)
-        if self._shows_bar(trainer) and meter.end_ns >= self._bar_due_ns:
-            self._bar_due_ns = meter.end_ns + _PROGRESS_BAR_PERIOD_NS
-            # Not by `log`, which makes it one of `trainer.callback_metrics` as well, the model's own results.
-            trainer.progress_bar_metrics[PROGRESS_BAR_KEY] = metrics["zenflow/stall/device_percent"]
-
-    def _shows_bar(self, trainer: pl.Trainer) -> bool:
-        return self._progress_bar and trainer.progress_bar_callback is not None
 
 
 class StallMonitor(StallMonitoring, pl.Callback):  # noqa: D101

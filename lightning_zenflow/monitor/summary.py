@@ -13,13 +13,10 @@ import torch
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.auto_policy import HIDDEN, SMALL_STALL
-from lightning_zenflow.telemetry.telemetry import Reading
+from lightning_zenflow.telemetry.telemetry import CAUSES, Cause, Reading
 
 if TYPE_CHECKING:
     from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-
-
-from lightning_zenflow.telemetry.telemetry import CAUSES, Cause
 
 _WAITS: dict[str, tuple[Cause, ...]] = {
     "worker": ("publish_wait", "slot"),
@@ -63,15 +60,9 @@ def difference(now: Mapping[str, float], before: Mapping[str, float]) -> dict[st
 
 
 def interval_metrics(before: Reading, now: Reading, *, seconds: float) -> dict[str, float]:
-    """Computes the metrics of the steps between two readings.
+    """Metrics, by name in `METRICS`, of the one or more steps between two readings, which took `seconds` > 0.
 
-    Args:
-        before: first reading.
-        now: second reading, at least one step later.
-        seconds: duration of these steps, > 0.
-
-    Returns:
-        Values by name in `METRICS`. Metrics that are not known yet are missing.
+    Metrics that are not known yet are missing.
     """
     steps = now.steps - before.steps
     assert steps > 0 and seconds > 0
@@ -110,16 +101,13 @@ _MANY_SKIPPED = 0.02
 _SHOWN = 0.01
 """Smallest share of a step that is worth words."""
 
-_WORKER = ("publish_wait", "slot")
-"""Causes of waits for the worker's results."""
-
 _REMEDIES = {
     "publish_buffer": "in synchronous steps: lower full_warm_up_rounds, or validate and save checkpoints less often",
     "select": "selecting columns: raise select_interval",
     "flush": "completing updates before validations and checkpoints: have fewer of them",
     "loss_scale": "waiting for the dynamic loss scale of fp16: train in bf16, or set a fixed loss scale",
 }
-"""Advice by cause of a wait, beside `_WORKER`; nothing can be done about the others."""
+"""Advice by cause of a wait, beside those for the worker; nothing can be done about the others."""
 
 
 class StepMeter:
@@ -139,7 +127,6 @@ class StepMeter:
         self._n_read = 0
         self._last_read = self._before = optimizer.counters.read()
         self._pause_ns: int | None = None
-        self._waited_s = 0.0
         self.end_ns = time.perf_counter_ns()
 
     def end_step(self) -> None:
@@ -155,15 +142,13 @@ class StepMeter:
     def pause(self) -> None:
         """Excludes what follows, such as validation, from the step that is being measured."""
         if self._pause_ns is None:
-            self._pause_ns = time.perf_counter_ns()
-            self._waited_s = self._waits_s()
+            self._pause_ns = self._ns_without_waits()
 
     def resume(self) -> None:
         """Ends a pause, if there is one."""
         if self._pause_ns is not None:
             # The flush before validation is a stall of training.
-            waited_s = self._waits_s() - self._waited_s
-            self.end_ns += time.perf_counter_ns() - self._pause_ns - round(1e9 * waited_s)
+            self.end_ns += self._ns_without_waits() - self._pause_ns
             self._pause_ns = None
 
     def metrics(self) -> dict[str, float]:
@@ -183,8 +168,8 @@ class StepMeter:
         fp16 = self._optimizer.parts.rank.dtype == torch.float16
         return summary(self.step_s[1:], self._before, now, config, fp16=fp16)
 
-    def _waits_s(self) -> float:
-        return sum(self._optimizer.telemetry.stalls.seconds.values())
+    def _ns_without_waits(self) -> int:
+        return time.perf_counter_ns() - round(1e9 * sum(self._optimizer.telemetry.stalls.seconds.values()))
 
 
 def summary(step_s: Sequence[float], before: Reading, now: Reading, config: ZenFlowConfig, *, fp16: bool) -> str:
@@ -206,7 +191,7 @@ def summary(step_s: Sequence[float], before: Reading, now: Reading, config: ZenF
     waits = {cause: s / seconds for cause, s in device.items()}
     work = f"CPU work {_ms(busy_s / n)} ms a step"
     if busy_s > _SHOWN * seconds:
-        hidden = max(0.0, 1.0 - sum(device[cause] for cause in (*_WORKER, "flush")) / busy_s)
+        hidden = max(0.0, 1.0 - sum(device[cause] for cause in (*_WAITS["worker"], "flush")) / busy_s)
         work += f", {hidden:.0%} hidden"
     details = [
         work,
@@ -245,7 +230,7 @@ def advice(
     """The largest limit that the user can do something about, and its remedy, in a sentence; None if waits are negligible.
 
     Args:
-        waits: of the device, by cause (`stalls.CAUSES`), as shares of the time.
+        waits: of the device, by cause (`CAUSES`), as shares of the time.
         config: what is `auto` is not advised.
         worker: the worker's computation, as a share of the time.
         skipped: share of the steps that were skipped because the gradient norm was not finite.
@@ -253,16 +238,12 @@ def advice(
         fp16: whether the model's type is float16.
     """
     if skipped > _MANY_SKIPPED:
-        remedy = (
-            "lower the learning rate or train in bf16"
-            if fp16
-            else "lower the learning rate, or look for NaN in the loss"
-        )
-        return f"{skipped:.0%} of the steps were skipped because their gradient was not finite: {remedy}."
+        otherwise = " or train in bf16" if fp16 else ", or look for NaN in the loss"
+        return f"{skipped:.0%} of the steps were skipped because their gradient was not finite: lower the learning rate{otherwise}."
     for cause, share in sorted(waits.items(), key=lambda item: item[1], reverse=True):
         if share < SMALL_STALL:
             break
-        if cause in _WORKER:
+        if cause in _WAITS["worker"]:
             load = worker / max(1.0 - sum(waits.values()), 1e-9)
             if load > HIDDEN:
                 remedy = "give the worker more cores"

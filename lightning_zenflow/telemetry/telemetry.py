@@ -123,7 +123,7 @@ class Reading:
 
     steps: int
     host_stall_s: Mapping[str, float]
-    """By cause (`stalls.CAUSES`). Causes that have not occurred may be missing."""
+    """By cause (`CAUSES`). Causes that have not occurred may be missing."""
     device_stall_s: Mapping[str, float]
     worker_busy_s: float
     worker_restarts: int
