@@ -259,7 +259,7 @@ def allowed_values(schema: Mapping[str, Any]) -> str:
     if "text" in schema:
         return str(schema["text"])
     if "anyOf" in schema:
-        return " or ".join(allowed_values(part) for part in schema["anyOf"] if part.get("type") != "null")
+        return " or ".join(map(allowed_values, schema["anyOf"]))
     if "enum" in schema or "const" in schema:
         return " or ".join(map(repr, schema.get("enum", [schema.get("const")])))
     if schema["type"] == "boolean":
