@@ -269,11 +269,6 @@ def allowed_values(schema: Mapping[str, Any]) -> str:
     return f"{noun} >= {least}" if most is None else f"{noun} from {least} to {most:g}"
 
 
-def given_keys(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that a strategy's keywords set; those of the others are None."""
-    return {key: keywords[key] for key in KEYS if keywords.get(key) is not None}
-
-
 _REMOVED = {
     **dict.fromkeys(
         ("timeline", "timeline_steps"), "Trainer(profiler='pytorch'), or torch.profiler, shows the phases of a step"

@@ -81,9 +81,9 @@ class Session(RankEnvironment):
     A set-up replaces the one before it; what has been closed stays readable.
 
     Args:
-        config: source of the keys that are not in `given`, in any form that `resolve_config` reads; None: the environment variable by
-            which Lightning takes a DeepSpeed configuration, if it is set.
-        given: keys of `ZenFlowConfig`.
+        config: source of the keys that are None or absent in `keys`, in any form that `resolve_config` reads; None: the environment
+            variable by which Lightning takes a DeepSpeed configuration, if it is set.
+        keys: values of keys of `ZenFlowConfig`.
         options: keywords of Lightning's strategy.
 
     Attributes:
@@ -101,7 +101,7 @@ class Session(RankEnvironment):
     # As the device of modules on it: `module.to` with an index would give weights other memory.
     _cpu = torch.device("cpu")
 
-    def __init__(self, config: ConfigSource, given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    def __init__(self, config: ConfigSource, keys: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         base = self.deepspeed_strategy
         if missing := missing_overrides(type(self), base):
             package = import_module(base.__module__.partition(".")[0])
@@ -112,6 +112,7 @@ class Session(RankEnvironment):
         if config is None:
             config = os.environ.get(base.DEEPSPEED_ENV_VAR)
         check_keys(options, (*KEYS, *inspect.signature(base).parameters), "ZenFlowStrategy")
+        given = {key: value for key, value in keys.items() if value is not None}
         self.zenflow_config, self._users_config = resolve_config(config, given)
         refuse_options(options, has_config=self._users_config is not None)
         self.zenflow_optimizer = None

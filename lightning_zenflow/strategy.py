@@ -29,7 +29,7 @@ from lightning_zenflow.checkpoint.files import place_of
 from lightning_zenflow.checkpoint.put_off import PutOffSaves, undisturbed
 from lightning_zenflow.checkpoint.single_file import SavedFile
 from lightning_zenflow.checkpoint.whole_state import WholeState
-from lightning_zenflow.config import ZenFlowConfig, given_keys
+from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config
 from lightning_zenflow.deepspeed.engines import inference_engine
@@ -112,9 +112,34 @@ class TrainerStrategy(Session):
         offload_parameters: bool | None = None,
         **deepspeed_options: Any,
     ) -> None:
-        own = {"stage": stage, "offload_parameters": offload_parameters}
-        deepspeed_options |= {key: value for key, value in own.items() if value is not None}
-        super().__init__(config, given_keys(locals()), deepspeed_options)
+        keys = {
+            "topk_ratio": topk_ratio,
+            "select_strategy": select_strategy,
+            "select_interval": select_interval,
+            "update_interval": update_interval,
+            "max_update_interval": max_update_interval,
+            "publish_lag": publish_lag,
+            "optimizer_in_backward": optimizer_in_backward,
+            "clip_prediction": clip_prediction,
+            "full_warm_up_rounds": full_warm_up_rounds,
+            "overlap_step": overlap_step,
+            "weight_prediction": weight_prediction,
+            "provisional_scale": provisional_scale,
+            "auto_ratio": auto_ratio,
+            "moments_dtype": moments_dtype,
+            "offload": offload,
+            "accumulate_on": accumulate_on,
+            "worker_cores": worker_cores,
+            "pt_reserved_cores_perc": pt_reserved_cores_perc,
+            "worker_timeout": worker_timeout,
+            "max_worker_restarts": max_worker_restarts,
+            "checkpoint_format": checkpoint_format,
+            "sync_checkpoints": sync_checkpoints,
+            "stall_monitor": stall_monitor,
+        }
+        place = {"stage": stage, "offload_parameters": offload_parameters}
+        deepspeed_options |= {key: value for key, value in place.items() if value is not None}
+        super().__init__(config, keys, deepspeed_options)
         # Private: where a Trainer looks for a plugin that the user gave the strategy.
         self._precision_plugin = deepspeed_options.get("precision_plugin")
         self._over = False

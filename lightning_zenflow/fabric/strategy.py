@@ -18,7 +18,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.config import KEYS, ZenFlowConfig, given_keys
+from lightning_zenflow.config import KEYS, ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.engines import inference_engine
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
@@ -76,8 +76,8 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
     precision = FromTrainer("precision_class")
 
     def __init__(self, config: ZenFlowConfig | Mapping[str, Any] | str | Path | None = None, **options: Any) -> None:
-        given = {key: options.pop(key) for key in KEYS if key in options}
-        super().__init__(config, given_keys(given), options)
+        keys = {key: options.pop(key) for key in KEYS if key in options}
+        super().__init__(config, keys, options)
         for key, instead in _BELONGS_TO_THE_LOOP.items():
             if self.config.get(key) not in (None, "auto", 1):
                 raise MisconfigurationException(

@@ -105,6 +105,9 @@ def test_keywords_of_the_strategy_are_the_keys() -> None:
         assert {word for member in get_args(types[key]) for word in get_args(member) if isinstance(word, str)} == {
             word for part in KEYS[key].get("anyOf", [KEYS[key]]) for word in [*part.get("enum", ()), part.get("const")]
         } - {None}
+        # Passed on under its own name.
+        given = ZenFlowStrategy(**{key: KEYS[key]["default"]}).zenflow_config
+        assert given.model_fields_set == {key}
 
 
 @pytest.mark.parametrize("documented", [ZenFlowStrategy, FabricStrategy, StallMonitor])
