@@ -11,16 +11,15 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from harness import Case, run_here
-from models import OptimizerOptions, decay
+from models import OptimizerOptions, decay, hyperparameters
 from processes import shared_bytes
 from random_modules import FLOAT32_ONLY, NO_WIDER_BUFFERS, PARTS, Part, RandomNet
-from reference import Group
 from same_bits import assert_is_adamw
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
 GROUPS = st.builds(
-    Group,
+    hyperparameters,
     lr=st.sampled_from([0.0, 1e-8, 1e-4, 1e-3, 1e-2, 0.1]),
     beta1=st.sampled_from([0.0, 0.5, 0.9, 0.95]),
     beta2=st.sampled_from([0.0, 0.9, 0.95, 0.999]),
@@ -133,7 +132,9 @@ FOUND = {
     "Adam without memory of squares": Case(
         model=RandomNet,
         model_options={"parts": (Part(kind="raw", shape=(7,), used="even steps"),), "seed": 271},
-        optimizer=OptimizerOptions(kind="Adam", scheduler=False, given=[Group(lr=0.1, beta2=0.0, weight_decay=0.5)]),
+        optimizer=OptimizerOptions(
+            kind="Adam", scheduler=False, given=[hyperparameters(lr=0.1, beta2=0.0, weight_decay=0.5)]
+        ),
         steps=3,
         strategy_options=EXACT,
     ),

@@ -20,7 +20,7 @@ from lightning_zenflow.offload.selector import Freezing
 from lightning_zenflow.offload.step import ZenFlowStep
 from lightning_zenflow.worker.cores import WorkerCores, allowed_cores
 from lightning_zenflow.worker.moments import Moment
-from reference import slices_of_rank
+from oracle import slices_of_rank
 from scripted_schedule import scripted
 
 

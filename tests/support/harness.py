@@ -31,10 +31,11 @@ from lightning_zenflow.deepspeed.flat_buffers import balanced_order
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
+from lightning_zenflow.offload.reference import AdamWState, Groups
 from lightning_zenflow.strategy import ZenFlowPrecision
 from lightning_zenflow.worker.cores import allowed_cores
 from models import OptimizerOptions, TestModule
-from reference import AdamWState, Group, ReferenceZenFlow, adamw_reference
+from oracle import Oracle, adamw_reference
 from scripted_schedule import Entry, scripted
 
 # On a CPU, DeepSpeed compiles an operation for inference (a minute where its cache is empty) and looks for compilers in every process.
@@ -167,7 +168,7 @@ class Case:
         sizes = {"sub_group_size": self.sub_group_size, "reduce_bucket_size": 400, **gathered, **buckets}
         return {"stage": 3, "offload_param": {"device": "cpu" if self.offload_parameters else "none"}, **sizes}
 
-    def make_reference(self, *, world_size: int = 1) -> ReferenceZenFlow:
+    def make_oracle(self, *, world_size: int = 1) -> Oracle:
         """The oracle of this case."""
         module = self.make_model()
         if self.precision == "32-true":
@@ -180,29 +181,31 @@ class Case:
             p.data = torch.empty(p.shape, dtype=dtype).copy_(p.data)
         for parameters in module.parameter_groups():
             flatten(parameters)
-        return ReferenceZenFlow(
+        options = {
+            "topk_ratio": self.topk_ratio,
+            "update_interval": self.update_interval,
+            "publish_lag": self.publish_lag,
+            "warm_up": self.warm_up,
+            "max_norm": self.max_norm or 0.0,
+        }
+        return Oracle(
             module=module,
             hyperparameters=self.optimizer.groups,
-            topk_ratio=self.topk_ratio,
-            update_interval=self.update_interval,
-            publish_lag=self.publish_lag,
-            warm_up=self.warm_up,
+            options=options,
             accumulate=self.accumulate,
-            max_norm=self.max_norm or 0.0,
             world_size=world_size,
             sub_group_size=self.sub_group_size,
         )
 
-    def fixed_gradients(self, *, world_size: int = 1) -> tuple[list[Tensor], list[list[Tensor]], list[list[Group]]]:
+    def fixed_gradients(self, *, world_size: int = 1) -> tuple[list[Tensor], list[list[Tensor]], list[Groups]]:
         """Arguments of `adamw_reference` for a `LinearLossModule`: initial weights, gradients of all steps, groups of all steps."""
-        reference = self.make_reference(world_size=world_size)
-        weights = [p.detach().clone() for p in reference.parameters]
+        oracle = self.make_oracle(world_size=world_size)
+        weights = [p.detach().clone() for p in oracle.parameters]
         gradients, groups = [], []
         for step in range(self.steps):
-            reference.steps = step
-            gradients.append(reference.gradients()[1])
-            of_group = self.optimizer.groups(step)
-            groups.append([h for h, ps in zip(of_group, reference.parameter_groups, strict=True) for _ in ps])
+            oracle.steps = step
+            gradients.append(oracle.gradients()[1])
+            groups.append(oracle.groups(step))
         return weights, gradients, groups
 
     def adamw(self, *, world_size: int = 1) -> AdamWState:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from reference import Group
+from lightning_zenflow.core.step_inputs import GroupHyperparameters
 
 
 def generator(*key: int) -> torch.Generator:
@@ -28,6 +28,12 @@ def decay(step: int) -> float:
     return 1 / (1 + 0.25 * step)
 
 
+def hyperparameters(**given: Any) -> GroupHyperparameters:
+    """Of AdamW, as torch has them but for the weight decay, which is 0."""
+    defaults = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "decoupled": True}
+    return GroupHyperparameters(**{**defaults, **given})
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
     """How the test models configure their optimizer."""
@@ -38,21 +44,21 @@ class OptimizerOptions:
     scheduler: bool = True
     factor: Callable[[int], float] = decay
     """The scheduler's."""
-    given: Sequence[Group] = ()
+    given: Sequence[GroupHyperparameters] = ()
     """Of each parameter group; empty: two with nothing in common."""
     flags: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the class."""
 
-    def initial(self) -> Sequence[Group]:
+    def initial(self) -> Sequence[GroupHyperparameters]:
         """Hyperparameters that the optimizer is made with."""
         return self.given or [
             # No simple fraction: with 0.1, gradients and weights of few bits cancel exactly where Adam adds the decay to the gradient, and
             # the first step then goes in the direction of the rounding error.
-            Group(lr=self.lr, weight_decay=0.0731),
-            Group(lr=0.3 * self.lr, beta1=0.8, beta2=0.95, eps=1e-6),
+            hyperparameters(lr=self.lr, weight_decay=0.0731),
+            hyperparameters(lr=0.3 * self.lr, beta1=0.8, beta2=0.95, eps=1e-6),
         ]
 
-    def groups(self, step: int) -> list[Group]:
+    def groups(self, step: int) -> list[GroupHyperparameters]:
         """Hyperparameters in a step, counted from 0, for the oracle."""
         factor = self.factor(step) if self.scheduler else 1.0
         return [replace(h, lr=h.lr * factor, decoupled=self.kind != "Adam") for h in self.initial()]

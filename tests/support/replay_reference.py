@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from reference import Group
+from lightning_zenflow.offload.reference import Gradients, Groups
 
 _MASK = 0xFFFFFFFF
 
@@ -84,12 +84,14 @@ class ReplayedAdamW:
         self.exp_avg, self.exp_avg_sq = ([torch.zeros_like(w) for w in self.master] for _ in range(2))
         self.is_slow = [False] * len(self.master)
 
-    def step(self, gradients: Sequence[Tensor], groups: Sequence[Group], factor: float) -> None:
+    def step(self, gradients: Gradients, groups: Groups, factor: float) -> None:
         """Applies one gradient and one group a parameter, in 32 bits; nothing, if `factor` is not finite."""
         if not math.isfinite(factor):
             return
         self.count += 1
         for i, (gradient, h) in enumerate(zip(gradients, groups, strict=True)):
+            if gradient is None:
+                continue
             w = self.master[i]
             step_size = -h.lr / (1 - h.beta1**self.count)
             inv_sqrt = 1 / math.sqrt(1 - h.beta2**self.count)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from harness import Case, Run, untrained
 from lightning_zenflow.core.schedule import blocks_wanted
-from reference import AdamWState
+from lightning_zenflow.offload.reference import AdamWState
 from replay_reference import ReplayedAdamW
 
 _KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -70,7 +70,7 @@ def assert_is_adamw(case: Case, *runs: Run, world_size: int = 0, shown: bool = F
         atol: of weights in float64; infinite: what depends on them is not compared there.
     """
     run, world_size = runs[0], world_size or len(runs)
-    oracle = case.make_reference(world_size=world_size)
+    oracle = case.make_oracle(world_size=world_size)
     parameters = oracle.parameters
     in_backward = case.publish_lag == 0 and case.strategy_options.get("optimizer_in_backward", True)
     moments_dtype = case.strategy_options.get("moments_dtype", "float32")
@@ -89,31 +89,24 @@ def assert_is_adamw(case: Case, *runs: Run, world_size: int = 0, shown: bool = F
         assert all(
             torch.isfinite(w).all() or not torch.isfinite(m).all() for w, m in zip(weights, bits.master, strict=True)
         )
-        oracle.module.on_train_batch_start(torch.tensor(0), step * case.accumulate)
-        before, frozen = frozen, [i for i, p in enumerate(parameters) if not p.requires_grad]
+        oracle.steps = step
+        before, frozen = frozen, oracle.follow_freezing()
         for i in {*before} & {*frozen} if step + 1 < case.steps else ():
             # What is shown in the first frozen step is noted before it is frozen.
             assert torch.equal(run.shown[step + 1][i], weights[i])
-        for p in parameters:
-            p.requires_grad_()
         oracle.follow(weights)
-        oracle.steps = step
         losses, gradients = oracle.gradients()
         # Where layers are frozen or unfrozen, weights are noted before the flush that this brings.
         for micro, of_ranks in enumerate(losses if frozen == before else ()):
             for other, loss in zip(runs, of_ranks, strict=False):
                 assert other.losses[step][micro] == pytest.approx(loss, rel=1e-6, abs=1e-6, nan_ok=True)
-        groups = [h for h, ps in zip(case.optimizer.groups(step), oracle.parameter_groups, strict=True) for _ in ps]
-        gradients = [torch.zeros_like(g) if i in frozen else g for i, g in enumerate(gradients)]
-        if not sum(float(g.double().square().sum()) for g in gradients) <= torch.finfo(torch.float32).max:
-            gradients[0] = torch.full_like(gradients[0], math.nan)
-        states = [bits.master, bits.exp_avg, bits.exp_avg_sq, exact.weights, exact.exp_avg, exact.exp_avg_sq]
-        kept = [(state, i, state[i]) for state in states for i in frozen]
-        bits.step(gradients, groups, factor)
-        clip = exact.step(gradients, groups, max_norm=case.max_norm or 0.0)
+        groups = oracle.groups(step)
+        given = [None if i in frozen else g for i, g in enumerate(gradients)]
+        if not sum(float(g.double().square().sum()) for g in given if g is not None) <= torch.finfo(torch.float32).max:
+            given[0] = torch.full_like(gradients[0], math.nan)
+        bits.step(given, groups, factor)
+        clip = exact.step(given, groups, max_norm=case.max_norm or 0.0)
         assert factor == pytest.approx(clip, rel=1e-6, nan_ok=True)
-        for state, i, value in kept:
-            state[i] = value
         if rounds:
             bits.close_windows(_closing(case, step + 1, blocks, in_backward=in_backward), step + 1)
     for run in runs:

@@ -9,7 +9,7 @@ import torch
 from direct_step import direct_step
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, run_here
 from models import OptimizerOptions
-from reference import adamw_reference
+from oracle import adamw_reference
 from same_bits import assert_is_adamw, assert_same_run
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")

@@ -28,9 +28,9 @@ from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.worker.memory import HOST_MEMORY
 from lightning_zenflow.worker.process import WorkerError
 from models import TINY, LinearLossModule, TestModule
+from oracle import adamw_reference
 from processes import ArenaWatch, arena_mappings, leaves_no_file_open, shared_bytes
 from rank_processes import run_on_ranks
-from reference import adamw_reference
 from same_bits import assert_same_tensors
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")

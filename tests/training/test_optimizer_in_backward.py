@@ -9,7 +9,7 @@ import torch
 
 from direct_step import direct_step
 from harness import APPROXIMATE, AUTO, RESELECTING, Case, run_here
-from reference import AdamWState
+from lightning_zenflow.offload.reference import AdamWState
 from same_bits import assert_is_adamw, assert_same_run
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")

@@ -2,6 +2,7 @@
 harder than a stack of layers and where layers are frozen."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,9 +17,9 @@ from direct_step import direct_step
 from harness import APPROXIMATE, AUTO, RESELECTING, Case, Run, fit, run_here
 from lightning_zenflow.core.schedule import StalenessCompensation, UpdateSchedule
 from lightning_zenflow.kernels.factored import SecondMoment, factored_step_
+from lightning_zenflow.offload.reference import AdamWState, owned_elements
 from models import SHAPES
 from networks import SmallNet
-from reference import AdamWState, factored_second_moment, owned_elements
 from same_bits import assert_is_adamw, assert_same_run, assert_same_tensors
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -121,7 +122,7 @@ UPDATED = PLAIN.with_keys(provisional_scale="auto")
 
 def check_updated_entries(updated: Run, plain: Run, *, world_size: int) -> None:
     """Provisional updates show in host-owned entries of matrices and nowhere else."""
-    oracle = PLAIN.make_reference(world_size=world_size)
+    oracle = PLAIN.make_oracle(world_size=world_size)
     _, first = oracle.gradients()
     owned = [owned_elements(g, PLAIN.topk_ratio) for g in first]
     differs = [torch.zeros_like(mask) for mask in owned]
@@ -139,6 +140,16 @@ def check_updated_entries(updated: Run, plain: Run, *, world_size: int) -> None:
 
 def test_it_updates_host_owned_matrices_only() -> None:
     check_updated_entries(run_here(UPDATED), run_here(PLAIN), world_size=1)
+
+
+def factored_second_moment(gradients: Sequence[Tensor], *, beta2: float) -> tuple[Tensor, Tensor]:
+    """Running means of the squares of each row and of each column of a matrix's gradients, [rows, columns] each, in float64."""
+    row = column = torch.zeros((), dtype=torch.float64)
+    for gradient in gradients:
+        squares = gradient.double().square()
+        row = beta2 * row + (1 - beta2) * squares.mean(1)
+        column = beta2 * column + (1 - beta2) * squares.mean(0)
+    return row, column
 
 
 def test_the_second_moment_is_of_clipped_gradients() -> None:

@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from harness import AUTO, Case, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.offload.reference import AdamWState
 from networks import SmallNet
-from reference import AdamWState
 from same_bits import assert_is_adamw, assert_same_run
 from worker_killer import optimizer_of
 

@@ -19,8 +19,7 @@ from harness import APPROXIMATE, EVERYTHING, UP_TO_TWO, Case, Run, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint
 from lightning_zenflow.core.schedule import blocks_wanted
-from models import SHAPES, LinearLossModule
-from reference import Group
+from models import SHAPES, LinearLossModule, hyperparameters
 from replay_reference import coded, noise_of, noise_seed, other_noise_of, round_stochastically
 from same_bits import assert_is_adamw, assert_same_run, assert_same_tensors
 
@@ -53,7 +52,7 @@ CASES = {
     "two threads": case_of(1, 0).with_keys(worker_cores=UP_TO_TWO),
     "Adam": case_of(2, 1, optimizer=replace(CASE.optimizer, kind="Adam")),
     "slow first moments": case_of(
-        2, 1, optimizer=replace(CASE.optimizer, given=[Group(lr=1e-2, beta1=b) for b in (0.999, 0.9)])
+        2, 1, optimizer=replace(CASE.optimizer, given=[hyperparameters(lr=1e-2, beta1=b) for b in (0.999, 0.9)])
     ),
 }
 
@@ -159,7 +158,7 @@ def test_checkpoints_hold_float32_and_runs_with_any_type_load_them(
         assert all(x.dtype == torch.float32 for x in finds.found)
         assert_same_tensors(finds.found, [x.float() for x in saved[dtype].exp_avg_sq], "what DeepSpeed finds")
     n_blocks = blocks_wanted([CASE.update_interval], in_backward=False, numel=0)
-    _, _, scales = CASE.make_reference(world_size=1).places(n_blocks)
+    _, _, scales = CASE.make_oracle(world_size=1).places(n_blocks)
     for ours, theirs in product(dtypes, dtypes):
         run = run_here(replace(short, checkpoint=str(tmp_path / theirs)).with_keys(moments_dtype=ours))
         assert_same_tensors(run.master, saved[theirs].master, "master")

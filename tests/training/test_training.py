@@ -1,8 +1,9 @@
 """Training step by step: losses and shown weights are the oracle's, whatever is late."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 from harness import Case, Run, run_here
 from lightning_zenflow.core.schedule import blocks_wanted
 from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
+from lightning_zenflow.offload.jobs import JobQueue
+from lightning_zenflow.offload.rank_state import Block
 from models import OptimizerOptions
-from reference import ReferenceZenFlow
 from same_bits import assert_same_run
 
 BASE = Case(model="SmallNet", optimizer=OptimizerOptions(lr=3e-3), steps=20, topk_ratio=0.3, loop="direct")
@@ -51,21 +53,49 @@ for name, precision in (
     CASES[f"{name}, {precision}"] = replace(CASES[name], precision=precision)
 
 
-def compare_with_oracle(case: Case, runs: Sequence[Run]) -> None:
+FREEZING = replace(BASE, model="LinearLossModule", model_options={"frozen_in": {0: (4, 8), 3: (6, 12), 4: (6, 20)}})
+CASES |= {
+    "freezing": FREEZING,
+    "freezing, warm-up, long lag": replace(FREEZING, update_interval=2, publish_lag=3, warm_up=6, flush_after=(5,)),
+}
+NOT_FINITE = {"not_finite": {(3, 0): math.inf, (6, 0): math.nan}, "not_finite_in": 2}
+CLIPPED = {
+    "clipped": replace(BASE, update_interval=2, publish_lag=0, max_norm=0.5),
+    "clipped, nothing late": replace(BASE, update_interval=1, publish_lag=0, max_norm=0.5, accumulate=2),
+    "clipped, nothing on the device": replace(BASE, topk_ratio=0, update_interval=4, publish_lag=0, max_norm=0.5),
+    "clipped, bf16-true": replace(BASE, update_interval=2, publish_lag=0, max_norm=0.5, precision="bf16-true"),
+    "clipped, freezing": replace(FREEZING, update_interval=2, publish_lag=0, max_norm=0.5),
+    "not finite": replace(FREEZING, update_interval=2, publish_lag=0, max_norm=0.5, model_options=NOT_FINITE),
+    "not finite, not clipped": replace(FREEZING, update_interval=1, publish_lag=0, model_options=NOT_FINITE),
+}
+"""Blocks are submitted in backward, with factors that differ from the true ones."""
+
+
+def compare_with_oracle(
+    case: Case, runs: Sequence[Run], predicted: Sequence[Mapping[int, float]] | None = None
+) -> None:
     """Of each step the weights that were shown, and the losses. `runs` has one entry a rank.
+
+    `predicted` has for each step the factors of the blocks that were submitted in backward, of one rank; None: they are the true ones.
 
     float32, freely: the oracle never sees the engine's weights. bf16: each step starts from the weights that the engine showed, since a
     difference in the last place of a float32 weight tips the rounding to bf16 now and then; freely running, the two would drift apart.
     """
-    oracle: ReferenceZenFlow = case.make_reference(world_size=len(runs))
+    oracle = case.make_oracle(world_size=len(runs))
     if case.publish_lag == 0 and case.strategy_options.get("optimizer_in_backward", True):
         n_blocks = blocks_wanted([case.update_interval], in_backward=True, numel=0)
-        oracle.blocks = oracle.places(n_blocks)[0]
+        oracle.zenflow.blocks = oracle.places(n_blocks)[0]
     follows, different = case.dtype != torch.float32, 0
     for step in range(case.steps):
         if follows:
             oracle.follow(runs[0].shown[step])
-        losses = oracle.step()
+        factors = None
+        if predicted is not None:
+            of_blocks = torch.full((1 + max(int(b.max()) for b in oracle.zenflow.blocks),), runs[0].factors[step])
+            for block, factor in predicted[step].items():
+                of_blocks[block] = factor
+            factors = [of_blocks[of_elements] for of_elements in oracle.zenflow.blocks]
+        losses = oracle.step(factors)
         for micro, of_ranks in enumerate(losses):
             for run, loss in zip(runs, of_ranks, strict=True):
                 assert run.losses[step][micro] == pytest.approx(
@@ -89,6 +119,27 @@ def compare_with_oracle(case: Case, runs: Sequence[Run]) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_every_step_is_the_oracles(name: str) -> None:
     compare_with_oracle(CASES[name], [run_here(CASES[name])])
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_every_step_has_the_predicted_factors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shown weights of a block that is submitted in backward, and nothing else."""
+    case, submit = CLIPPED[name], JobQueue.submit_in_backward
+    predicted: list[dict[int, float]] = [{} for _ in range(case.steps)]
+
+    def noted(self: JobQueue, block: Block, step: int, factor: Tensor, **options: Any) -> None:
+        predicted[step - 1][block.number] = float(factor)
+        submit(self, block, step, factor, **options)
+
+    monkeypatch.setattr(JobQueue, "submit_in_backward", noted)
+    run = run_here(case)
+    wrong = [
+        factor != true for of_step, true in zip(predicted, run.factors, strict=True) for factor in of_step.values()
+    ]
+    assert sum(wrong) >= 10
+    compare_with_oracle(case, [run], predicted)
+    with pytest.raises(AssertionError):
+        compare_with_oracle(case, [run])
 
 
 @pytest.mark.parametrize("name", ["flushes", "accumulated, clipped, bf16-true"])

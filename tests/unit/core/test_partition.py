@@ -12,7 +12,7 @@ from lightning_zenflow.core.partition import (
     group_begins,
     ranges_of_block,
 )
-from reference import places_of_elements, slices_of_rank
+from oracle import places_of_elements, slices_of_rank
 
 SHAPE = st.one_of(
     st.tuples(st.integers(1, 40)),

@@ -6,7 +6,7 @@ import torch
 from kernel_cases import COMPILED, DTYPES, TORCH, Implementation, each_with, group, random
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from models import generator
-from reference import Group, adamw_reference
+from oracle import adamw_reference
 
 N = 257
 STEPS = 20
@@ -36,7 +36,7 @@ def test_equals_float64(on: Implementation, weight_decay: float, decoupled: bool
     exact = adamw_reference(
         [initial],
         [[g] for g in gradients(dtype)],
-        [[Group(lr=learning_rate(step), **options)] for step in range(STEPS)],
+        [[group(lr=learning_rate(step), beta2=0.999, **options)] for step in range(STEPS)],
     )
     # Twenty steps of a few roundings each.
     float64 = (exact.weights[0], exact.exp_avg[0], exact.exp_avg_sq[0])

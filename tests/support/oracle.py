@@ -1,118 +1,41 @@
-"""The oracle: ZenFlow's rules in one process, one step at a time, in plain torch.
+"""The oracle of a training: the package's reference (`lightning_zenflow.offload.reference`) on the gradients of a test model, one step at a
+time, in one process.
 
-It has no slots, jobs, buffers or worker: the rules need none. Gradients change the exact state in order, whatever weights they were
-computed at, so there is one exact state after each step, AdamW's. ZenFlow only decides *which step's* exact weights the model shows at each
-element: `ReferenceZenFlow` keeps every step's exact weights and, for each element, the number of the step that is shown.
-
-From the package it takes `build_partition` alone, and of its result the block of each element: blocks may be cut between any two rows.
+From the rest of the package it takes `build_partition`, and of the partition each element's block: blocks may be cut between any two rows.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zenflow.core.partition import Slice, align, build_partition
+from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.deepspeed.flat_buffers import balanced_order
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """Hyperparameters of one parameter group in one step."""
-
-    lr: float
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    decoupled: bool = True
-    """True: AdamW; False: Adam, the decay is added to the gradient."""
-
-
-@dataclass(kw_only=True)
-class AdamWState:
-    """AdamW's state; each list has one entry a parameter."""
-
-    weights: list[Tensor]
-    exp_avg: list[Tensor]
-    exp_avg_sq: list[Tensor]
-    count: int = 0
-    """Steps that were applied."""
-    skipped: int = 0
-    """Steps whose gradient norm was not finite: they changed nothing."""
-
-    @classmethod
-    def start(cls, weights: Sequence[Tensor], dtype: torch.dtype) -> "AdamWState":
-        """Zero moments, weights in `dtype`."""
-        copies = [w.detach().to(dtype, copy=True) for w in weights]
-        return cls(
-            weights=copies,
-            exp_avg=[torch.zeros_like(w) for w in copies],
-            exp_avg_sq=[torch.zeros_like(w) for w in copies],
-        )
-
-    def step(self, gradients: Sequence[Tensor], groups: Sequence[Group], *, max_norm: float = 0.0) -> float:
-        """One step of AdamW: one gradient and one group a parameter; clips by the norm of all gradients where `max_norm` is not 0.
-
-        Returns:
-            The factor on the gradients; NaN where their norm is not finite.
-        """
-        norm = torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt()
-        if not torch.isfinite(norm):
-            self.skipped += 1
-            return math.nan
-        self.count += 1
-        clip = 1 / max(1.0, (norm.item() + 1e-6) / max_norm) if max_norm else 1.0
-        for i, (gradient, h) in enumerate(zip(gradients, groups, strict=True)):
-            w, m, v = self.weights[i], self.exp_avg[i], self.exp_avg_sq[i]
-            g = gradient.to(w.dtype) * clip
-            if h.decoupled:
-                w = w - h.lr * h.weight_decay * w
-            else:
-                g = g + h.weight_decay * w
-            m = h.beta1 * m + (1 - h.beta1) * g
-            v = h.beta2 * v + (1 - h.beta2) * g * g
-            m_hat = m / (1 - h.beta1**self.count)
-            v_hat = v / (1 - h.beta2**self.count)
-            self.weights[i] = w - h.lr * m_hat / (v_hat.sqrt() + h.eps)
-            self.exp_avg[i], self.exp_avg_sq[i] = m, v
-        return clip
+from lightning_zenflow.offload.reference import AdamWState, Groups, SynchronousZenFlow
 
 
 def adamw_reference(
     weights: Sequence[Tensor],
     gradients: Sequence[Sequence[Tensor]],
-    groups: Sequence[Sequence[Group]],
+    groups: Sequence[Groups],
     *,
     max_norm: float = 0.0,
-    dtype: torch.dtype = torch.float64,
 ) -> AdamWState:
-    """AdamW on a fixed sequence of gradients.
+    """AdamW in float64 on a fixed sequence of gradients.
 
     Args:
         weights: one tensor a parameter.
         gradients: for each step, one tensor a parameter.
         groups: for each step, one group a parameter.
         max_norm: largest norm of the whole gradient; 0 means no clipping.
-        dtype: of the arithmetic and of the result.
     """
-    state = AdamWState.start(weights, dtype)
+    state = AdamWState.start(weights, torch.float64)
     for of_step, groups_of_step in zip(gradients, groups, strict=True):
         state.step(of_step, groups_of_step, max_norm=max_norm)
     return state
-
-
-def factored_second_moment(gradients: Sequence[Tensor], *, beta2: float) -> tuple[Tensor, Tensor]:
-    """Running means of the squares of each row and of each column of a matrix's gradients, [rows, columns] each, in float64."""
-    row = column = torch.zeros((), dtype=torch.float64)
-    for gradient in gradients:
-        squares = gradient.double().square()
-        row = beta2 * row + (1 - beta2) * squares.mean(1)
-        column = beta2 * column + (1 - beta2) * squares.mean(0)
-    return row, column
 
 
 def pieces_of_rank(
@@ -221,90 +144,81 @@ def places_of_elements(
     return of_blocks, of_indices, of_scales
 
 
-def owned_elements(gradient: Tensor, topk_ratio: float) -> Tensor:
-    """Which elements of a parameter the device owns if they are selected by this gradient: bool, of its shape."""
-    if topk_ratio == 0 or topk_ratio == 1 or gradient.dim() < 2:
-        return torch.full(gradient.shape, topk_ratio > 0)
-    matrix = gradient.reshape(gradient.shape[0], -1)
-    squared_norms = matrix.double().square().sum(0).tolist()
-    best_first = sorted(range(len(squared_norms)), key=lambda column: (-squared_norms[column], column))
-    chosen = best_first[: max(1, round(topk_ratio * len(best_first)))]
-    owned = torch.zeros_like(matrix, dtype=torch.bool)
-    owned[:, chosen] = True
-    return owned.view(gradient.shape)
-
-
 @dataclass(kw_only=True)
-class ReferenceZenFlow:
+class Oracle:
     """The oracle of a training under ZenFlow.
 
     Args:
         module: a `models.TestModule` in the type it is trained in; its parameters always hold the weights that ZenFlow shows.
         hyperparameters: of each parameter group, for a step counted from 0.
+        options: arguments of `SynchronousZenFlow`.
     """
 
     module: Any
-    hyperparameters: Callable[[int], Sequence[Group]]
-    topk_ratio: float
-    update_interval: int
-    publish_lag: int
-    warm_up: int = 0
+    hyperparameters: Callable[[int], Sequence[GroupHyperparameters]]
+    options: dict[str, Any]
     accumulate: int = 1
-    max_norm: float = 0.0
     world_size: int = 1
     sub_group_size: int = 0
     """Of ZeRO-3; 0: ZeRO-2."""
 
     steps: int = 0
     """Steps done."""
-    exact: list[list[Tensor]] = field(default_factory=list)
-    """[step][parameter]: the exact weights after each step; entry 0 holds the initial ones."""
-    owned: list[Tensor] | None = None
-    """For each parameter, which elements the device owns; None until they are selected."""
 
     def __post_init__(self) -> None:
         self.parameter_groups: list[list[nn.Parameter]] = self.module.parameter_groups()
         self.parameters = [p for parameters in self.parameter_groups for p in parameters]
-        self.state = AdamWState.start(self.parameters, torch.float32)
-        self.exact.append(list(self.state.weights))
-        self.blocks = self.places(self.update_interval)[0]
-        self.shown_step = [torch.zeros(p.shape, dtype=torch.int64) for p in self.parameters]
-        """For each parameter and element, the step whose exact weight the model shows."""
+        blocks = self.places(self.options["update_interval"])[0]
+        self.zenflow = SynchronousZenFlow(weights=self.parameters, blocks=blocks, **self.options)
+        self._frozen: list[int] = []
 
     def places(self, n_blocks: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """As `places_of_elements`."""
         return places_of_elements(self.parameter_groups, n_blocks, self.world_size, self.sub_group_size)
 
-    def step(self) -> list[list[float]]:
+    def groups(self, step: int) -> list[GroupHyperparameters]:
+        """Hyperparameters of each parameter in a step, counted from 0."""
+        of_groups = zip(self.hyperparameters(step), self.parameter_groups, strict=True)
+        return [h for h, parameters in of_groups for _ in parameters]
+
+    def follow_freezing(self) -> list[int]:
+        """Parameters that the module freezes in the next step; where they change, the weights are exact."""
+        self.module.on_train_batch_start(torch.tensor(0), self.steps * self.accumulate)
+        frozen = [i for i, p in enumerate(self.parameters) if not p.requires_grad]
+        if frozen != self._frozen:
+            self.zenflow.start_over()
+            self.show()
+        # So that autograd goes through all that it goes through in the training.
+        for p in self.parameters:
+            p.requires_grad_()
+        self._frozen = frozen
+        return frozen
+
+    def step(self, predicted: Sequence[Tensor] | None = None) -> list[list[float]]:
         """One optimizer step.
+
+        Args:
+            predicted: as of `SynchronousZenFlow.step`.
 
         Returns:
             The losses, [micro-batch][rank].
         """
+        frozen = self.follow_freezing()
         losses, gradients = self.gradients()
-        groups = self.hyperparameters(self.steps)
-        of_parameters = [h for h, of_group in zip(groups, self.parameter_groups, strict=True) for _ in of_group]
-        skipped_before = self.state.skipped
-        self.state.step(gradients, of_parameters, max_norm=self.max_norm)
+        given = [None if i in frozen else g for i, g in enumerate(gradients)]
+        self.zenflow.step(given, self.groups(self.steps), predicted)
         self.steps += 1
-        self.exact.append(list(self.state.weights))
-
-        warm_up = max(self.warm_up, 1 if self.topk_ratio > 0 else 0)
-        selecting = self.topk_ratio > 0 and self.steps >= warm_up and self.owned is None
-        if self.steps <= warm_up or selecting:
-            self._publish_everything()
-        else:
-            self._publish_what_is_due()
-        # A step that was skipped says nothing about columns: the next one selects instead.
-        if selecting and self.state.skipped == skipped_before:
-            self.owned = [owned_elements(g, self.topk_ratio) for g in gradients]
-        self._show()
+        self.show()
         return losses
 
     def flush(self) -> None:
         """Closes all windows and shows the exact weights."""
-        self._publish_everything()
-        self._show()
+        self.zenflow.flush()
+        self.show()
+
+    def show(self) -> None:
+        """Writes what is shown to the module."""
+        self.follow(self.zenflow.shown)
 
     def follow(self, shown: Sequence[Tensor]) -> None:
         """Takes the weights of another run for the next step's gradient, so that rounding differences do not grow with the steps."""
@@ -332,23 +246,3 @@ class ReferenceZenFlow:
                     total[i] = mean if so_far is None else so_far + mean
         filled = [torch.zeros_like(p) if g is None else g for g, p in zip(total, self.parameters, strict=True)]
         return losses, [g.detach() for g in filled]
-
-    def _publish_everything(self) -> None:
-        for shown_step in self.shown_step:
-            shown_step.fill_(self.steps)
-
-    def _publish_what_is_due(self) -> None:
-        """Blocks that were submitted `publish_lag` steps ago; and, always, what the device owns."""
-        submitted = self.steps - self.publish_lag
-        for i, (shown_step, block) in enumerate(zip(self.shown_step, self.blocks, strict=True)):
-            # Where everything was published since then, the window was closed early and nothing is left to publish.
-            due = (block % self.update_interval == submitted % self.update_interval) & (shown_step < submitted)
-            shown_step[due] = submitted
-            if self.owned is not None:
-                shown_step[self.owned[i]] = self.steps
-
-    def _show(self) -> None:
-        with torch.no_grad():
-            for i, p in enumerate(self.parameters):
-                history = torch.stack([weights[i] for weights in self.exact])
-                p.copy_(history.gather(0, self.shown_step[i].unsqueeze(0)).squeeze(0))
