@@ -67,8 +67,7 @@ def undisturbed(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenat
 
     @wraps(method)
     def wrapper(strategy: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        saves: PutOffSaves = strategy._saves
-        with saves.undisturbed():
+        with strategy._saves.undisturbed():
             return method(strategy, *args, **kwargs)
 
     return wrapper

@@ -118,10 +118,10 @@ class WholeState:
         for key in self._keys:
             found = {name: self._in_arena(number, key) for number, name in enumerate(self._shapes)}
             missing = {name: self._shapes[name] for name, there in found.items() if there is None}
-            flat, begin = on_disk(folder, sum(shape.numel() for shape in missing.values())), 0
-            for name, shape in missing.items():
-                found[name] = with_own_storage(flat.narrow(0, begin, shape.numel()).view(shape))
-                begin += shape.numel()
+            sizes = [shape.numel() for shape in missing.values()]
+            parts = torch.split(on_disk(folder, sum(sizes)), sizes)
+            for (name, shape), part in zip(missing.items(), parts, strict=True):
+                found[name] = with_own_storage(part.view(shape))
             copies[key] = {name: state for name, state in found.items() if state is not None}
         copies[None] |= {n: on_disk(folder, p.ds_numel, p.dtype).view(p.ds_shape) for n, p in self._in_pieces.items()}
         return copies
