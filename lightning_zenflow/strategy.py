@@ -4,7 +4,7 @@ import copy
 import math
 import sys
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zenflow.checkpoint.atomic import remove
-from lightning_zenflow.checkpoint.collective import load_file_together, load_together, load_weights_together
+from lightning_zenflow.checkpoint.collective import load_file_together, load_together, read_file_together
 from lightning_zenflow.checkpoint.engine_content import AVERAGED, CURRENT, as_lightning_saved, to_save
 from lightning_zenflow.checkpoint.files import place_of
 from lightning_zenflow.checkpoint.put_off import PutOffSaves, undisturbed
@@ -199,14 +199,12 @@ class TrainerStrategy(Session):
         self._over = False
         refuse_unsupported_module(self.lightning_module)
         refuse_unsupported_training(self.lightning_module)
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not see it
         if trainer.state.fn == TrainerFn.FITTING and not self._saves_file():
             whole = [c for c in trainer.checkpoint_callbacks if not getattr(c, "save_weights_only", False)]
-            for folder in [getattr(c, "dirpath", "") for c in whole] + [trainer.default_root_dir] * (
-                self._plugin is not None
-            ):
+            roots = [] if self._plugin is None else [trainer.default_root_dir]
+            for folder in (*(getattr(c, "dirpath", "") for c in whole), *roots):
                 self._refuse_folder(folder)
-        insert_first(callbacks, self._exact_weights)
+        insert_first(trainer.callbacks, self._exact_weights)  # type: ignore[attr-defined]  # set where mypy does not see it
         super().setup(trainer)
 
     @override
@@ -284,10 +282,9 @@ class TrainerStrategy(Session):
         engine: tuple[Any, Optimizer] = self._set_up(initialize, model, optimizer)
         assert self.lightning_module is not None and self.zenflow_optimizer is not None
         overridden: Callable[..., bool] = self.lightning.utilities.model_helpers.is_overridden
-        if self.lightning_module.trainer.gradient_clip_val is None and isinstance(
-            self.precision_plugin, TrainerPrecision
-        ):
-            self.precision_plugin.max_norm = self.zenflow_optimizer.clip_grad
+        plugin, clip_val = self.precision_plugin, self.lightning_module.trainer.gradient_clip_val
+        if clip_val is None and isinstance(plugin, TrainerPrecision):
+            plugin.max_norm = self.zenflow_optimizer.clip_grad
         self._clips_itself = overridden("configure_gradient_clipping", self.lightning_module)
         return engine
 
@@ -467,23 +464,27 @@ class TrainerStrategy(Session):
             CheckpointError: the checkpoint is incomplete, or of another model.
         """
         assert self.lightning_module is not None
-        module, path = self.lightning_module, Path(place_of(checkpoint_path))
-        self._file = self._open_file(checkpoint_path, weights_only=bool(weights_only))
+        module, place = self.lightning_module, place_of(checkpoint_path)
+        self._file = read_file_together(checkpoint_path, self._io_of(place), weights_only=bool(weights_only))
         if self._file is not None:
             # Loaded by `load_model_state_dict`, when the module's `on_load_checkpoint` has seen it.
             self._file.unmap_others(("state_dict", CURRENT, "optimizer_states"))
             return self._file.content
-        if self.zenflow_optimizer is None or module.trainer.state.fn != TrainerFn.FITTING:
-            client_state = load_weights_together(path, [self.deepspeed_engine], strict=module.strict_loading)
-            if AVERAGED in client_state:
-                # As from Lightning's own checkpoints.
-                load_whole(module, client_state[AVERAGED], strict=module.strict_loading)
-            return as_lightning_saved(client_state, module)
-        max_norm = self.zenflow_optimizer.clip_grad
-        client_state = load_together(self.deepspeed_engine, path, strict=module.strict_loading)
-        # DeepSpeed takes over the saved one; the Trainer's counts.
-        self.zenflow_optimizer.clip_grad = max_norm
+        with self._with_trainers_norm():
+            client_state = load_together(self.deepspeed_engine, Path(place), strict=module.strict_loading)
+        if AVERAGED in client_state and module.trainer.state.fn != TrainerFn.FITTING:
+            # As from Lightning's own checkpoints.
+            load_whole(module, client_state[AVERAGED], strict=module.strict_loading)
         return as_lightning_saved(client_state, module)
+
+    @contextmanager
+    def _with_trainers_norm(self) -> Iterator[None]:
+        """Context in which a checkpoint is loaded. DeepSpeed takes over its largest norm; the Trainer's counts."""
+        optimizer = self.zenflow_optimizer
+        max_norm = 0.0 if optimizer is None else optimizer.clip_grad
+        yield
+        if optimizer is not None:
+            optimizer.clip_grad = max_norm
 
     @override
     @undisturbed
@@ -497,13 +498,10 @@ class TrainerStrategy(Session):
         # What the averaged weights were made from, where there are some.
         weights = saved.entry(CURRENT if fits and checkpoint.get(CURRENT) is not None else "state_dict")
         states = saved.optimizer_state if fits and "optimizer_states" in checkpoint else None
-        max_norm = 0.0 if self.zenflow_optimizer is None else self.zenflow_optimizer.clip_grad
         # Before weights are loaded, which updates in flight would overwrite.
         self.flush()
-        load_file_together(self.deepspeed_engine, saved, weights, states, self._optimized, strict=strict)
-        if self.zenflow_optimizer is not None:
-            # As from a folder.
-            self.zenflow_optimizer.clip_grad = max_norm
+        with self._with_trainers_norm():
+            load_file_together(self.deepspeed_engine, saved, weights, states, self._optimized, strict=strict)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

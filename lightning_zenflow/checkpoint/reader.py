@@ -27,7 +27,7 @@ from deepspeed.checkpoint.constants import (
 )
 from torch import Tensor
 
-from lightning_zenflow.checkpoint.files import CheckpointError, read, refusal, verify
+from lightning_zenflow.checkpoint.files import CheckpointError, read, refusal, refuse_other_version, verify
 from lightning_zenflow.deepspeed.flat_layout import (
     FlatLayout,
     Layout,
@@ -38,7 +38,7 @@ from lightning_zenflow.deepspeed.flat_layout import (
     repartition,
 )
 from lightning_zenflow.deepspeed.host_state import MOMENTS
-from lightning_zenflow.offload.run_state import CHECKPOINT_KEY, VERSION
+from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 
 
 def is_part(path: Path) -> Path | None:
@@ -123,9 +123,10 @@ class SavedCheckpoint:
         Raises:
             CheckpointError: the file is damaged, or another one.
         """
-        return self._read_model(0)
+        return self.read_model(0)
 
-    def _read_model(self, rank: int, *, mapped: bool = True) -> dict[str, Any]:
+    def read_model(self, rank: int, *, mapped: bool = True) -> dict[str, Any]:
+        """As `model_states`, of any rank; its tensors are memory-mapped, or not."""
         file = self._model_file(rank)
         if not file.is_file():
             raise self._missing(rank, file)
@@ -158,7 +159,7 @@ class SavedCheckpoint:
         verify(self._model_file(0))
         for rank in range(1, self.world_size) if self.is_stage_3 else ():
             verify(self._model_file(rank))
-            self._read_model(rank)
+            self.read_model(rank)
 
     def verify_optimizer(self, ranks: Iterable[int]) -> None:
         """As `verify_model`, for the optimizer's files of some ranks of the run that saved."""
@@ -212,14 +213,13 @@ class SavedCheckpoint:
         found = [is_bf16 for is_bf16, file in files.items() if file.is_file()]
         if not found:
             raise self._missing(rank, files[self.bf16 or False])
-        if self.bf16 in found:
-            return files[self.bf16 or False]
-        if self.bf16 is not None:
+        wanted = found if self.bf16 is None else [self.bf16]
+        if wanted[0] not in found:
             saved, present = ("one without bf16", "bf16") if self.bf16 else ("bf16", "another")
             raise refusal(self.path, f"the precision must be that of the checkpoint, {saved}, got {present}")
-        if len(found) > 1:
+        if len(wanted) > 1:
             raise refusal(self.path, f"the files of rank {rank} must have one precision, got bf16 and another")
-        return files[found[0]]
+        return files[wanted[0]]
 
     def optimizer_state(self, rank: int) -> dict[str, Any]:
         """Optimizer state of one rank of the run that saved, in the terms of DeepSpeed's stage 2; large tensors are memory-mapped.
@@ -253,12 +253,7 @@ class SavedCheckpoint:
         if self.is_stage_3:
             self._refuse_other_pieces(file, state)
         ours = state.get(CHECKPOINT_KEY)
-        if ours is not None and ours["version"] != VERSION:
-            raise refusal(
-                file,
-                f"the layout must be {VERSION}, got {ours['version']}: another version of lightning-zenflow wrote the checkpoint; continue"
-                " with that version, or begin anew from its weights (`zero_to_fp32.py` in the checkpoint makes one file of them)",
-            )
+        refuse_other_version(file, ours, " (`zero_to_fp32.py` in the checkpoint makes one file of them)")
         # Copied because it is kept: a mapped tensor would hold the file for as long as the run lasts.
         return {**state, CHECKPOINT_KEY: copy.deepcopy(ours)}
 
@@ -322,13 +317,6 @@ class SavedCheckpoint:
             for of_group, paddings, partition in zip(numels, all_paddings, partitions, strict=True)
         ]
 
-    @cached_property
-    def _saved_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the whole parameters, trained or frozen, by the names under which stage 3 has saved them."""
-        module = self.model_states["module"]
-        frozen = self.model_states.get(FROZEN_PARAM_SHAPES) or {}
-        return {n: tuple(shape) for shapes in (*self._shapes, frozen) for n, shape in shapes.items() if n in module}
-
     def weights_for(self, rank: int, shapes: Mapping[str, Sequence[int]], *, world_size: int) -> dict[str, Tensor]:
         """A rank's pieces of parameters, of a folder of stage 3. One rank's file is read at a time.
 
@@ -343,38 +331,34 @@ class SavedCheckpoint:
         Raises:
             CheckpointError: a parameter has another shape; or a file is missing, damaged, or not what it must be.
         """
-        module, names = self.model_states["module"], [name for name in shapes if name in self._saved_shapes]
+        module, of_frozen = self.model_states["module"], self.model_states.get(FROZEN_PARAM_SHAPES) or {}
+        saved = {n: s for of_buffer in (*self._shapes, of_frozen) for n, s in of_buffer.items() if n in module}
+        names = [name for name in shapes if name in saved]
         for name in names:
-            if self._saved_shapes[name] != tuple(shapes[name]):
+            if tuple(saved[name]) != tuple(shapes[name]):
                 raise refusal(
                     self.path,
-                    f"the model must be the saved one: {name} must be {list(self._saved_shapes[name])}, got {list(shapes[name])}",
+                    f"the model must be the saved one: {name} must be {list(saved[name])}, got {list(shapes[name])}",
                 )
 
         def cut(n_ranks: int, names: Iterable[str]) -> list[PieceLayout]:
-            return [PieceLayout.of({name: math.prod(self._saved_shapes[name])}, n_ranks=n_ranks) for name in names]
+            return [PieceLayout.of({name: math.prod(saved[name])}, n_ranks=n_ranks) for name in names]
 
         targets = cut(world_size, names)
-        pieces = [
-            torch.zeros(target.partition_numel, dtype=module[n].dtype, device="cpu")
-            for n, target in zip(names, targets, strict=True)
-        ]
-        to = [[piece] for piece in pieces]
-        frozen = [name for name in self.model_states.get(FROZEN_PARAM_SHAPES) or () if name in names]
+        pieces = {
+            name: torch.zeros(target.partition_numel, dtype=module[name].dtype, device="cpu")
+            for name, target in zip(names, targets, strict=True)
+        }
+        frozen = [name for name in of_frozen if name in names]
+        to = [[piece] for piece in pieces.values()]
 
         def masters(r: int) -> list[list[Tensor]]:
             return [[flat] for flat in self.optimizer_state(r)[SINGLE_PARTITION_OF_FP32_GROUPS]]
 
         def fragments(r: int) -> list[list[Tensor]]:
-            of_names = self._read_model(r)[FROZEN_PARAM_FRAGMENTS]
+            of_names = self.read_model(r)[FROZEN_PARAM_FRAGMENTS]
             return [[of_names[name]] for name in frozen]
 
         copy_parts(masters, self._layouts({}), targets, rank, to)
         copy_parts(fragments, cut(self.world_size, frozen), targets, rank, to)
-        return dict(zip(names, pieces, strict=True))
-
-    def own_model_states(self) -> dict[str, Any]:
-        """Content of the model's file, of which under stage 3 the weights are elsewhere; no part of a mapped file, because callbacks keep
-        what they have saved.
-        """
-        return self._read_model(0, mapped=False)
+        return pieces
