@@ -97,7 +97,7 @@ class StagedSave:
         self.abandon()
 
     def abandon(self) -> None:
-        """Deletes the directory with what is left in it; may be called after `commit`."""
+        """Deletes the directory with what is left in it, and ends the lock; may be called again, and after `commit`."""
         _delete(self._folder)
         self._lock_file.unlink(missing_ok=True)
         if self._lock_fd is not None:

@@ -3,7 +3,7 @@
 import errno
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,10 +46,12 @@ def save_together(
             new checkpoint remains.
     """
     staged: StagedSave | None = None
-    try:
+    with ExitStack() as ending:
+        ending.callback(free_disk)
         with _saving(path, path):
             if dist.get_rank() == 0 and isinstance(path, Path):
                 staged = StagedSave(path, sync=sync, is_file=isinstance(states, WholeState))
+                ending.callback(staged.abandon)
         contents: list[Any] = [path if staged is None else staged.content]
         dist.broadcast_object_list(contents, src=0)
         (content,) = contents
@@ -64,10 +66,6 @@ def save_together(
         with _saving(path, content):
             if staged is not None:
                 staged.commit()
-    finally:
-        free_disk()
-        if staged is not None:
-            staged.abandon()
 
 
 @contextmanager
