@@ -214,7 +214,7 @@ def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bo
         if optimizer is not None or saved.is_stage_3:
             saved.verify_optimizer(range(rank, saved.world_size, world_size))
     with _loading(path):
-        state = None if optimizer is None else saved.state_for(rank, optimizer.layouts, world_size=world_size)
+        state: Any = None if optimizer is None else saved.state_for(rank, optimizer.layouts, world_size=world_size)
         # Copied: callbacks keep what they have saved.
         states, pieces = saved.read_model(0, mapped=False), dict[str, Tensor]()
         if saved.is_stage_3:
@@ -224,13 +224,7 @@ def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bo
     with nullcontext() if optimizer is None else optimizer.loading(), _loading(path):
         client_state = load_engine(engine, states, pieces, strict=strict)
         if optimizer is not None:
-            # DeepSpeed's `load_state_dict` takes the states of all ranks and reads its own. `zero_load_from_fp32_weights` is the engine's
-            # undocumented getter of a key of the config.
-            optimizer.load_state_dict(
-                [state if r == rank else None for r in range(world_size)],
-                load_optimizer_states=optimizer_states,
-                load_from_fp32_weights=engine.zero_load_from_fp32_weights(),
-            )
+            optimizer.load_partitions(state, optimizer_states=optimizer_states)
     return client_state
 
 

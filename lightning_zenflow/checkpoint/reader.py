@@ -28,17 +28,15 @@ from deepspeed.checkpoint.constants import (
 from torch import Tensor
 
 from lightning_zenflow.checkpoint.files import CheckpointError, read, refusal, refuse_other_version, verify
-from lightning_zenflow.deepspeed.flat_layout import (
-    FlatLayout,
-    Layout,
-    PieceLayout,
-    copy_parts,
-    in_other_terms,
-    keys_of,
-    repartition,
-)
+from lightning_zenflow.deepspeed.flat_layout import Layout, copy_parts
 from lightning_zenflow.deepspeed.host_state import MOMENTS
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
+
+_ATTRIBUTES = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+"""DeepSpeed's of an optimizer, which it saves and loads."""
+
+_TERMS = {FP32_FLAT_GROUPS: SINGLE_PARTITION_OF_FP32_GROUPS, OPTIMIZER_STATE_DICT: BASE_OPTIMIZER_STATE}
+"""Keys of stage 3 with those of stage 2: the flat master weights, and the state of the user's optimizer."""
 
 
 def is_part(path: Path) -> Path | None:
@@ -235,12 +233,12 @@ class SavedCheckpoint:
         if not isinstance(state, dict) or masters not in state:
             raise refusal(file, f"the file must be an optimizer state of ZeRO {stage}")
         if self.is_stage_3:
-            state = in_other_terms(state)
+            state = {_TERMS.get(key, key): value for key, value in state.items()}
         base = state[BASE_OPTIMIZER_STATE]
         if int(state[ZERO_STAGE]) // 3 != self.is_stage_3 or not isinstance(base, dict):
             raise refusal(file, f"the state must be of ZeRO {stage} with zero_optimization.elastic_checkpoint=False")
         flats = state[SINGLE_PARTITION_OF_FP32_GROUPS]
-        for buffer, (key, flat) in enumerate(zip(keys_of(base), flats, strict=True)):
+        for buffer, (key, flat) in enumerate(zip(_keys_of(base), flats, strict=True)):
             what = f"{'sub-group' if self.is_stage_3 else 'parameter group'} {buffer}"
             of_buffer = base["state"].get(key, {})
             missing = [name for name in ("step", *MOMENTS) if name not in of_buffer]
@@ -271,7 +269,7 @@ class SavedCheckpoint:
             raise refusal(file, f"the sub-groups must have {needed} master weights, got {sizes}")
 
     def state_for(self, rank: int, layouts: Sequence[Layout], *, world_size: int) -> dict[str, Any]:
-        """Optimizer state of one rank of this run, redistributed if ranks or order of the parameters are others.
+        """State of one rank of this run, redistributed if ranks or order of the parameters are others.
 
         One rank's file is read at a time.
 
@@ -281,39 +279,53 @@ class SavedCheckpoint:
             world_size: number of ranks of this run.
 
         Returns:
-            The state in the terms of the folder's stage, which `layouts` are of; stage 3 has padding behind each parameter, here 0.
+            The argument of `ZenFlowOptimizer.load_partitions`. Redistributed states are float32, copied, and 0 in padding.
 
         Raises:
             CheckpointError: see `optimizer_state`.
         """
         own_rank = rank if world_size == self.world_size else 0
-        state = own = self.optimizer_state(own_rank)
-        saved_layouts = self._layouts(own)
+        own = self.optimizer_state(own_rank)
+        base, ours, saved_layouts = own[BASE_OPTIMIZER_STATE], own[CHECKPOINT_KEY], self._layouts(own)
+        partitions = _partitions_of(own)
         if world_size != self.world_size or saved_layouts != list(layouts):
 
-            def state_of(r: int) -> Mapping[str, Any]:
-                return own if r == own_rank else self.optimizer_state(r)
+            def read(r: int) -> list[list[Tensor]]:
+                return _partitions_of(own if r == own_rank else self.optimizer_state(r))
 
-            state = {**own, **repartition(own, state_of, saved_layouts, layouts, rank)}
-        if not self.is_stage_3:
-            return state
-        if saved_layouts != list(layouts) and (ours := own[CHECKPOINT_KEY]):
-            # So that all ranks find the difference: some may have the slices of the run that saved. (Stage 2 trains in another order than
-            # it saves in.)
-            state = {**state, CHECKPOINT_KEY: {**ours, "layout": {**ours["layout"], "slices": None}}}
-        return in_other_terms(state)
+            partitions = [
+                [
+                    torch.zeros(layout.partition_numel, dtype=torch.float32, device="cpu")
+                    for _ in range(1 + len(MOMENTS))
+                ]
+                for layout in layouts
+            ]
+            copy_parts(read, saved_layouts, layouts, rank, partitions)
+            if self.is_stage_3 and ours:
+                # So that all ranks find the difference: some may have the slices of the run that saved. (Stage 2 trains in another order
+                # than it saves in.)
+                ours = {**ours, "layout": {**ours["layout"], "slices": None}}
+        return {
+            "partitions": partitions,
+            "count": int(base["state"][_keys_of(base)[0]]["step"]),
+            "groups": [
+                {key: value for key, value in group.items() if key != "params"} for group in base["param_groups"]
+            ],
+            "attributes": {name: own[name] for name in _ATTRIBUTES if name in own},
+            CHECKPOINT_KEY: ours,
+        }
 
     def _layouts(self, state: Mapping[str, Any]) -> list[Layout]:
         """Layout of each flat buffer, in the order that the model's file has."""
         numels = [{name: math.prod(shape) for name, shape in shapes.items()} for shapes in self._shapes]
         if self.is_stage_3:
-            return [PieceLayout.of(of_buffer, n_ranks=self.world_size) for of_buffer in numels]
+            return [Layout.of_pieces(of_buffer, n_ranks=self.world_size) for of_buffer in numels]
         base = state[BASE_OPTIMIZER_STATE]
-        partitions = [base["state"][key][MOMENTS[0]].numel() for key in keys_of(base)]
+        partitions = [base["state"][key][MOMENTS[0]].numel() for key in _keys_of(base)]
         # DeepSpeed has them since it knows `parameter_alignment`.
         all_paddings = state.get(PARAM_ALIGNMENT_PADDINGS) or [[0] * len(of_group) for of_group in numels]
         return [
-            FlatLayout.of(of_group, paddings, partition_numel=partition)
+            Layout.of_partitions(of_group, paddings, partition_numel=partition)
             for of_group, paddings, partition in zip(numels, all_paddings, partitions, strict=True)
         ]
 
@@ -341,8 +353,8 @@ class SavedCheckpoint:
                     f"the model must be the saved one: {name} must be {list(saved[name])}, got {list(shapes[name])}",
                 )
 
-        def cut(n_ranks: int, names: Iterable[str]) -> list[PieceLayout]:
-            return [PieceLayout.of({name: math.prod(saved[name])}, n_ranks=n_ranks) for name in names]
+        def cut(n_ranks: int, names: Iterable[str]) -> list[Layout]:
+            return [Layout.of_pieces({name: math.prod(saved[name])}, n_ranks=n_ranks) for name in names]
 
         targets = cut(world_size, names)
         pieces = {
@@ -362,3 +374,15 @@ class SavedCheckpoint:
         copy_parts(masters, self._layouts({}), targets, rank, to)
         copy_parts(fragments, cut(self.world_size, frozen), targets, rank, to)
         return pieces
+
+
+def _keys_of(base: Mapping[str, Any]) -> list[Any]:
+    """Keys of the flat buffers in the state of the user's optimizer, in the buffers' order; a group has several under stage 3."""
+    return [key for param_group in base["param_groups"] for key in param_group["params"]]
+
+
+def _partitions_of(state: Mapping[str, Any]) -> list[list[Tensor]]:
+    """Of a rank's state for each flat buffer master weights, without padding, and moments."""
+    base, masters = state[BASE_OPTIMIZER_STATE], state[SINGLE_PARTITION_OF_FP32_GROUPS]
+    keys = zip(masters, _keys_of(base), strict=True)
+    return [[master, *(base["state"][key][name] for name in MOMENTS)] for master, key in keys]

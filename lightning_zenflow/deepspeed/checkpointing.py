@@ -3,10 +3,10 @@
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
-import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -43,19 +43,6 @@ class Checkpointing(_DeepSpeedsOptimizer):  # type: ignore[misc]
             group["params"] = list(params)
         return before
 
-    @contextmanager
-    def _with_flat_groups(self) -> Iterator[None]:
-        """Context of DeepSpeed's code for checkpoints, for which the groups have what it left in them: flat partitions, the keys of the
-        state. Everywhere else they have the module's parameters, as the user's code finds them under torch.
-        """
-        self._is_read = True
-        self._exchange_params(self._flats)
-        try:
-            yield
-        finally:
-            self._exchange_params(self._of_groups)
-            self._is_read = False
-
     def _refuse_reading(self, _: Optimizer) -> None:
         if not self._is_read:
             raise MisconfigurationException(
@@ -67,8 +54,15 @@ class Checkpointing(_DeepSpeedsOptimizer):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's state with exact master weights and moments, and what else continues this run bit for bit."""
         self.flush()
-        with self._with_flat_groups():
+        self._is_read = True
+        # What DeepSpeed has left in the groups, flat partitions, are the keys of the state. Everywhere else the groups have the module's
+        # parameters, as the user's code finds them under torch.
+        self._exchange_params(self._flats)
+        try:
             state: dict[str, Any] = super().state_dict()
+        finally:
+            self._exchange_params(self._of_groups)
+            self._is_read = False
         self._put_exact_state(state)
         state[CHECKPOINT_KEY] = self.zenflow_step.state_dict()
         return state
@@ -78,30 +72,29 @@ class Checkpointing(_DeepSpeedsOptimizer):  # type: ignore[misc]
         state[self.state_key] = self._host_state.as_saved(state[self.state_key])
 
     @override
-    def load_state_dict(self, state_dict_list: Any, load_optimizer_states: bool = True, **kwargs: Any) -> None:
-        """Loads DeepSpeed's state, a list of those of all ranks, into the arena.
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the worker has AdamW's moments."""
+        raise MisconfigurationException(
+            "ZenFlowStrategy: optimizer.load_state_dict must not be called in training, when the worker has AdamW's moments: continue"
+            " from a checkpoint (`fit(ckpt_path=...)`, `fabric.load`), or write single states with"
+            " `deepspeed.utils.safe_set_full_optimizer_state`"
+        )
+
+    def load_partitions(self, saved: Mapping[str, Any], *, optimizer_states: bool) -> None:
+        """Continues from this rank's state in a folder, right after a flush; all ranks call it together.
 
         A checkpoint of this strategy with the same configuration and the same ranks continues the run that wrote it; after any other one
         nothing is device-owned until the first step has selected columns.
 
-        Raises:
-            MisconfigurationException: the state is a mapping, as torch's `load_state_dict` takes.
+        Args:
+            saved: "partitions": for each flat partition master weights and moments, [partition_numel], any type; "attributes" of
+                DeepSpeed's optimizer; what else `load_full_state` has.
+            optimizer_states: whether the optimizer's state is loaded, and not only weights.
         """
-        if isinstance(state_dict_list, Mapping):
-            raise MisconfigurationException(
-                "ZenFlowStrategy: optimizer.load_state_dict must not be called in training, when the worker has AdamW's moments: continue"
-                " from a checkpoint (`fit(ckpt_path=...)`, `fabric.load`), or write single states with"
-                " `deepspeed.utils.safe_set_full_optimizer_state`"
-            )
-        self.flush()
-        rank = dist.get_rank(group=self.dp_process_group)
-        own = state_dict_list[rank] if state_dict_list else None
-        if own and load_optimizer_states:
-            own = {**own, self.state_key: self._host_state.read_moments(own[self.state_key])}
-            state_dict_list = [*state_dict_list[:rank], own, *state_dict_list[rank + 1 :]]
-        with self._with_flat_groups():
-            super().load_state_dict(state_dict_list, load_optimizer_states=load_optimizer_states, **kwargs)
-        self._continue_from(own, optimizer_states=load_optimizer_states)
+        for name, value in saved["attributes"].items():
+            setattr(self, name, value)
+        self._host_state.load(saved["partitions"], moments=optimizer_states)
+        self._continue_from(saved if optimizer_states else None)
 
     def reset_master_from_model(self) -> None:
         """Makes the model's weights, loaded from elsewhere right after a flush, the master weights; moments stay."""
@@ -110,7 +103,7 @@ class Checkpointing(_DeepSpeedsOptimizer):  # type: ignore[misc]
         self.zenflow_step.start_over(int(self.zenflow_step.count))
         self._written.note()
 
-    def load_full_state(self, weights: Mapping[str, Tensor], saved: dict[str, Any] | None) -> None:
+    def load_full_state(self, weights: Mapping[str, Tensor], saved: Mapping[str, Any] | None) -> None:
         """Continues from whole states, right after a flush and after the model has loaded its weights; all ranks call it together.
 
         Args:
@@ -123,11 +116,7 @@ class Checkpointing(_DeepSpeedsOptimizer):  # type: ignore[misc]
             for key, of_names in sorted(({} if saved is None else saved["moments"]).items(), reverse=True):
                 moment = of_names.get(name)
                 self.full_state.write(number, weights[name].new_zeros(shape) if moment is None else moment, key)
-        if saved is not None:
-            for group, values in zip(self.optimizer.param_groups, saved["groups"], strict=True):
-                group.update(values)
-            self._host_state.write_count(saved["count"])
-        self._continue_from(saved, optimizer_states=saved is not None)
+        self._continue_from(saved)
 
     def copy_for_save(self, folder: Path) -> Any:
         """Disk space that a save to a folder needs for `saved_as` beside DeepSpeed's files; None: none.
@@ -168,16 +157,16 @@ class Checkpointing(_DeepSpeedsOptimizer):  # type: ignore[misc]
     def layouts(self) -> Sequence[Layout]:
         """Layout of each flat partition in training."""
 
-    def _continue_from(self, own: dict[str, Any] | None, *, optimizer_states: bool) -> None:
-        """Continues the run of a checkpoint, after DeepSpeed has loaded its state.
-
-        Args:
-            own: this rank's part of the checkpoint; its entry "zenflow" is read.
-            optimizer_states: whether the optimizer's state was loaded, and not only weights.
-        """
-        count = self._host_state.copy_loaded_state_into_arena()
-        saved = own.get(CHECKPOINT_KEY) if own and optimizer_states else None
-        difference = self.zenflow_step.load_state_dict(saved, count)
+    def _continue_from(self, saved: Mapping[str, Any] | None) -> None:
+        """Continues the run of a checkpoint, whose weights and moments are in the arena; see `load_full_state`."""
+        count = int(self.zenflow_step.count)
+        if saved is not None:
+            count = saved["count"]
+            for group, values in zip(self.optimizer.param_groups, saved["groups"], strict=True):
+                # Copied: a tensor may be a view of a mapped file, and would keep it open.
+                group.update(deepcopy(values))
+        self._host_state.write_count(count)
+        difference = self.zenflow_step.load_state_dict(None if saved is None else saved.get(CHECKPOINT_KEY), count)
         if difference:
             rank_zero_info(
                 f"ZenFlow: the checkpoint has AdamW's exact state after {count} steps, but {difference}: the schedule,"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
-from lightning_zenflow.deepspeed.flat_layout import FlatLayout, Run, runs
+from lightning_zenflow.deepspeed.flat_layout import Layout, Run, runs
 from lightning_zenflow.deepspeed.host_state import on_disk
 
 _LARGE = 1 / 8
@@ -65,22 +65,22 @@ def balanced_order(numels: Sequence[int], n_ranks: int) -> list[int]:
     return [index for rank in range(n_ranks) for index in (*sorted(own[rank]), *across[rank])]
 
 
-def flat_layouts(zero_optimizer: Any, groups: Sequence[Sequence[Tensor]]) -> list[FlatLayout]:
+def flat_layouts(zero_optimizer: Any, groups: Sequence[Sequence[Tensor]]) -> list[Layout]:
     """The layout of each parameter group, if its flat buffer has the parameters in the order of `groups`."""
     names = zero_optimizer.param_names
     return [
-        FlatLayout.of({names[p]: p.numel() for p in group}, [0] * len(group), partition_numel=numel)
+        Layout.of_partitions({names[p]: p.numel() for p in group}, [0] * len(group), partition_numel=numel)
         for group, numel in zip(groups, zero_optimizer.partition_size, strict=True)
     ]
 
 
-def fragments(layouts: Sequence[FlatLayout], rank: int) -> list[dict[str, Any]]:
+def fragments(layouts: Sequence[Layout], rank: int) -> list[dict[str, Any]]:
     """For each parameter group the places of the parameters' parts on a rank, which DeepSpeed makes universal checkpoints by."""
     return [
         {
             name: fragment_address(numel=part.numel, start=part.begin)
-            for name in layout.places
-            for part in layout.parts(name)
+            for name, parts in layout.parts.items()
+            for part in parts
             if part.rank == rank
         }
         for layout in layouts
@@ -102,14 +102,14 @@ class OrderedCopy:
         OSError: the disk is full.
     """
 
-    def __init__(self, folder: Path, layouts: Sequence[FlatLayout], *, n_states: int) -> None:
+    def __init__(self, folder: Path, layouts: Sequence[Layout], *, n_states: int) -> None:
         self._layouts = layouts
         self.states = [[on_disk(folder, layout.partition_numel) for _ in range(n_states)] for layout in layouts]
 
     def fill(
         self,
         states: Sequence[Sequence[Read]],
-        layouts: Sequence[FlatLayout],
+        layouts: Sequence[Layout],
         *,
         device: torch.device,
         group: dist.ProcessGroup,

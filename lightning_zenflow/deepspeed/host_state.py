@@ -57,16 +57,13 @@ class HostState:
         self._moments: dict[str, Moment] = dict(zip(MOMENTS, (arena.exp_avg, arena.exp_avg_sq), strict=True))
         self._bounds = [(begin, flat.numel()) for flat, begin in zip(flats, partition.group_begins, strict=True)]
         self._saved: Sequence[Mapping[str, Tensor]] | None = None
-        self._stand_ins = [
-            {name: moment.stand_in(*bounds) for name, moment in self._moments.items()} for bounds in self._bounds
-        ]
-        for flat, (begin, numel), of_group in zip(self._flats, self._bounds, self._stand_ins, strict=True):
+        for flat, (begin, numel) in zip(self._flats, self._bounds, strict=True):
             master = arena.master.narrow(0, begin, numel)
             master.copy_(flat.detach())
             flat.data = master
             # DeepSpeed links fragments of `.grad`. Gradients are in the slots, so a single expanded zero is enough.
             flat.grad = master.new_zeros(1).expand(numel)
-            optimizer.state[flat] = dict(of_group)
+            optimizer.state[flat] = {name: m.stand_in(begin, numel) for name, m in self._moments.items()}
         self.write_count(0)
 
     def write_count(self, count: int) -> None:
@@ -116,44 +113,20 @@ class HostState:
         ]
         return with_moments(state, saved)
 
-    def read_moments(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Copies saved moments into the arena, before `Optimizer.load_state_dict` would convert whole copies of them to float32.
+    def load(self, partitions: Sequence[Sequence[Tensor]], *, moments: bool) -> None:
+        """Copies loaded states into the arena.
 
         A float32 moment is rounded to nearest where the arena has another type. That happens once, so no bias can grow as with every
         window. What a run with the same blocks has saved stays as it is.
 
         Args:
-            saved: result of the user's `Optimizer.state_dict`.
-
-        Returns:
-            The same with empty moments, to be loaded.
+            partitions: for each flat partition master weights, perhaps without padding, and moments, any type.
+            moments: whether moments are loaded, too.
         """
-        states = dict(saved["state"])
-        keys = [key for param_group in saved["param_groups"] for key in param_group["params"]]
-        for key, (begin, _) in zip(keys, self._bounds, strict=True):
-            for name, moment in reversed(self._moments.items()):
-                moment.write(begin, states[key][name])
-            states[key] = {**states[key], **dict.fromkeys(MOMENTS, self._flats[0].new_empty(0))}
-        return {**saved, "state": states}
-
-    def copy_loaded_state_into_arena(self) -> int:
-        """Copies what loading has put in the place of the arena's tensors into the arena, and links the arena's again.
-
-        Returns:
-            Loaded number of applied steps.
-        """
-        count = 0
-        for flat, (begin, _), of_group in zip(self._flats, self._bounds, self._stand_ins, strict=True):
-            state = self._optimizer.state[flat]
-            count = int(state["step"])
-            for name, ours in reversed(of_group.items()):
-                # Empty ones have been read before.
-                if state[name] is not ours and state[name].numel() > 0:
-                    self._moments[name].write(begin, state[name])
-                state[name] = ours
-        # A loaded tensor may be a view of a mapped file, and would keep it open.
-        self.write_count(count)
-        return count
+        for flat, (begin, _), (master, *of_names) in zip(self._flats, self._bounds, partitions, strict=True):
+            flat.data.narrow(0, 0, master.numel()).copy_(master.detach())
+            for moment, values in reversed([*zip(self._moments.values(), of_names, strict=True)] if moments else []):
+                moment.write(begin, values)
 
 
 def with_moments(state: Mapping[str, Any], moments: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.deepspeed.flat_buffers import OrderedCopy, balanced_order, flat_layouts, fragments
-from lightning_zenflow.deepspeed.flat_layout import FlatLayout
+from lightning_zenflow.deepspeed.flat_layout import Layout
 from lightning_zenflow.deepspeed.host_state import MOMENTS, with_moments
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.supported import refuse_features, refuse_moved
@@ -212,7 +212,7 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
 
     @property
     @override
-    def layouts(self) -> list[FlatLayout]:
+    def layouts(self) -> list[Layout]:
         return flat_layouts(self, self.round_robin_bit16_groups)
 
     def _plain_groups(self) -> list[list[Tensor]]:

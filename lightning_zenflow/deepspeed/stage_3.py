@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO-3 offload optimizer around `ZenFlowStep`, with parameters on the device or in host memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_zenflow.core.device import Stream, runtime_of
 from lightning_zenflow.deepspeed.fetch import FetchCoordinator, Piece
-from lightning_zenflow.deepspeed.flat_layout import PieceLayout
+from lightning_zenflow.deepspeed.flat_layout import Layout
 from lightning_zenflow.deepspeed.full_state import StateAccess
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.supported import (
@@ -310,6 +310,13 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         self._gather_weights()
 
     @override
+    def load_partitions(self, saved: Mapping[str, Any], *, optimizer_states: bool) -> None:
+        super().load_partitions(saved, optimizer_states=optimizer_states)
+        # Which the module has not loaded. By `data`, so that they do not count as the user's writes.
+        for weights, master in zip(self.fp16_partitioned_groups_flat, self.fp32_partitioned_groups_flat, strict=True):
+            weights.data.copy_(master.data)
+
+    @override
     @contextmanager
     def saved_as(self, copy: Any) -> Iterator[None]:
         with super().saved_as(copy), self._gathered_afterwards():
@@ -357,6 +364,8 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
 
     @property
     @override
-    def layouts(self) -> list[PieceLayout]:
+    def layouts(self) -> list[Layout]:
         n_ranks = dist.get_world_size(group=self.dp_process_group)
-        return [PieceLayout.of({self.param_names[p]: p.ds_numel for p in g}, n_ranks=n_ranks) for g in self.fp16_groups]
+        return [
+            Layout.of_pieces({self.param_names[p]: p.ds_numel for p in g}, n_ranks=n_ranks) for g in self.fp16_groups
+        ]
