@@ -13,14 +13,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.mixins import OtherBases
 from lightning_zenflow.deepspeed.flat_layout import Layout
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 
-_DeepSpeedsOptimizer: Any = object
-"""What comes after the mixin in the order of base classes; `Any` for the type checker, since there are two."""
 
-
-class Checkpointing(_DeepSpeedsOptimizer):  # type: ignore[misc]
+class Checkpointing(OtherBases):  # type: ignore[misc]
     """Mixin of `ZenFlowOptimizer`: saves and loads AdamW's state, which is in the arena, and what else continues the run."""
 
     state_key: ClassVar[str]

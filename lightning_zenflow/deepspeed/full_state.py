@@ -1,4 +1,4 @@
-"""Master weights, moments and gradients of single parameters, for `deepspeed.utils.safe_get_full_*`, `safe_get_local_*` and the like."""
+"""Master weights, moments and gradients of single parameters, for `deepspeed.utils.safe_get_full_*` and the like."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.mixins import OtherBases
 from lightning_zenflow.core.partition import Slice
 from lightning_zenflow.deepspeed.host_state import with_own_storage
 from lightning_zenflow.deepspeed.pieces import is_divided
@@ -16,9 +17,6 @@ from lightning_zenflow.worker.moments import Moment
 
 if TYPE_CHECKING:
     from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-
-_DeepSpeedsOptimizer: Any = object
-"""What comes after the mixin in the order of base classes."""
 
 
 class FullState:
@@ -89,21 +87,6 @@ class FullState:
             state.write(s.begin, value.detach().reshape(-1).narrow(0, s.start, s.numel))
         self._step.state_written()
 
-    def read_local(self, number: int, optim_state_key: str | None = None) -> Tensor:
-        """This rank's piece under stage 3: [elements of a piece] float32 with zeros as padding, on the CPU. Other arguments and errors are
-        those of `read`.
-        """
-        state = self._exact(number, optim_state_key, "safe_get_local_fp32_param and safe_get_local_optimizer_state")
-        return self._piece(number, torch.device("cpu"), lambda _, s: state.read(s.begin, s.numel))
-
-    def write_local(self, number: int, value: Tensor, optim_state_key: str | None = None) -> None:
-        """Replaces this rank's part by the first elements of `value`. Other arguments and errors are those of `write`."""
-        state = self._exact(number, optim_state_key, "safe_set_local_fp32_param and safe_set_local_optimizer_state")
-        if number in self._slices:
-            _, s = self._slices[number]
-            state.write(s.begin, value.detach().reshape(-1).narrow(0, 0, s.numel))
-        self._step.state_written()
-
     def gradient(self, number: int) -> Tensor:
         """Gradient of the whole step, averaged over the ranks; before clipping, times the loss scale. Waits for the device.
 
@@ -113,22 +96,12 @@ class FullState:
         Raises:
             ValueError: there is no gradient at this time.
         """
-        self._refuse_without_gradients(number)
-        return self._whole(number, lambda index, _: self._step.gradient(index))
-
-    def local_gradient(self, number: int) -> Tensor:
-        """This rank's piece of `gradient` under stage 3: [elements of a piece] float32 with zeros as padding, on the parameter's device; no
-        collective. Errors are the same.
-        """
-        self._refuse_without_gradients(number)
-        return self._piece(number, self._parameters[number].device, lambda index, _: self._step.gradient(index))
-
-    def _refuse_without_gradients(self, number: int) -> None:
         if not self._step.has_gradients:
             raise ValueError(
                 f"safe_get_full_grad({self._names[number]}): gradients are there after the backward pass of a step's last micro-batch and"
                 " before the step: call it in `on_before_optimizer_step`"
             )
+        return self._whole(number, lambda index, _: self._step.gradient(index))
 
     def refuse_gradient(self, number: int, value: Tensor) -> None:
         """Raises RuntimeError, which says where gradients can be changed."""
@@ -188,21 +161,11 @@ class FullState:
             dist.all_reduce(flat, group=group)
         return flat.view(shape).to(self._parameters[number].device)
 
-    def _piece(self, number: int, device: torch.device, part: Callable[[int, Slice], Tensor]) -> Tensor:
-        """What this rank holds of a parameter, copied, with its padding."""
-        parameter: Any = self._parameters[number]
-        piece = torch.zeros(parameter.partition_numel(), dtype=torch.float32, device=device)
-        if number in self._slices:
-            index, s = self._slices[number]
-            piece[: s.numel] = part(index, s)
-        return piece
 
-
-class StateAccess(_DeepSpeedsOptimizer):  # type: ignore[misc]
+class StateAccess(OtherBases):  # type: ignore[misc]
     """Mixin of stage 3's optimizer: what DeepSpeed's functions call for a parameter, on the arena.
 
-    A whole parameter is read and written by all ranks together, a rank's piece by each rank for itself, after a flush by all of them. None
-    is the answer for a parameter that was frozen at setup. Arguments, results and errors are those of `FullState`.
+    None is the answer for a parameter that was frozen at setup. Arguments, results and errors are those of `FullState`.
     """
 
     full_state: FullState
@@ -232,19 +195,14 @@ class StateAccess(_DeepSpeedsOptimizer):  # type: ignore[misc]
     set_local_grad_for_param = set_fp32_grad_for_param
 
     @override
-    def get_local_fp32_grad_for_param(self, param: Any) -> Tensor | None:
-        number = self._numbers.get(param.ds_id)
-        return None if number is None else self.full_state.local_gradient(number)
+    def get_local_fp32_param(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: DeepSpeed's own code reads and writes partitions that may be some updates behind."""
+        raise MisconfigurationException(
+            "ZenFlowStrategy does not support `safe_get_local_*` and `safe_set_local_*` of deepspeed.utils: use safe_get_full_* and"
+            " safe_set_full_*"
+        )
 
-    @override
-    def get_local_fp32_param(self, param: Any, optim_state_key: str | None = None) -> Tensor | None:
-        number = self._numbers.get(param.ds_id)
-        return None if number is None else self.full_state.read_local(number, optim_state_key)
-
-    @override
-    def set_local_hp_param(self, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
-        if (number := self._numbers.get(param.ds_id)) is not None:
-            self.full_state.write_local(number, value, optim_state_key)
+    get_local_fp32_grad_for_param = set_local_hp_param = get_local_fp32_param
 
     @override
     def update_fp32_grad_for_param_vectorized(self, update_func: Callable[..., Any], param_list: list[Any]) -> None:
