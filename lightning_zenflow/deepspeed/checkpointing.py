@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -14,7 +15,9 @@ from typing_extensions import override
 
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.mixins import OtherBases
+from lightning_zenflow.deepspeed.flat_buffers import OrderedCopy
 from lightning_zenflow.deepspeed.flat_layout import Layout
+from lightning_zenflow.deepspeed.host_state import MOMENTS
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 
 
@@ -31,6 +34,7 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._flats = self._exchange_params(self._of_groups)
         self._is_read = False
+        self._saved: OrderedCopy | None = None
         self._reading = self.optimizer.register_state_dict_pre_hook(self._refuse_reading)
 
     def _exchange_params(self, of_groups: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
@@ -61,13 +65,11 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
         finally:
             self._exchange_params(self._of_groups)
             self._is_read = False
-        self._put_exact_state(state)
+        state[self.state_key] = self._host_state.as_saved(
+            state[self.state_key], None if self._saved is None else self._saved.states
+        )
         state[CHECKPOINT_KEY] = self.zenflow_step.state_dict()
         return state
-
-    def _put_exact_state(self, state: dict[str, Any]) -> None:
-        """Puts AdamW's state into DeepSpeed's as a checkpoint has it."""
-        state[self.state_key] = self._host_state.as_saved(state[self.state_key])
 
     @override
     def load_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -117,12 +119,16 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
         self._continue_from(saved)
 
     def copy_for_save(self, folder: Path) -> Any:
-        """Disk space that a save to a folder needs for `saved_as` beside DeepSpeed's files; None: none.
+        """Disk space that a save to a folder needs for `saved_as` beside DeepSpeed's files, for all states in another order or for moments
+        without views; None: none.
 
         Raises:
             OSError: the disk is full.
         """
-        return self._host_state.copy_on_disk(folder)
+        is_reordered = self.saved_layouts != self.layouts
+        if not is_reordered and self._host_state.has_views:
+            return None
+        return OrderedCopy(folder, self.saved_layouts, n_states=is_reordered + len(MOMENTS))
 
     @contextmanager
     def saved_as(self, copy: Any) -> Iterator[None]:
@@ -133,8 +139,14 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
         """
         if copy is not None:
             self.flush()
-        with self._host_state.saved_from(copy):
+            layouts, names = self.layouts, (None, *MOMENTS)[-copy.n_states :]
+            states = [[partial(self._host_state.read, group, name) for name in names] for group in range(len(layouts))]
+            copy.fill(states, layouts, device=self._rank.device, group=self.dp_process_group)
+        self._saved = copy
+        try:
             yield
+        finally:
+            self._saved = None
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -154,6 +166,11 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
     @abstractmethod
     def layouts(self) -> Sequence[Layout]:
         """Layout of each flat partition in training."""
+
+    @property
+    def saved_layouts(self) -> Sequence[Layout]:
+        """The same in checkpoints, which have DeepSpeed's."""
+        return self.layouts
 
     def _continue_from(self, saved: Mapping[str, Any] | None) -> None:
         """Continues the run of a checkpoint, whose weights and moments are in the arena; see `load_full_state`."""

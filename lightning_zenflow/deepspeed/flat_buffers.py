@@ -92,18 +92,19 @@ class OrderedCopy:
 
     Args:
         folder: on the file system that the checkpoint is written to.
-        layouts: of each parameter group.
+        layouts: of each flat partition.
         n_states: states of each element.
 
     Attributes:
-        states: for each parameter group its states, [partition_numel], zeros at first.
+        n_states: states of each element.
+        states: for each flat partition its states, [partition_numel], zeros at first.
 
     Raises:
         OSError: the disk is full.
     """
 
     def __init__(self, folder: Path, layouts: Sequence[Layout], *, n_states: int) -> None:
-        self._layouts = layouts
+        self._layouts, self.n_states = layouts, n_states
         self.states = [[on_disk(folder, layout.partition_numel) for _ in range(n_states)] for layout in layouts]
 
     def fill(
