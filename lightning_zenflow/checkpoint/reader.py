@@ -28,7 +28,7 @@ from deepspeed.checkpoint.constants import (
 from torch import Tensor
 
 from lightning_zenflow.checkpoint.files import CheckpointError, read, refusal, refuse_other_version, verify
-from lightning_zenflow.deepspeed.flat_layout import Layout, copy_parts
+from lightning_zenflow.deepspeed.flat_buffers import Layout, copy_parts
 from lightning_zenflow.deepspeed.host_state import MOMENTS
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 

@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.mixins import OtherBases
-from lightning_zenflow.deepspeed.flat_buffers import OrderedCopy
-from lightning_zenflow.deepspeed.flat_layout import Layout
+from lightning_zenflow.deepspeed.flat_buffers import Layout, OrderedCopy
 from lightning_zenflow.deepspeed.host_state import MOMENTS
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 

@@ -19,7 +19,7 @@ from lightning_zenflow.deepspeed.between_steps import TakenGradients, WrittenWei
 from lightning_zenflow.deepspeed.build import ZeroPartition, build
 from lightning_zenflow.deepspeed.checkpointing import Checkpointing
 from lightning_zenflow.deepspeed.environment import RankResources
-from lightning_zenflow.deepspeed.flat_layout import slices_of
+from lightning_zenflow.deepspeed.flat_buffers import slices_of
 from lightning_zenflow.deepspeed.full_state import FullState
 from lightning_zenflow.deepspeed.release import restore_process
 from lightning_zenflow.deepspeed.supported import refuse_unused

@@ -15,8 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zenflow.core.device import runtime_of
-from lightning_zenflow.deepspeed.flat_buffers import balanced_order, flat_layouts, fragments
-from lightning_zenflow.deepspeed.flat_layout import Layout
+from lightning_zenflow.deepspeed.flat_buffers import Layout, balanced_order, flat_layouts, fragments
 from lightning_zenflow.deepspeed.host_state import MOMENTS
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.supported import refuse_features, refuse_moved

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_zenflow.core.device import Stream, runtime_of
 from lightning_zenflow.deepspeed.fetch import FetchCoordinator, Piece
-from lightning_zenflow.deepspeed.flat_layout import Layout
+from lightning_zenflow.deepspeed.flat_buffers import Layout
 from lightning_zenflow.deepspeed.full_state import StateAccess
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.supported import (

@@ -27,7 +27,7 @@ from checkpoint_files import edit
 from harness import EVERYTHING, Case, Run, make_trainer, run_here, snapshot, untrained
 from lightning_zenflow.checkpoint.files import CheckpointError
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint
-from lightning_zenflow.deepspeed.flat_layout import Layout
+from lightning_zenflow.deepspeed.flat_buffers import Layout
 from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
 from rank_processes import Runs, run_each, run_on_ranks
 from same_bits import assert_same_run, assert_same_state, assert_same_tensors

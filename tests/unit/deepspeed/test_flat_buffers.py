@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from lightning_zenflow.deepspeed.flat_buffers import balanced_order
-from lightning_zenflow.deepspeed.flat_layout import Layout, runs
+from lightning_zenflow.deepspeed.flat_buffers import Layout, balanced_order, runs
 
 Places = dict[tuple[str, int], tuple[int, int]]
 """For each element, by parameter and number, its rank and its place there."""
