@@ -70,7 +70,7 @@ def save_together(
 
 @contextmanager
 def _saving(path: Path | str, content: Path | str) -> Iterator[None]:
-    """Context of a part of a save to `content`, whose error is raised on all ranks, with its cause and what to do about it."""
+    """Raises an error of this part of a save on all ranks, with its cause and what to do about it."""
     with raising_together(OSError):
         try:
             yield
@@ -118,7 +118,7 @@ def _without_collectives() -> Iterator[None]:
 
 @contextmanager
 def _loading(path: Path | str) -> Iterator[None]:
-    """Context of a part of a load, whose error is raised on all ranks.
+    """Raises an error of this part of a load on all ranks.
 
     Raises:
         CheckpointError: the checkpoint at `path` does not have what it must have, or the model does not have the saved weights.
@@ -155,7 +155,7 @@ def read_file_together(path: Any, io: CheckpointIO | None, *, weights_only: bool
 
 
 def _is_file(path: Path) -> bool:
-    """Whether a checkpoint is one file, which is checked once for all ranks, since that reads all of it. A collective."""
+    """Checks a checkpoint, on rank 0 for all ranks, and tells whether the checkpoint is one file. A collective."""
     found = [False]
     with _loading(path):
         if dist.get_rank() == 0:
@@ -170,7 +170,7 @@ def _is_file(path: Path) -> bool:
 
 
 def one_engine(items: Iterable[Any]) -> DeepSpeedEngine:
-    """The one of DeepSpeed's engines among what is saved or loaded.
+    """Finds DeepSpeed's engine among the objects that are saved or loaded.
 
     Raises:
         MisconfigurationException: there is none, or there are several, or one has two names.

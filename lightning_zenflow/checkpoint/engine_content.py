@@ -17,7 +17,7 @@ AVERAGED = "averaged_state_dict"
 """Key of the averaged weights, which Lightning's `WeightAveraging` saves in the place of the model's."""
 
 CURRENT = "current_model_state"
-"""Key under which it saves the model's."""
+"""Key of the model's own weights, beside averaged ones."""
 
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 _OF_THE_ENGINE = (
@@ -29,16 +29,16 @@ _OF_THE_ENGINE = (
     "random_ltd",
     *_COUNTS,
 )
-"""Keys that are no client state."""
+"""Keys of the model's file that DeepSpeed's engine writes; all others are the client state."""
 
 
 def counts_of(engine: DeepSpeedEngine) -> dict[str, int]:
-    """What an engine counts, by the names of its attributes, which DeepSpeed's checkpoints have as well."""
+    """Counters of an engine by the names of its attributes, which are their keys in DeepSpeed's checkpoints as well."""
     return {name: getattr(engine, name) for name in _COUNTS}
 
 
 def restore_counts(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
-    """Restores what an engine counts, as far as it was saved."""
+    """Restores the counters of an engine that were saved."""
     for name in saved.keys() & set(_COUNTS):
         setattr(engine, name, saved[name])
 

@@ -33,7 +33,7 @@ from lightning_zenflow.deepspeed.host_state import MOMENTS
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 
 _ATTRIBUTES = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-"""DeepSpeed's of an optimizer, which it saves and loads."""
+"""Attributes of DeepSpeed's optimizers that checkpoints have."""
 
 _TERMS = {FP32_FLAT_GROUPS: SINGLE_PARTITION_OF_FP32_GROUPS, OPTIMIZER_STATE_DICT: BASE_OPTIMIZER_STATE}
 """Keys of stage 3 with those of stage 2: the flat master weights, and the state of the user's optimizer."""
@@ -58,7 +58,7 @@ class SavedCheckpoint:
 
     path: Path
     bf16: bool | None = None
-    """Whether this run's model is in bfloat16, as the one that saved must then be; None: it may be in any type."""
+    """Whether the saved model must be in bfloat16, as this run's is; None: any type is allowed."""
 
     def __post_init__(self) -> None:
         """Checks the structure of the directory."""
@@ -85,19 +85,19 @@ class SavedCheckpoint:
 
     @cached_property
     def folder(self) -> Path:
-        """Folder with the files."""
+        """Folder with the files of the ranks."""
         # Below `path`, whatever a damaged file says.
         return self.path / (self.path / "latest").read_text(errors="replace").strip().lstrip("/")
 
     @property
     def _first_model_files(self) -> tuple[Path, Path]:
-        """Of stages 1 and 2, and of stage 3."""
+        """Paths of the first rank's model file in stages 1 and 2, and in stage 3."""
         name = "mp_rank_00_model_states.pt"
         return self.folder / name, self.folder / f"zero_pp_rank_0_{name}"
 
     @cached_property
     def is_stage_3(self) -> bool:
-        """Whether the weights are in pieces, too."""
+        """True if stage 3 has saved, which divides the weights, too."""
         return self._first_model_files[1].is_file()
 
     def refuse_other_stage(self, *, is_stage_3: bool) -> None:
@@ -124,7 +124,7 @@ class SavedCheckpoint:
         return self.read_model(0)
 
     def read_model(self, rank: int, *, mapped: bool = True) -> dict[str, Any]:
-        """As `model_states`, of any rank; its tensors are memory-mapped, or not."""
+        """Content of a rank's model file (`model_states`); tensors are memory-mapped if `mapped`."""
         file = self._model_file(rank)
         if not file.is_file():
             raise self._missing(rank, file)
@@ -382,7 +382,7 @@ def _keys_of(base: Mapping[str, Any]) -> list[Any]:
 
 
 def _partitions_of(state: Mapping[str, Any]) -> list[list[Tensor]]:
-    """Of a rank's state for each flat buffer master weights, without padding, and moments."""
+    """Tensors of a rank's state, for each flat buffer: master weights, perhaps without padding, and moments."""
     base, masters = state[BASE_OPTIMIZER_STATE], state[SINGLE_PARTITION_OF_FP32_GROUPS]
     keys = zip(masters, _keys_of(base), strict=True)
     return [[master, *(base["state"][key][name] for name in MOMENTS)] for master, key in keys]

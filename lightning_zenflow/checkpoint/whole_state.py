@@ -1,4 +1,4 @@
-"""What a checkpoint that is one file is made of, put together from all ranks; `single_file` has its layout."""
+"""Whole weights and moments for a checkpoint that is one file, put together from all ranks; `single_file` has the layout."""
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from lightning_zenflow.deepspeed.pieces import is_divided, is_in_pieces
 
 
 class WholeState:
-    """What rank 0 writes of a model and its optimizer to a file. One parameter at a time is put together by all ranks.
+    """The state of a model and its optimizer that rank 0 writes to a file. All ranks put together one parameter at a time.
 
     One rank's float32 states are written from where they are. All others are copied to files without a name beside the checkpoint, since
     torch writes a file when all of it is there.
@@ -161,7 +161,7 @@ class WholeState:
 
     @torch.no_grad()
     def _gather(self, weights: Mapping[str, Tensor]) -> None:
-        """Puts together what the optimizer does not have; what stays gathered is so afterwards."""
+        """Puts together the parameters of `_in_pieces`; those that DeepSpeed keeps gathered are gathered again afterwards."""
         pieces = self._in_pieces
         if not pieces:
             return
@@ -213,7 +213,7 @@ class WholeState:
         }
 
     def _is_as_shown(self, name: str, shown: Any) -> bool:
-        """Whether an entry is a weight as the module shows it, by its place or its values, and that is the master weight."""
+        """Whether an entry is the weight that the module shows, by place or values, and that weight is the rounded master weight."""
         p = self._parameters[name]
         if not isinstance(shown, Tensor) or (is_divided(p) and shown.numel() == 0):
             return isinstance(shown, Tensor)
