@@ -116,7 +116,7 @@ class WholeState:
         # Of a store the files for the time of the save are where all such files are.
         folder = path.parent if isinstance(path, Path) else Path(tempfile.gettempdir())
         for key in self._keys:
-            found = {name: self._in_arena(number, key) for number, name in enumerate(self._shapes)}
+            found = {name: self._in_arena(name, key) for name in self._shapes}
             missing = {name: self._shapes[name] for name, there in found.items() if there is None}
             sizes = [shape.numel() for shape in missing.values()]
             parts = torch.split(on_disk(folder, sum(sizes)), sizes)
@@ -126,11 +126,11 @@ class WholeState:
         copies[None] |= {n: on_disk(folder, p.ds_numel, p.dtype).view(p.ds_shape) for n, p in self._in_pieces.items()}
         return copies
 
-    def _in_arena(self, number: int, key: str | None) -> Tensor | None:
+    def _in_arena(self, name: str, key: str | None) -> Tensor | None:
         if dist.get_world_size() > 1:
             return None
         assert self._optimizer is not None
-        return self._optimizer.full_state.in_memory(number, key)
+        return self._optimizer.full_state.in_memory(name, key)
 
     @contextmanager
     def saved_as(self, copies: dict[str | None, dict[str, Tensor]]) -> Iterator[None]:
@@ -141,10 +141,10 @@ class WholeState:
             copies: result of `copy_for_save`.
         """
         for key in self._keys:
-            for number, name in enumerate(self._shapes):
-                if self._in_arena(number, key) is None:
+            for name in self._shapes:
+                if self._in_arena(name, key) is None:
                     assert self._optimizer is not None
-                    whole = self._optimizer.full_state.read(number, key)
+                    whole = self._optimizer.full_state.read(name, key)
                     if copies:
                         copies[key][name].copy_(whole)
         self._gather(copies.get(None, {}))

@@ -110,11 +110,11 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
             saved: "count" of applied steps; "groups" of hyperparameters; "moments" by key and name, 0 where there is none; and "zenflow",
                 this rank's `ZenFlowStep.state_dict` or None. None: weights only.
         """
-        for number, (name, shape) in enumerate(self.full_state.shapes.items()):
-            self.full_state.write(number, weights[name])
+        for name, shape in self.full_state.shapes.items():
+            self.full_state.write(name, weights[name])
             for key, of_names in sorted(({} if saved is None else saved["moments"]).items(), reverse=True):
                 moment = of_names.get(name)
-                self.full_state.write(number, weights[name].new_zeros(shape) if moment is None else moment, key)
+                self.full_state.write(name, weights[name].new_zeros(shape) if moment is None else moment, key)
         self._continue_from(saved)
 
     def copy_for_save(self, folder: Path) -> Any:

@@ -111,7 +111,7 @@ class ZenFlowOptimizer(Checkpointing):
         self.counters: CounterReader = parts.step.counters
         self.parts: StepParts = parts.step
         self._trained_parameters = parameters
-        self._slice_of_parameter = {s.parameter: i for i, s in enumerate(self._rank.partition.slices)}
+        self._slice_of = {parameters[s.parameter]: i for i, s in enumerate(self._rank.partition.slices)}
         self.zenflow_step = ZenFlowStep(
             self.zenflow_config,
             parts.step,
@@ -123,10 +123,9 @@ class ZenFlowOptimizer(Checkpointing):
         self.full_state = FullState(self, names, zero.shapes)
         self.taken = TakenGradients(names)
         self._written = WrittenWeights(self._rank, names, in_place=zero.in_place, group=self.dp_process_group)
-        for number, parameter in enumerate(parameters):
-            added: Any = parameter
+        for name, added in self.full_state.parameters.items():
             # Private: with the first, `safe_get_full_grad` calls the second, whatever stands in `parameter.grad`.
-            added._hp_grad, added.get_full_hp_grad = True, partial(self.full_state.gradient, number)
+            added._hp_grad, added.get_full_hp_grad = True, partial(self.full_state.gradient, name)
         # DeepSpeed's start needs up to 6 bytes a parameter more than a step, which `has_room` would count for ever.
         runtime_of(parts.step.rank.device).forget_peak()
 

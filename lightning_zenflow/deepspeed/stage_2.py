@@ -85,17 +85,16 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         # Private: adds to each parameter what `deepspeed.utils.safe_get_full_fp32_param` and the like call.
         super()._link_all_hp_params()
         # DeepSpeed's read views of the arena, which may be some updates behind, and become None when the optimizer is destroyed.
-        for number, parameter in enumerate(self._trained_parameters):
-            added: Any = parameter
-            added.get_full_hp_param = partial(self.full_state.read, number)
-            added.set_full_hp_param = partial(self.full_state.write, number)
-            added.get_full_hp_grad = partial(self.full_state.gradient, number)
-            added.set_full_hp_grad = partial(self.full_state.refuse_gradient, number)
+        for name, added in self.full_state.parameters.items():
+            added.get_full_hp_param = partial(self.full_state.read, name)
+            added.set_full_hp_param = partial(self.full_state.write, name)
+            added.get_full_hp_grad = partial(self.full_state.gradient, name)
+            added.set_full_hp_grad = partial(self.full_state.refuse_gradient, name)
 
     @override
     def copy_grads_in_partition(self, param: Tensor, group_idx: int | None = None) -> None:
         """Routes a reduced gradient before its bucket is reused."""
-        index = self._slice_of_parameter.get(self.get_param_id(param))
+        index = self._slice_of.get(param)
         if index is not None:
             s = self._rank.partition.slices[index]
             gradient = self.get_gradient_for_reduction(param).detach().view(-1)

@@ -92,8 +92,6 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         # Private: copies the weights to `fp32_partitioned_groups_flat`.
         self._create_fp32_partitions()
         parameters = [p for sub_group in self.fp16_groups for p in sub_group]
-        # Private: the number that DeepSpeed gives to a parameter.
-        self._numbers = {p.ds_id: number for number, p in enumerate(parameters)}
         self._build_step(
             {p: p.ds_shape for p in parameters},
             masters=self.fp32_partitioned_groups_flat,
@@ -145,8 +143,9 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
 
         One after the other, so that they take no more memory than before, when the host's free memory was checked.
         """
+        trained = set(self._trained_parameters)
         for parameter in self.module.parameters():
-            if parameter.ds_id not in self._numbers and parameter.ds_tensor.device.type == "cpu":
+            if parameter not in trained and parameter.ds_tensor.device.type == "cpu":
                 parameter.ds_tensor.data = self._rank.arena.page_locked_copy(parameter.ds_tensor.data)
 
     def _await_answers_in_fetches(self) -> None:
@@ -164,10 +163,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
 
     def _slice_in_flight(self, parameter: Any) -> int | None:
         """This rank's slice of a parameter, which the worker may be writing; None for one that is frozen or all padding here."""
-        if self.closed:
-            return None
-        number = self._numbers.get(parameter.ds_id)
-        return None if number is None else self._slice_of_parameter.get(number)
+        return None if self.closed else self._slice_of.get(parameter)
 
     def _before_use(self, parameter: Any) -> None:
         if (index := self._slice_in_flight(parameter)) is not None:
@@ -232,7 +228,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         """Routes this rank's pieces of reduced gradients, on the stream of the reduction, before their bucket is reused."""
         runtime, last = runtime_of(self._rank.device), self.is_gradient_accumulation_boundary()
         for parameter, piece in zip(params_to_release, grad_partitions, strict=True):
-            index = self._slice_of_parameter.get(self._numbers[parameter.ds_id])
+            index = self._slice_of.get(parameter)
             if index is not None:
                 if last and self._in_backward and index in self.parts.fill.arrivals.arrived:
                     refuse_second_gradient(self.param_names[parameter])
