@@ -24,6 +24,7 @@ class FullState:
 
     Args:
         optimizer: the rank's optimizer.
+        states: `HostState.states`.
         names: of all parameters that are trained, in the order in which `Slice.parameter` counts them.
         shapes: of the whole parameters.
 
@@ -33,20 +34,19 @@ class FullState:
     """
 
     def __init__(
-        self, optimizer: "ZenFlowOptimizer", names: Mapping[Tensor, str], shapes: Sequence[Sequence[int]]
+        self,
+        optimizer: "ZenFlowOptimizer",
+        states: Mapping[str | None, Moment],
+        names: Mapping[Tensor, str],
+        shapes: Sequence[Sequence[int]],
     ) -> None:
-        rank = optimizer.parts.rank
-        self._optimizer = optimizer
-        self._step = optimizer.zenflow_step
-        self._states: dict[str | None, Moment] = {
-            None: Moment(rank.arena.master),
-            "exp_avg": rank.arena.exp_avg,
-            "exp_avg_sq": rank.arena.exp_avg_sq,
-        }
+        self._optimizer, self._step, self._states = optimizer, optimizer.zenflow_step, states
         self.parameters: dict[str, Any] = {name: p for p, name in names.items()}
         self.shapes = {name: torch.Size(shape) for name, shape in zip(self.parameters, shapes, strict=True)}
         in_order = list(self.parameters)
-        self._slices = {in_order[s.parameter]: (index, s) for index, s in enumerate(rank.partition.slices)}
+        self._slices = {
+            in_order[s.parameter]: (index, s) for index, s in enumerate(optimizer.parts.rank.partition.slices)
+        }
 
     def read(self, name: str, optim_state_key: str | None = None) -> Tensor:
         """Exact state of a parameter after the last step; waits for updates that are pending.

@@ -46,13 +46,18 @@ class HostState:
             copied into the arena.
         partition: of this rank.
         arena: memory of the state from now on.
+
+    Attributes:
+        states: moments by key, and master weights (None), of the whole partition.
     """
 
     def __init__(self, optimizer: Optimizer, flats: Sequence[Tensor], *, partition: Partition, arena: Arena) -> None:
         self._optimizer = optimizer
         self._flats = list(flats)
-        self._masters = Moment(arena.master)
-        self._moments: dict[str, Moment] = dict(zip(MOMENTS, (arena.exp_avg, arena.exp_avg_sq), strict=True))
+        self.states: dict[str | None, Moment] = dict(
+            zip((None, *MOMENTS), (Moment(arena.master), arena.exp_avg, arena.exp_avg_sq), strict=True)
+        )
+        self._moments = {name: self.states[name] for name in MOMENTS}
         self._bounds = [(begin, flat.numel()) for flat, begin in zip(flats, partition.group_begins, strict=True)]
         for flat, (begin, numel) in zip(self._flats, self._bounds, strict=True):
             master = arena.master.narrow(0, begin, numel)
@@ -85,8 +90,7 @@ class HostState:
 
     def read(self, group: int, name: str | None, begin: int, numel: int) -> Tensor:
         """Elements [begin, begin + numel) of a moment of a flat partition, or of its master weights (None), of a floating-point type."""
-        state = self._masters if name is None else self._moments[name]
-        return state.read(self._bounds[group][0] + begin, numel)
+        return self.states[name].read(self._bounds[group][0] + begin, numel)
 
     def as_saved(self, state: Mapping[str, Any], copied: Sequence[Sequence[Tensor]] | None) -> dict[str, Any]:
         """The result of the user's `Optimizer.state_dict`, as a checkpoint holds it.

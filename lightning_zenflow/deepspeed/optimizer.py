@@ -120,7 +120,7 @@ class ZenFlowOptimizer(Checkpointing):
             read_inputs=self._read_inputs,
             gather_weights=self._weights_change,
         )
-        self.full_state = FullState(self, names, zero.shapes)
+        self.full_state = FullState(self, parts.host_state.states, names, zero.shapes)
         self.taken = TakenGradients(names)
         self._written = WrittenWeights(self._rank, names, in_place=zero.in_place, group=self.dp_process_group)
         for name, added in self.full_state.parameters.items():
