@@ -336,4 +336,4 @@ def test_one_file_is_open_at_a_time(folders: Path, monkeypatch: pytest.MonkeyPat
     state = checkpoint.state_for(0, layouts, world_size=1)
     # The first rank's stays: it has what all of them have in common.
     assert states[3:] == [0, 1, 1]
-    assert not any(w.requires_grad for w in (*pieces.values(), *state["fp32_flat_groups"]))
+    assert not any(w.requires_grad for w in (*pieces.values(), *(masters for masters, *_ in state["partitions"])))
