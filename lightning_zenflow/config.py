@@ -23,12 +23,12 @@ _OF_LATE_WEIGHTS = ("topk_ratio", "weight_prediction", "provisional_scale")
 
 
 def _key(default: Any, *, unit: str = "", changes_numbers: bool = True, **bounds: Any) -> Any:
-    """A field; a run continues a checkpoint bit for bit only with the same values of those that change numbers (losses and weights)."""
+    """The field of a key; `changes_numbers` says whether losses and weights depend on its value (see `numeric_values`)."""
     return Field(default, json_schema_extra={"unit": unit, "changes_numbers": changes_numbers}, **bounds)
 
 
 def _without_effect(value: Any, info: ValidationInfo) -> Any:
-    """The default of a key, whatever its value."""
+    """Validates a key without effect: logs another value than the default, and returns the default."""
     key = KEYS[str(info.field_name)]
     if value != key["default"]:
         # Here, because Lightning takes seconds, which `lightning-zenflow estimate` does not need.
@@ -91,10 +91,10 @@ class ZenFlowConfig(BaseModel):
     If false, each step waits for the worker at its end."""
 
     clip_prediction: bool | _Auto = _key("auto")
-    """Whether forward passes may see weights with a predicted clip factor where d = 0. If false, those are AdamW's own: blocks are not
-    submitted in backward while gradients are clipped or have fp16's loss scale; with parameters in host memory, where they hide behind the
-    forward pass too, those with another factor than the true one are published again. "auto" is false with parameters in host memory,
-    otherwise true."""
+    """Lets forward passes see weights with a predicted clip factor where d = 0. If false, forward passes see AdamW's own weights: no
+    block is submitted in backward while gradients are clipped or have fp16's loss scale; with parameters in host memory, where blocks
+    hide behind the forward pass too, blocks whose predicted factor was wrong are published again. "auto" is false with parameters in
+    host memory, otherwise true."""
 
     full_warm_up_rounds: int = _key(0, ge=0, unit="steps")
     """Synchronous steps at the start, in which the worker updates every weight before columns are selected."""

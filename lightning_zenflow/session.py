@@ -18,9 +18,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.collective import is_file_together, read_file_together, save_together
-from lightning_zenflow.checkpoint.files import place_of, read
-from lightning_zenflow.checkpoint.single_file import FILE_KEY, SavedFile
+from lightning_zenflow.checkpoint.collective import save_together
+from lightning_zenflow.checkpoint.files import place_of
+from lightning_zenflow.checkpoint.single_file import FILE_KEY
 from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
 from lightning_zenflow.core.distributed import in_common
@@ -276,13 +276,12 @@ class Session(RankEnvironment):
             raise TypeError(f"storage_options must be None without a plugin that reads them, got {storage_options!r}")
 
         def write(file: Path | str) -> None:
-            if not self.is_global_zero:
-                return
-            whole = {**content(), **({} if state.run_state is None else {FILE_KEY: state.run_state})}
-            if io is None:
-                torch.save(whole, file)
-            else:
-                io.save_checkpoint(whole, path, storage_options=storage_options)
+            if self.is_global_zero:
+                whole = {**content(), **({} if state.run_state is None else {FILE_KEY: state.run_state})}
+                if io is None:
+                    torch.save(whole, file)
+                else:
+                    io.save_checkpoint(whole, path, storage_options=storage_options)
 
         self._save(path, write, state)
 
@@ -317,23 +316,7 @@ class Session(RankEnvironment):
             nullcontext() if state is not None else as_in_training(self._released),
             self._optimizer_in_training(),
         ):
-            save_together(
-                place,
-                write,
-                state or self.zenflow_optimizer,
-                is_global_zero=self.is_global_zero,
-                sync=self.zenflow_config.sync_checkpoints,
-            )
-
-    def _open_file(self, path: Any, *, weights_only: bool | None) -> SavedFile | None:
-        """Reads a checkpoint that is one file; None: it is a folder, or none (`is_file_together`)."""
-        place = place_of(path)
-        if (io := self._io_of(place)) is not None:
-            return read_file_together(place, partial(io.load_checkpoint, path, weights_only=weights_only))
-        assert isinstance(place, Path)
-        if not is_file_together(place):
-            return None
-        return read_file_together(place, partial(read, place, weights_only=weights_only))
+            save_together(place, write, state or self.zenflow_optimizer, sync=self.zenflow_config.sync_checkpoints)
 
     def _optimizer_in_training(self) -> AbstractContextManager[None]:
         return nullcontext() if self._users_optimizer is None else self._users_optimizer.in_training()

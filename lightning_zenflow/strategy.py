@@ -16,24 +16,18 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT, LRSchedulerConfig
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.atomic import remove
-from lightning_zenflow.checkpoint.collective import load_file_together, load_together, load_weights_together
-from lightning_zenflow.checkpoint.engine_content import AVERAGED, CURRENT, as_lightning_saved, to_save
-from lightning_zenflow.checkpoint.files import place_of
 from lightning_zenflow.checkpoint.put_off import PutOffSaves, undisturbed
 from lightning_zenflow.checkpoint.single_file import SavedFile
-from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config
 from lightning_zenflow.deepspeed.engines import inference_engine
-from lightning_zenflow.deepspeed.pieces import is_in_pieces, load_whole
 from lightning_zenflow.deepspeed.precision import TrainerPrecision
 from lightning_zenflow.deepspeed.supported import (
     refuse_missing_loss,
@@ -44,12 +38,13 @@ from lightning_zenflow.deepspeed.supported import (
 )
 from lightning_zenflow.deepspeed.user_optimizer import validate_optimizer
 from lightning_zenflow.monitor.callbacks import StallMonitor, StallMonitoring, insert_first
-from lightning_zenflow.session import FromTrainer, Session
+from lightning_zenflow.session import FromTrainer
+from lightning_zenflow.trainer_checkpoints import TrainerCheckpoints
 
 
 # A mixin of a Trainer's `DeepSpeedStrategy`. `lightning.pytorch` and `pytorch_lightning` have the same classes twice; a subclass for each
 # names those that are its own, and has this docstring.
-class TrainerStrategy(Session):
+class TrainerStrategy(TrainerCheckpoints):
     """Trains with ZeRO-2, or ZeRO-3, and the optimizer states in host memory, without waiting for the CPU.
 
     ``Trainer(strategy=ZenFlowStrategy(topk_ratio=0.05))`` is complete. The model's `configure_optimizers` stays as it is (AdamW or
@@ -224,14 +219,12 @@ class TrainerStrategy(Session):
         self._over = False
         refuse_unsupported_module(self.lightning_module)
         refuse_unsupported_training(self.lightning_module)
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not see it
         if trainer.state.fn == TrainerFn.FITTING and not self._saves_file():
             whole = [c for c in trainer.checkpoint_callbacks if not getattr(c, "save_weights_only", False)]
-            for folder in [getattr(c, "dirpath", "") for c in whole] + [trainer.default_root_dir] * (
-                self._plugin is not None
-            ):
+            roots = [] if self._plugin is None else [trainer.default_root_dir]
+            for folder in (*(getattr(c, "dirpath", "") for c in whole), *roots):
                 self._refuse_folder(folder)
-        insert_first(callbacks, self._exact_weights)
+        insert_first(trainer.callbacks, self._exact_weights)  # type: ignore[attr-defined]  # set where mypy does not see it
         super().setup(trainer)
 
     @override
@@ -309,34 +302,11 @@ class TrainerStrategy(Session):
         engine: tuple[Any, Optimizer] = self._set_up(initialize, model, optimizer)
         assert self.lightning_module is not None and self.zenflow_optimizer is not None
         overridden: Callable[..., bool] = self.lightning.utilities.model_helpers.is_overridden
-        if self.lightning_module.trainer.gradient_clip_val is None and isinstance(
-            self.precision_plugin, TrainerPrecision
-        ):
-            self.precision_plugin.max_norm = self.zenflow_optimizer.clip_grad
+        plugin, clip_val = self.precision_plugin, self.lightning_module.trainer.gradient_clip_val
+        if clip_val is None and isinstance(plugin, TrainerPrecision):
+            plugin.max_norm = self.zenflow_optimizer.clip_grad
         self._clips_itself = overridden("configure_gradient_clipping", self.lightning_module)
         return engine
-
-    def _save_again(self, path: Any, weights_only: bool, storage_options: Any) -> None:
-        assert self.lightning_module is not None
-        self.lightning_module.trainer.save_checkpoint(path, weights_only, storage_options)
-
-    def _save_before_step(self) -> None:
-        """Saves what was put off since the batch began, with the state after the last step; the present step goes on as without a save."""
-        assert self.zenflow_optimizer is not None
-        self.zenflow_optimizer.before_step = None
-        with self.zenflow_optimizer.zenflow_step.gradients_set_aside():
-            self._saves.end_batch()
-            self._saves.in_batch = True
-
-    @override
-    @undisturbed
-    def flush(self) -> None:
-        super().flush()
-
-    @override
-    @undisturbed
-    def teardown(self) -> None:
-        super().teardown()
 
     @override
     def _initialize_deepspeed_inference(self, model: Module) -> None:
@@ -390,147 +360,6 @@ class TrainerStrategy(Session):
         super().on_train_batch_start(batch, batch_idx)
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's, exact unless the save must wait. The first call of a save: what hooks see after it is what is written."""
-        if not self._saves.must_wait:
-            try:
-                self.flush()
-            except RuntimeError:
-                # `save_checkpoint` will say so.
-                if not self._ends_with_error:
-                    raise
-        state: dict[str, Any] = super().lightning_module_state_dict()
-        self._handed = dict(state) if self.zero_stage_3 else {}
-        return state
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Nothing: Lightning asks before `save_checkpoint`, which saves the state."""
-        return {}
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Saves the exact state after the last step, atomically, as one file or as DeepSpeed's folder (`checkpoint_format`).
-
-        In the middle of a batch, or of what must not be disturbed, the save is made up for before the step or right afterwards.
-
-        Raises:
-            TypeError: there are `storage_options`, and no plugin that reads them.
-            OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
-            MisconfigurationException: there has been no training.
-        """
-        if self._saves.must_wait:
-            self._saves.put_off(filepath, "optimizer_states" not in checkpoint, storage_options)
-            if self.zenflow_optimizer is not None:
-                self.zenflow_optimizer.before_step = self._save_before_step
-            return
-        with self._saves.undisturbed():
-            self._save_now(checkpoint, filepath, storage_options)
-
-    def _save_now(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        if self.model is self.lightning_module:
-            raise MisconfigurationException(
-                f"save_checkpoint({str(filepath)!r}) must come after `fit` has set up the model: DeepSpeed saves weights and states"
-            )
-        try:
-            if self._saves_file(weights_only="optimizer_states" not in checkpoint):
-                self._save_as_file(checkpoint, filepath, storage_options)
-                return
-            client_state = to_save(checkpoint, self.deepspeed_engine)
-            evaluated = self.model
-            if self._trained is not None and self._trained.module is self.lightning_module:
-                # An evaluation after the training has another engine, without optimizer.
-                self.model = self._trained
-            try:
-                if self.model is not evaluated and is_in_pieces(self.lightning_module):
-                    raise MisconfigurationException(
-                        f"save_checkpoint({str(filepath)!r}) must come before or after the evaluation under stage 3: the pieces are its own"
-                    )
-                self._save(filepath, partial(super().save_checkpoint, client_state, storage_options=storage_options))
-            finally:
-                self.model = evaluated
-        except Exception as error:
-            if not self._ends_with_error:
-                raise
-            # `ModelCheckpoint(save_on_exception=True)`: Lightning would raise this error in the place of the one that ended training.
-            rank_zero_warn(f"no checkpoint at {filepath} of the training that ends with an error: {error}")
-
-    def _save_as_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
-        has_states = bool(checkpoint.get("optimizer_states"))
-        # The averaged weights are elsewhere then (`WeightAveraging`).
-        weights = checkpoint.get(CURRENT, checkpoint.get("state_dict", {}))
-        handed, self._handed = self._handed, {}
-        state = WholeState(
-            self.deepspeed_engine,
-            # Also after an evaluation, for which Lightning makes another engine.
-            self.zenflow_optimizer,
-            self._optimized,
-            weights,
-            moments=has_states,
-            without_frozen=self.exclude_frozen_parameters,
-            handed=handed,
-        )
-        self._save_file(
-            path,
-            state,
-            lambda: {**checkpoint, **({"optimizer_states": [state.optimizer_state]} if has_states else {})},
-            storage_options,
-        )
-
-    @override
-    @undisturbed
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a checkpoint, saved by any number of ranks: one file, of this strategy or one for a single device; or a folder, of this
-        strategy or of DeepSpeed's ZeRO, of stage 1, 2 or 3.
-
-        Args:
-            checkpoint_path: path of the checkpoint.
-            weights_only: see `torch.load`; for a file only. None is false: Lightning 2.6 does not hand over what the user gave to `fit` if
-                weights are loaded after the set-up, as here.
-
-        Raises:
-            CheckpointError: the checkpoint is incomplete, or of another model.
-        """
-        assert self.lightning_module is not None
-        module, path = self.lightning_module, Path(place_of(checkpoint_path))
-        self._file = self._open_file(checkpoint_path, weights_only=bool(weights_only))
-        if self._file is not None:
-            # Loaded by `load_model_state_dict`, when the module's `on_load_checkpoint` has seen it.
-            self._file.unmap_others(("state_dict", CURRENT, "optimizer_states"))
-            return self._file.content
-        if self.zenflow_optimizer is None or module.trainer.state.fn != TrainerFn.FITTING:
-            client_state = load_weights_together(path, [self.deepspeed_engine], strict=module.strict_loading)
-            if AVERAGED in client_state:
-                # As from Lightning's own checkpoints.
-                load_whole(module, client_state[AVERAGED], strict=module.strict_loading)
-            return as_lightning_saved(client_state, module)
-        max_norm = self.zenflow_optimizer.clip_grad
-        client_state = load_together(self.deepspeed_engine, path, strict=module.strict_loading)
-        # DeepSpeed takes over the saved one; the Trainer's counts.
-        self.zenflow_optimizer.clip_grad = max_norm
-        return as_lightning_saved(client_state, module)
-
-    @override
-    @undisturbed
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads model and optimizer from the content of a file; a folder's have been loaded by `load_checkpoint`."""
-        saved, self._file = self._file, None
-        if saved is None:
-            return
-        assert self.lightning_module is not None
-        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        # What the averaged weights were made from, where there are some.
-        weights = saved.entry(CURRENT if fits and checkpoint.get(CURRENT) is not None else "state_dict")
-        states = saved.optimizer_state if fits and "optimizer_states" in checkpoint else None
-        max_norm = 0.0 if self.zenflow_optimizer is None else self.zenflow_optimizer.clip_grad
-        # Before weights are loaded, which updates in flight would overwrite.
-        self.flush()
-        load_file_together(self.deepspeed_engine, saved, weights, states, self._optimized, strict=strict)
-        if self.zenflow_optimizer is not None:
-            # As from a folder.
-            self.zenflow_optimizer.clip_grad = max_norm
-
-    @override
     def on_exception(self, exception: BaseException) -> None:
         # Called after the callbacks' own.
         self._saves.end_batch()
@@ -546,25 +375,6 @@ class TrainerStrategy(Session):
     def _ends_together(self) -> bool:
         assert self.lightning_module is not None
         return bool(self.lightning_module.trainer.state.status != TrainerStatus.INTERRUPTED)
-
-    @property
-    def _ends_with_error(self) -> bool:
-        """Whether training ends with an error at present, and callbacks are called for it."""
-        trainer = None if self.lightning_module is None else self.lightning_module.trainer
-        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED and not self._over
-
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            place = place_of(filepath)
-            try:
-                if (io := self._io_of(place)) is not None:
-                    io.remove_checkpoint(filepath)
-                else:
-                    remove(Path(place))
-            except IsADirectoryError as error:
-                # `ModelCheckpoint` goes on without it, and so do the other ranks.
-                rank_zero_warn(f"nothing was removed: {error}")
 
 
 class ZenFlowPrecision(TrainerPrecision, DeepSpeedPrecision):  # type: ignore[misc]  # nor do Lightning's agree

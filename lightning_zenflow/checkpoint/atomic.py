@@ -68,7 +68,7 @@ class StagedSave:
         try:
             self._folder.mkdir()
         except BaseException:
-            self._unlock()
+            self.abandon()
             raise
 
     def commit(self) -> None:
@@ -94,16 +94,11 @@ class StagedSave:
         if self._sync:
             sync_all([self._path.parent])
         _discard(replaced)
-        # Of a file.
-        _delete(self._folder)
-        self._unlock()
+        self.abandon()
 
     def abandon(self) -> None:
-        """Deletes the directory with its content; may be called after `commit`."""
+        """Deletes the directory with what is left in it, and ends the lock; may be called again, and after `commit`."""
         _delete(self._folder)
-        self._unlock()
-
-    def _unlock(self) -> None:
         self._lock_file.unlink(missing_ok=True)
         if self._lock_fd is not None:
             os.close(self._lock_fd)
@@ -131,11 +126,9 @@ def refuse_folder(path: Path) -> None:
         return
     entries = [*path.glob("*"), *path.glob("*/*")]
     folders = sorted({entry.parent for entry in entries} - {path})
-    names = {entry: str(entry.relative_to(path)) for entry in entries if entry not in folders}
+    is_saved = {entry: entry.is_file() and _OF_DEEPSPEED.fullmatch(str(entry.relative_to(path))) for entry in entries}
     # Of several folders, a user's own code has saved all but one.
-    others = [
-        entry for entry, name in names.items() if not (entry.is_file() and _OF_DEEPSPEED.fullmatch(name))
-    ] + folders[1:]
+    others = [entry for entry in entries if entry not in folders and not is_saved[entry]] + folders[1:]
     if others:
         raise IsADirectoryError(
             f"{path} must be a checkpoint, an empty folder or a new name, got a folder with {others[0].name!r}, which"

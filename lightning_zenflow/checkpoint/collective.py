@@ -3,7 +3,8 @@
 import errno
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import deepspeed.runtime.engine as engine_module
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
+from lightning.fabric.plugins import CheckpointIO
+from torch import Tensor
 
 from lightning_zenflow.checkpoint.atomic import StagedSave, recover, sync_all, write_error
-from lightning_zenflow.checkpoint.engine_content import EngineContent
-from lightning_zenflow.checkpoint.files import CheckpointError, verify
+from lightning_zenflow.checkpoint.engine_content import load_engine
+from lightning_zenflow.checkpoint.files import CheckpointError, place_of, read, verify
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint, is_part
 from lightning_zenflow.checkpoint.single_file import SavedFile, as_loaded
 from lightning_zenflow.checkpoint.whole_state import WholeState
@@ -22,20 +25,13 @@ from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.host_state import free_disk
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.pieces import is_in_pieces, load_whole
-from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
-from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
+from lightning_zenflow.deepspeed.pieces import is_in_pieces, load_whole, whole_shapes
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 from lightning_zenflow.worker.process import WorkerError
 
 
 def save_together(
-    path: Path | str,
-    write: Callable[[Path | str], None],
-    states: ZenFlowOptimizer | WholeState | None,
-    *,
-    is_global_zero: bool,
-    sync: bool,
+    path: Path | str, write: Callable[[Path | str], None], states: ZenFlowOptimizer | WholeState | None, *, sync: bool
 ) -> None:
     """Saves a checkpoint atomically, after all ranks have written their files. A collective: all ranks must call it.
 
@@ -43,7 +39,6 @@ def save_together(
         path: path of the checkpoint, the same on every rank; an existing checkpoint is replaced. A string: `write` does all of it.
         write: writes this rank's files into an existing directory, by DeepSpeed's `save_checkpoint`; or the one file.
         states: what is saved besides the model: the optimizer's; `WholeState` for a checkpoint that is one file.
-        is_global_zero: whether this rank creates, renames and deletes directories.
         sync: whether the checkpoint must survive a failure of power.
 
     Raises:
@@ -51,10 +46,12 @@ def save_together(
             new checkpoint remains.
     """
     staged: StagedSave | None = None
-    try:
+    with ExitStack() as ending:
+        ending.callback(free_disk)
         with _saving(path, path):
-            if is_global_zero and isinstance(path, Path):
+            if dist.get_rank() == 0 and isinstance(path, Path):
                 staged = StagedSave(path, sync=sync, is_file=isinstance(states, WholeState))
+                ending.callback(staged.abandon)
         contents: list[Any] = [path if staged is None else staged.content]
         dist.broadcast_object_list(contents, src=0)
         (content,) = contents
@@ -69,29 +66,22 @@ def save_together(
         with _saving(path, content):
             if staged is not None:
                 staged.commit()
-    except BaseException:
-        if staged is not None:
-            staged.abandon()
-        raise
-    finally:
-        free_disk()
 
 
 @contextmanager
 def _saving(path: Path | str, content: Path | str) -> Iterator[None]:
-    """Context of a part of a save to `content`, whose error is raised on all ranks, with its cause and what to do about it."""
+    """Raises an error of this part of a save on all ranks, with its cause and what to do about it."""
     with raising_together(OSError):
         try:
             yield
         except IsADirectoryError:
             raise
-        except (
-            Exception
-        ) as reason:  # of any kind: the client state has the user's objects, which may refuse to be pickled
-            # torch's file writer raises RuntimeError, without a reason.
-            cause = (
-                reason if isinstance(reason, OSError) else None if isinstance(content, str) else write_error(content)
-            )
+        except Exception as reason:
+            # Of any kind: the client state has the user's objects, which may refuse to be pickled.
+            cause = reason if isinstance(reason, OSError) else None
+            if cause is None and isinstance(content, Path):
+                # torch's file writer raises RuntimeError, without a reason.
+                cause = write_error(content)
             # Their frames refer to the writer's open file, which would take room on the disk when it has been deleted.
             for error in (reason, reason.__context__):
                 if error is not None:
@@ -128,7 +118,7 @@ def _without_collectives() -> Iterator[None]:
 
 @contextmanager
 def _loading(path: Path | str) -> Iterator[None]:
-    """Context of a part of a load, whose error is raised on all ranks.
+    """Raises an error of this part of a load on all ranks.
 
     Raises:
         CheckpointError: the checkpoint at `path` does not have what it must have, or the model does not have the saved weights.
@@ -145,14 +135,27 @@ def _loading(path: Path | str) -> Iterator[None]:
             raise CheckpointError(f"checkpoint {path}: {says}") from reason
 
 
-def is_file_together(path: Path) -> bool:
-    """Whether a checkpoint is one file. A collective: all ranks must call it.
+def read_file_together(path: Any, io: CheckpointIO | None, *, weights_only: bool | None) -> SavedFile | None:
+    """Reads a checkpoint that is one file; None: it is a folder. A collective: all ranks must call it.
 
-    Puts back what a killed save was replacing, and checks the model's file: once for all ranks, since that reads all of it.
+    Args:
+        path: path of the checkpoint.
+        io: reads files; None: this package, which also puts back what a killed save was replacing, and checks the model's file.
+        weights_only: see `torch.load`.
 
     Raises:
-        CheckpointError: the checkpoint is missing, incomplete or damaged.
+        CheckpointError: the checkpoint is missing, incomplete or damaged, or a rank cannot read it.
     """
+    place = place_of(path)
+    if io is None and not _is_file(Path(place)):
+        return None
+    load = partial(read, Path(place)) if io is None else partial(io.load_checkpoint, path)
+    with _loading(place):
+        return SavedFile(place, load(weights_only=weights_only))
+
+
+def _is_file(path: Path) -> bool:
+    """Checks a checkpoint, on rank 0 for all ranks, and tells whether the checkpoint is one file. A collective."""
     found = [False]
     with _loading(path):
         if dist.get_rank() == 0:
@@ -167,7 +170,7 @@ def is_file_together(path: Path) -> bool:
 
 
 def one_engine(items: Iterable[Any]) -> DeepSpeedEngine:
-    """The one of DeepSpeed's engines among what is saved or loaded.
+    """Finds DeepSpeed's engine among the objects that are saved or loaded.
 
     Raises:
         MisconfigurationException: there is none, or there are several, or one has two names.
@@ -180,40 +183,11 @@ def one_engine(items: Iterable[Any]) -> DeepSpeedEngine:
     return engines[0]
 
 
-def load_weights_together(path: Path, items: Iterable[Any], *, strict: bool) -> dict[str, Any]:
-    """Loads weights from a folder of any number of ranks into an engine, after `is_file_together`. A collective: all ranks must call it.
-
-    Args:
-        path: path of the checkpoint.
-        items: what is loaded, one of DeepSpeed's engines among it.
-        strict: whether the model must have exactly the saved weights and buffers.
-
-    Returns:
-        The client state, as Lightning saved it.
-
-    Raises:
-        CheckpointError: a rank cannot read it, or the model does not have the saved weights.
-        MisconfigurationException: there is no engine, or there are several.
-    """
-    engine = one_engine(items)
-    with _loading(path):
-        saved = SavedCheckpoint(path)
-        saved.refuse_other_stage(is_stage_3=is_in_pieces(engine.module))
-        # Reads the model's file; under stage 3 the weights are in those of the optimizer.
-        ranks = range(dist.get_rank(), saved.world_size, dist.get_world_size())
-        if saved.is_stage_3:
-            saved.verify_optimizer(ranks)
-    with _loading(path):
-        content = EngineContent.read(saved, engine)
-    with _loading(path):
-        return content.load(engine, strict=strict)
-
-
 def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bool = True) -> dict[str, Any]:
-    """Loads model and optimizer from a folder of any number of ranks, after `is_file_together`. A collective: all ranks must call it.
+    """Loads model and optimizer from a folder of any number of ranks, after `read_file_together`. A collective: all ranks must call it.
 
     Args:
-        engine: DeepSpeed's engine.
+        engine: DeepSpeed's engine; without an optimizer of this package only weights are loaded.
         path: path of the checkpoint.
         strict: whether the model must have exactly the saved weights and buffers.
         optimizer_states: whether the optimizer's state is loaded; if not, only weights are.
@@ -222,47 +196,36 @@ def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bo
         The client state, as Lightning saved it.
 
     Raises:
-        CheckpointError: a rank cannot continue from the checkpoint; nothing has been loaded.
+        CheckpointError: a rank cannot continue from the checkpoint, of which nothing has been loaded; or the model is another one.
     """
-    optimizer: ZenFlowZeroOptimizer | ZenFlowZero3Optimizer = engine.optimizer
+    optimizer = engine.optimizer if isinstance(engine.optimizer, ZenFlowOptimizer) else None
+    groups = [] if optimizer is None else optimizer.shapes_by_name
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # Before weights are loaded, which updates in flight would overwrite.
-    optimizer.flush()
+    if optimizer is not None:
+        # Before weights are loaded, which updates in flight would overwrite.
+        optimizer.flush()
     with _loading(path):
         # `bfloat16_enabled` is DeepSpeed's, undocumented.
-        saved = SavedCheckpoint(path, bf16=engine.bfloat16_enabled())
+        saved = SavedCheckpoint(path, bf16=None if optimizer is None else engine.bfloat16_enabled())
         saved.refuse_other_stage(is_stage_3=is_in_pieces(engine.module))
-        saved.refuse_other_model(optimizer.shapes_by_name)
-        # Each file once, whatever the number of ranks.
-        saved.verify_optimizer(range(rank, saved.world_size, world_size))
+        if optimizer is not None:
+            saved.refuse_other_model(groups)
+        # Each file once, whatever the number of ranks. Under stage 3 the weights are in them.
+        if optimizer is not None or saved.is_stage_3:
+            saved.verify_optimizer(range(rank, saved.world_size, world_size))
     with _loading(path):
-        state = saved.state_for(rank, optimizer.layouts, world_size=world_size)
-        trained = {name for of_group in optimizer.shapes_by_name for name in of_group}
-        content = EngineContent.read(saved, engine, trained=trained)
-    with optimizer.loading(), _loading(path):
-        client_state = content.load(engine, strict=strict)
-        # DeepSpeed's `load_state_dict` takes the states of all ranks and reads its own. `zero_load_from_fp32_weights` is the engine's
-        # undocumented getter of a key of the config.
-        optimizer.load_state_dict(
-            [state if r == rank else None for r in range(world_size)],
-            load_optimizer_states=optimizer_states,
-            load_from_fp32_weights=engine.zero_load_from_fp32_weights(),
-        )
+        state: Any = None if optimizer is None else saved.state_for(rank, optimizer.layouts, world_size=world_size)
+        # Copied: callbacks keep what they have saved.
+        states, pieces = saved.read_model(0, mapped=False), dict[str, Tensor]()
+        if saved.is_stage_3:
+            trained = {name for of_group in groups for name in of_group}
+            shapes = {name: shape for name, shape in whole_shapes(engine.module).items() if name not in trained}
+            pieces = saved.weights_for(rank, shapes, world_size=world_size)
+    with nullcontext() if optimizer is None else optimizer.loading(), _loading(path):
+        client_state = load_engine(engine, states, pieces, strict=strict)
+        if optimizer is not None:
+            optimizer.load_partitions(state, optimizer_states=optimizer_states)
     return client_state
-
-
-def read_file_together(path: Path | str, load: Callable[[], Any]) -> SavedFile:
-    """Reads a checkpoint that is one file, after `is_file_together`. A collective: all ranks must call it.
-
-    Args:
-        path: path of the file.
-        load: gives its content.
-
-    Raises:
-        CheckpointError: a rank cannot read it.
-    """
-    with _loading(path):
-        return SavedFile(path, load())
 
 
 def load_file_together(
@@ -292,12 +255,9 @@ def load_file_together(
         with _loading(saved.path):
             load_whole(engine.module, weights, strict=strict)
         return
-    state = None
     with _loading(saved.path):
         masters = saved.masters_for(optimizer, weights)
-        if states is not None:
-            saved.refuse_other_version()
-            state = saved.state_for(optimizer, order, states)
+        state = None if states is None else saved.state_for(optimizer, order, states)
     if state is not None:
         state[CHECKPOINT_KEY] = saved.run_state_for(optimizer)
     with optimizer.loading(), _loading(saved.path):

@@ -2,26 +2,22 @@
 what Lightning saves.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from torch import Tensor
 from torch.nn import Module
-from typing_extensions import Self
 
-from lightning_zenflow.checkpoint.reader import SavedCheckpoint
-from lightning_zenflow.deepspeed.pieces import is_in_pieces, load_pieces, whole_shapes
+from lightning_zenflow.deepspeed.pieces import is_in_pieces, load_pieces
 
 AVERAGED = "averaged_state_dict"
 """Key of the averaged weights, which Lightning's `WeightAveraging` saves in the place of the model's."""
 
 CURRENT = "current_model_state"
-"""Key under which it saves the model's."""
+"""Key of the model's own weights, beside averaged ones."""
 
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 _OF_THE_ENGINE = (
@@ -33,72 +29,46 @@ _OF_THE_ENGINE = (
     "random_ltd",
     *_COUNTS,
 )
-"""Keys that are no client state."""
+"""Keys of the model's file that DeepSpeed's engine writes; all others are the client state."""
 
 
 def counts_of(engine: DeepSpeedEngine) -> dict[str, int]:
-    """What an engine counts, by the names of its attributes, which DeepSpeed's checkpoints have as well."""
+    """Counters of an engine by the names of its attributes, which are their keys in DeepSpeed's checkpoints as well."""
     return {name: getattr(engine, name) for name in _COUNTS}
 
 
 def restore_counts(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
-    """Restores what an engine counts, as far as it was saved."""
+    """Restores the counters of an engine that were saved."""
     for name in saved.keys() & set(_COUNTS):
         setattr(engine, name, saved[name])
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineContent:
-    """Content of a checkpoint for one rank's engine.
+def load_engine(
+    engine: DeepSpeedEngine, states: Mapping[str, Any], pieces: Mapping[str, Tensor], *, strict: bool
+) -> dict[str, Any]:
+    """Loads the content of a checkpoint. The engine's own `load_checkpoint` reads folders of as many ranks only, and under stage 3 gathers
+    the whole model on every rank.
 
-    The engine's own `load_checkpoint` reads folders of as many ranks only, and under stage 3 gathers the whole model on every rank.
+    Args:
+        engine: has the model.
+        states: content of the model's file.
+        pieces: where the module is in pieces, this rank's, by name; those that the optimizer makes from its state may be absent.
+        strict: whether the model must have exactly the saved weights and buffers.
+
+    Returns:
+        The client state.
+
+    Raises:
+        RuntimeError: the module has other weights or buffers.
     """
-
-    states: dict[str, Any]
-    """As in the model's file."""
-    pieces: dict[str, Tensor]
-    """Where the module is in pieces, this rank's, by name."""
-
-    @classmethod
-    def read(cls, saved: SavedCheckpoint, engine: DeepSpeedEngine, *, trained: Collection[str] = ()) -> Self:
-        """Reads it.
-
-        Args:
-            saved: a checkpoint.
-            engine: has the model.
-            trained: names of parameters whose pieces the optimizer makes from its state.
-
-        Raises:
-            CheckpointError: see `SavedCheckpoint.weights_for`.
-        """
-        pieces: dict[str, Tensor] = {}
-        if saved.is_stage_3:
-            shapes = {name: shape for name, shape in whole_shapes(engine.module).items() if name not in trained}
-            pieces = saved.weights_for(dist.get_rank(), shapes, world_size=dist.get_world_size())
-        return cls(states=saved.own_model_states(), pieces=pieces)
-
-    def load(self, engine: DeepSpeedEngine, *, strict: bool) -> dict[str, Any]:
-        """Loads it.
-
-        Args:
-            engine: the one that it was read for.
-            strict: whether the model must have exactly the saved weights and buffers.
-
-        Returns:
-            The client state.
-
-        Raises:
-            RuntimeError: the module has other weights or buffers.
-        """
-        module = self.states["module"]
-        if is_in_pieces(engine.module):
-            load_pieces(engine.module, module, self.pieces, strict=strict)
-        else:
-            engine.module.load_state_dict(module, strict=strict)
-        restore_counts(engine, self.states)
-        if engine.random_ltd_enabled() and "random_ltd" in self.states:
-            engine.random_ltd_scheduler.load_state_dict(self.states["random_ltd"])
-        return {key: value for key, value in self.states.items() if key not in _OF_THE_ENGINE}
+    if is_in_pieces(engine.module):
+        load_pieces(engine.module, states["module"], pieces, strict=strict)
+    else:
+        engine.module.load_state_dict(states["module"], strict=strict)
+    restore_counts(engine, states)
+    if engine.random_ltd_enabled() and "random_ltd" in states:
+        engine.random_ltd_scheduler.load_state_dict(states["random_ltd"])
+    return {key: value for key, value in states.items() if key not in _OF_THE_ENGINE}
 
 
 def to_save(checkpoint: Mapping[str, Any], engine: DeepSpeedEngine) -> dict[str, Any]:

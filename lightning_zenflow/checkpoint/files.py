@@ -3,7 +3,7 @@
 import os
 import pickle
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lightning_zenflow.deepspeed.host_state import WithoutConversion
+from lightning_zenflow.offload.run_state import VERSION
 
 _CHUNK_BYTES = 2**20
 
@@ -31,6 +32,18 @@ class CheckpointError(ValueError):
 def refusal(path: Path | str, message: str) -> CheckpointError:
     """The error of a checkpoint or one of its files."""
     return CheckpointError(f"checkpoint {path}: {message}")
+
+
+def refuse_other_version(path: Path | str, ours: Mapping[str, Any] | None, weights: str) -> None:
+    """Raises CheckpointError if another version has written what continues the run, a rank's `ZenFlowStep.state_dict` if there is one;
+    `weights` says how one begins from its weights.
+    """
+    if ours is not None and ours["version"] != VERSION:
+        raise refusal(
+            path,
+            f"the layout must be {VERSION}, got {ours['version']}: another version of lightning-zenflow wrote the checkpoint; continue with"
+            f" that version, or begin anew from its weights{weights}",
+        )
 
 
 @contextmanager

@@ -20,7 +20,7 @@ class PutOffSaves:
 
     Attributes:
         in_batch: whether a batch is under way, from before its forward pass until the records of its step are complete.
-        wanted: what waits.
+        wanted: saves that wait, in order: arguments of `save`.
     """
 
     def __init__(self, save: Callable[[Any, bool, Any], None]) -> None:
@@ -31,18 +31,18 @@ class PutOffSaves:
 
     @property
     def must_wait(self) -> bool:
-        """Whether nothing can be saved at present."""
+        """True inside a batch or a call that must not be disturbed."""
         return self.in_batch or self._depth > 0
 
     def put_off(self, path: Any, weights_only: bool, storage_options: Any) -> None:
-        """Notes a save."""
+        """Appends a save to `wanted`."""
         self.wanted.append((path, weights_only, storage_options))
         rank_zero_info(
             f"ZenFlow: {path} will be saved as soon as the state is whole: a batch, a save or the like is under way"
         )
 
     def make_up(self) -> None:
-        """Saves what waits, where that is possible now."""
+        """Does the saves in `wanted`, unless they must wait longer."""
         while self.wanted and not self.must_wait:
             self._save(*self.wanted.pop(0))
 
@@ -67,8 +67,7 @@ def undisturbed(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenat
 
     @wraps(method)
     def wrapper(strategy: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        saves: PutOffSaves = strategy._saves
-        with saves.undisturbed():
+        with strategy._saves.undisturbed():
             return method(strategy, *args, **kwargs)
 
     return wrapper

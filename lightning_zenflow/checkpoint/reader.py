@@ -27,18 +27,16 @@ from deepspeed.checkpoint.constants import (
 )
 from torch import Tensor
 
-from lightning_zenflow.checkpoint.files import CheckpointError, read, refusal, verify
-from lightning_zenflow.deepspeed.flat_layout import (
-    FlatLayout,
-    Layout,
-    PieceLayout,
-    copy_parts,
-    in_other_terms,
-    keys_of,
-    repartition,
-)
+from lightning_zenflow.checkpoint.files import CheckpointError, read, refusal, refuse_other_version, verify
+from lightning_zenflow.deepspeed.flat_buffers import Layout, copy_parts
 from lightning_zenflow.deepspeed.host_state import MOMENTS
-from lightning_zenflow.offload.run_state import CHECKPOINT_KEY, VERSION
+from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
+
+_ATTRIBUTES = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+"""Attributes of DeepSpeed's optimizers that checkpoints have."""
+
+_TERMS = {FP32_FLAT_GROUPS: SINGLE_PARTITION_OF_FP32_GROUPS, OPTIMIZER_STATE_DICT: BASE_OPTIMIZER_STATE}
+"""Keys of stage 3 with those of stage 2: the flat master weights, and the state of the user's optimizer."""
 
 
 def is_part(path: Path) -> Path | None:
@@ -60,7 +58,7 @@ class SavedCheckpoint:
 
     path: Path
     bf16: bool | None = None
-    """Whether this run's model is in bfloat16, as the one that saved must then be; None: it may be in any type."""
+    """Whether the saved model must be in bfloat16, as this run's is; None: any type is allowed."""
 
     def __post_init__(self) -> None:
         """Checks the structure of the directory."""
@@ -87,19 +85,19 @@ class SavedCheckpoint:
 
     @cached_property
     def folder(self) -> Path:
-        """Folder with the files."""
+        """Folder with the files of the ranks."""
         # Below `path`, whatever a damaged file says.
         return self.path / (self.path / "latest").read_text(errors="replace").strip().lstrip("/")
 
     @property
     def _first_model_files(self) -> tuple[Path, Path]:
-        """Of stages 1 and 2, and of stage 3."""
+        """Paths of the first rank's model file in stages 1 and 2, and in stage 3."""
         name = "mp_rank_00_model_states.pt"
         return self.folder / name, self.folder / f"zero_pp_rank_0_{name}"
 
     @cached_property
     def is_stage_3(self) -> bool:
-        """Whether the weights are in pieces, too."""
+        """True if stage 3 has saved, which divides the weights, too."""
         return self._first_model_files[1].is_file()
 
     def refuse_other_stage(self, *, is_stage_3: bool) -> None:
@@ -123,9 +121,10 @@ class SavedCheckpoint:
         Raises:
             CheckpointError: the file is damaged, or another one.
         """
-        return self._read_model(0)
+        return self.read_model(0)
 
-    def _read_model(self, rank: int, *, mapped: bool = True) -> dict[str, Any]:
+    def read_model(self, rank: int, *, mapped: bool = True) -> dict[str, Any]:
+        """Content of a rank's model file (`model_states`); tensors are memory-mapped if `mapped`."""
         file = self._model_file(rank)
         if not file.is_file():
             raise self._missing(rank, file)
@@ -158,7 +157,7 @@ class SavedCheckpoint:
         verify(self._model_file(0))
         for rank in range(1, self.world_size) if self.is_stage_3 else ():
             verify(self._model_file(rank))
-            self._read_model(rank)
+            self.read_model(rank)
 
     def verify_optimizer(self, ranks: Iterable[int]) -> None:
         """As `verify_model`, for the optimizer's files of some ranks of the run that saved."""
@@ -212,14 +211,13 @@ class SavedCheckpoint:
         found = [is_bf16 for is_bf16, file in files.items() if file.is_file()]
         if not found:
             raise self._missing(rank, files[self.bf16 or False])
-        if self.bf16 in found:
-            return files[self.bf16 or False]
-        if self.bf16 is not None:
+        wanted = found if self.bf16 is None else [self.bf16]
+        if wanted[0] not in found:
             saved, present = ("one without bf16", "bf16") if self.bf16 else ("bf16", "another")
             raise refusal(self.path, f"the precision must be that of the checkpoint, {saved}, got {present}")
-        if len(found) > 1:
+        if len(wanted) > 1:
             raise refusal(self.path, f"the files of rank {rank} must have one precision, got bf16 and another")
-        return files[found[0]]
+        return files[wanted[0]]
 
     def optimizer_state(self, rank: int) -> dict[str, Any]:
         """Optimizer state of one rank of the run that saved, in the terms of DeepSpeed's stage 2; large tensors are memory-mapped.
@@ -235,12 +233,12 @@ class SavedCheckpoint:
         if not isinstance(state, dict) or masters not in state:
             raise refusal(file, f"the file must be an optimizer state of ZeRO {stage}")
         if self.is_stage_3:
-            state = in_other_terms(state)
+            state = {_TERMS.get(key, key): value for key, value in state.items()}
         base = state[BASE_OPTIMIZER_STATE]
         if int(state[ZERO_STAGE]) // 3 != self.is_stage_3 or not isinstance(base, dict):
             raise refusal(file, f"the state must be of ZeRO {stage} with zero_optimization.elastic_checkpoint=False")
         flats = state[SINGLE_PARTITION_OF_FP32_GROUPS]
-        for buffer, (key, flat) in enumerate(zip(keys_of(base), flats, strict=True)):
+        for buffer, (key, flat) in enumerate(zip(_keys_of(base), flats, strict=True)):
             what = f"{'sub-group' if self.is_stage_3 else 'parameter group'} {buffer}"
             of_buffer = base["state"].get(key, {})
             missing = [name for name in ("step", *MOMENTS) if name not in of_buffer]
@@ -253,12 +251,7 @@ class SavedCheckpoint:
         if self.is_stage_3:
             self._refuse_other_pieces(file, state)
         ours = state.get(CHECKPOINT_KEY)
-        if ours is not None and ours["version"] != VERSION:
-            raise refusal(
-                file,
-                f"the layout must be {VERSION}, got {ours['version']}: another version of lightning-zenflow wrote the checkpoint; continue"
-                " with that version, or begin anew from its weights (`zero_to_fp32.py` in the checkpoint makes one file of them)",
-            )
+        refuse_other_version(file, ours, " (`zero_to_fp32.py` in the checkpoint makes one file of them)")
         # Copied because it is kept: a mapped tensor would hold the file for as long as the run lasts.
         return {**state, CHECKPOINT_KEY: copy.deepcopy(ours)}
 
@@ -276,7 +269,7 @@ class SavedCheckpoint:
             raise refusal(file, f"the sub-groups must have {needed} master weights, got {sizes}")
 
     def state_for(self, rank: int, layouts: Sequence[Layout], *, world_size: int) -> dict[str, Any]:
-        """Optimizer state of one rank of this run, redistributed if ranks or order of the parameters are others.
+        """State of one rank of this run, redistributed if ranks or order of the parameters are others.
 
         One rank's file is read at a time.
 
@@ -286,48 +279,55 @@ class SavedCheckpoint:
             world_size: number of ranks of this run.
 
         Returns:
-            The state in the terms of the folder's stage, which `layouts` are of; stage 3 has padding behind each parameter, here 0.
+            The argument of `ZenFlowOptimizer.load_partitions`. Redistributed states are float32, copied, and 0 in padding.
 
         Raises:
             CheckpointError: see `optimizer_state`.
         """
         own_rank = rank if world_size == self.world_size else 0
-        state = own = self.optimizer_state(own_rank)
-        saved_layouts = self._layouts(own)
+        own = self.optimizer_state(own_rank)
+        base, ours, saved_layouts = own[BASE_OPTIMIZER_STATE], own[CHECKPOINT_KEY], self._layouts(own)
+        partitions = _partitions_of(own)
         if world_size != self.world_size or saved_layouts != list(layouts):
 
-            def state_of(r: int) -> Mapping[str, Any]:
-                return own if r == own_rank else self.optimizer_state(r)
+            def read(r: int) -> list[list[Tensor]]:
+                return _partitions_of(own if r == own_rank else self.optimizer_state(r))
 
-            state = {**own, **repartition(own, state_of, saved_layouts, layouts, rank)}
-        if not self.is_stage_3:
-            return state
-        if saved_layouts != list(layouts) and (ours := own[CHECKPOINT_KEY]):
-            # So that all ranks find the difference: some may have the slices of the run that saved. (Stage 2 trains in another order than
-            # it saves in.)
-            state = {**state, CHECKPOINT_KEY: {**ours, "layout": {**ours["layout"], "slices": None}}}
-        return in_other_terms(state)
+            partitions = [
+                [
+                    torch.zeros(layout.partition_numel, dtype=torch.float32, device="cpu")
+                    for _ in range(1 + len(MOMENTS))
+                ]
+                for layout in layouts
+            ]
+            copy_parts(read, saved_layouts, layouts, rank, partitions)
+            if self.is_stage_3 and ours:
+                # So that all ranks find the difference: some may have the slices of the run that saved. (Stage 2 trains in another order
+                # than it saves in.)
+                ours = {**ours, "layout": {**ours["layout"], "slices": None}}
+        return {
+            "partitions": partitions,
+            "count": int(base["state"][_keys_of(base)[0]]["step"]),
+            "groups": [
+                {key: value for key, value in group.items() if key != "params"} for group in base["param_groups"]
+            ],
+            "attributes": {name: own[name] for name in _ATTRIBUTES if name in own},
+            CHECKPOINT_KEY: ours,
+        }
 
     def _layouts(self, state: Mapping[str, Any]) -> list[Layout]:
         """Layout of each flat buffer, in the order that the model's file has."""
         numels = [{name: math.prod(shape) for name, shape in shapes.items()} for shapes in self._shapes]
         if self.is_stage_3:
-            return [PieceLayout.of(of_buffer, n_ranks=self.world_size) for of_buffer in numels]
+            return [Layout.of_pieces(of_buffer, n_ranks=self.world_size) for of_buffer in numels]
         base = state[BASE_OPTIMIZER_STATE]
-        partitions = [base["state"][key][MOMENTS[0]].numel() for key in keys_of(base)]
+        partitions = [base["state"][key][MOMENTS[0]].numel() for key in _keys_of(base)]
         # DeepSpeed has them since it knows `parameter_alignment`.
         all_paddings = state.get(PARAM_ALIGNMENT_PADDINGS) or [[0] * len(of_group) for of_group in numels]
         return [
-            FlatLayout.of(of_group, paddings, partition_numel=partition)
+            Layout.of_partitions(of_group, paddings, partition_numel=partition)
             for of_group, paddings, partition in zip(numels, all_paddings, partitions, strict=True)
         ]
-
-    @cached_property
-    def _saved_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the whole parameters, trained or frozen, by the names under which stage 3 has saved them."""
-        module = self.model_states["module"]
-        frozen = self.model_states.get(FROZEN_PARAM_SHAPES) or {}
-        return {n: tuple(shape) for shapes in (*self._shapes, frozen) for n, shape in shapes.items() if n in module}
 
     def weights_for(self, rank: int, shapes: Mapping[str, Sequence[int]], *, world_size: int) -> dict[str, Tensor]:
         """A rank's pieces of parameters, of a folder of stage 3. One rank's file is read at a time.
@@ -343,38 +343,46 @@ class SavedCheckpoint:
         Raises:
             CheckpointError: a parameter has another shape; or a file is missing, damaged, or not what it must be.
         """
-        module, names = self.model_states["module"], [name for name in shapes if name in self._saved_shapes]
+        module, of_frozen = self.model_states["module"], self.model_states.get(FROZEN_PARAM_SHAPES) or {}
+        saved = {n: s for of_buffer in (*self._shapes, of_frozen) for n, s in of_buffer.items() if n in module}
+        names = [name for name in shapes if name in saved]
         for name in names:
-            if self._saved_shapes[name] != tuple(shapes[name]):
+            if tuple(saved[name]) != tuple(shapes[name]):
                 raise refusal(
                     self.path,
-                    f"the model must be the saved one: {name} must be {list(self._saved_shapes[name])}, got {list(shapes[name])}",
+                    f"the model must be the saved one: {name} must be {list(saved[name])}, got {list(shapes[name])}",
                 )
 
-        def cut(n_ranks: int, names: Iterable[str]) -> list[PieceLayout]:
-            return [PieceLayout.of({name: math.prod(self._saved_shapes[name])}, n_ranks=n_ranks) for name in names]
+        def cut(n_ranks: int, names: Iterable[str]) -> list[Layout]:
+            return [Layout.of_pieces({name: math.prod(saved[name])}, n_ranks=n_ranks) for name in names]
 
         targets = cut(world_size, names)
-        pieces = [
-            torch.zeros(target.partition_numel, dtype=module[n].dtype, device="cpu")
-            for n, target in zip(names, targets, strict=True)
-        ]
-        to = [[piece] for piece in pieces]
-        frozen = [name for name in self.model_states.get(FROZEN_PARAM_SHAPES) or () if name in names]
+        pieces = {
+            name: torch.zeros(target.partition_numel, dtype=module[name].dtype, device="cpu")
+            for name, target in zip(names, targets, strict=True)
+        }
+        frozen = [name for name in of_frozen if name in names]
+        to = [[piece] for piece in pieces.values()]
 
         def masters(r: int) -> list[list[Tensor]]:
             return [[flat] for flat in self.optimizer_state(r)[SINGLE_PARTITION_OF_FP32_GROUPS]]
 
         def fragments(r: int) -> list[list[Tensor]]:
-            of_names = self._read_model(r)[FROZEN_PARAM_FRAGMENTS]
+            of_names = self.read_model(r)[FROZEN_PARAM_FRAGMENTS]
             return [[of_names[name]] for name in frozen]
 
         copy_parts(masters, self._layouts({}), targets, rank, to)
         copy_parts(fragments, cut(self.world_size, frozen), targets, rank, to)
-        return dict(zip(names, pieces, strict=True))
+        return pieces
 
-    def own_model_states(self) -> dict[str, Any]:
-        """Content of the model's file, of which under stage 3 the weights are elsewhere; no part of a mapped file, because callbacks keep
-        what they have saved.
-        """
-        return self._read_model(0, mapped=False)
+
+def _keys_of(base: Mapping[str, Any]) -> list[Any]:
+    """Keys of the flat buffers in the state of the user's optimizer, in the buffers' order; a group has several under stage 3."""
+    return [key for param_group in base["param_groups"] for key in param_group["params"]]
+
+
+def _partitions_of(state: Mapping[str, Any]) -> list[list[Tensor]]:
+    """Tensors of a rank's state, for each flat buffer: master weights, perhaps without padding, and moments."""
+    base, masters = state[BASE_OPTIMIZER_STATE], state[SINGLE_PARTITION_OF_FP32_GROUPS]
+    keys = zip(masters, _keys_of(base), strict=True)
+    return [[master, *(base["state"][key][name] for name in MOMENTS)] for master, key in keys]

@@ -29,16 +29,18 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from lightning_zenflow.checkpoint.engine_content import restore_counts
-from lightning_zenflow.checkpoint.files import refusal
+from lightning_zenflow.checkpoint.files import refusal, refuse_other_version
 from lightning_zenflow.core.distributed import all_agree
 from lightning_zenflow.deepspeed.host_state import MOMENTS
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.pieces import is_divided
 from lightning_zenflow.deepspeed.user_optimizer import REQUIRED_OPTIONS
-from lightning_zenflow.offload.run_state import CHECKPOINT_KEY, VERSION
+from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 
 FILE_KEY = "lightning_zenflow.run_state"
 """Entry of ours in a file, beside those of users."""
+
+_WEIGHTS_ONLY = "`model = Module.load_from_checkpoint(path)`"
 
 
 class SavedFile:
@@ -121,60 +123,54 @@ class SavedFile:
             saved: a `torch.optim.AdamW.state_dict`.
 
         Raises:
-            CheckpointError: it is no state of AdamW or Adam for these parameters.
+            CheckpointError: it is no state of AdamW or Adam for these parameters, or another version of this package wrote it.
         """
+        if self._run_state is not None:
+            refuse_other_version(self.path, self._run_state["ranks"][0], f", {_WEIGHTS_ONLY}")
         if not {"state", "param_groups"} <= saved.keys():
             raise refusal(self.path, f"the optimizer's state must be one of torch, got {', '.join(map(str, saved))}")
         groups, sizes = saved["param_groups"], [len(names) for names in order]
         if (theirs := [len(group["params"]) for group in groups]) != sizes:
             raise refusal(self.path, f"the optimizer must have groups of {theirs} parameters as saved, got {sizes}")
         names = dict(zip((i for g in groups for i in g["params"]), (n for ns in order for n in ns), strict=True))
-        shapes, states = optimizer.full_state.shapes, {names[i]: of_one for i, of_one in saved["state"].items()}
+        shapes, found = optimizer.full_state.shapes, {names[i]: of_one for i, of_one in saved["state"].items()}
         for index, group in enumerate(groups):
             # torch's SGD has no betas, and its NAdam and RAdam have neither of the others.
             if "betas" not in group or not {"amsgrad", "bias_correction"} & group.keys():
                 raise refusal(
                     self.path,
                     f"parameter group {index} must be one of AdamW or Adam, got the options {', '.join(map(str, group))}: take the weights"
-                    " only, `model = Module.load_from_checkpoint(path)`",
+                    f" only, {_WEIGHTS_ONLY}",
                 )
             for option, required in REQUIRED_OPTIONS.items():
                 if bool(group.get(option, required)) != required:
                     raise refusal(
                         self.path, f"parameter group {index}: {option} must be {required}, got {group[option]!r}"
                     )
+        # None of a parameter that has never had a gradient.
+        states = {name: found[name] for name in shapes if name in found}
         counts: dict[int, str] = {}
-        for name, shape in shapes.items():
-            # None of a parameter that has never had a gradient.
-            of_one = states.get(name)
-            if of_one is None:
-                continue
+        for name, of_one in states.items():
             for key in ("step", *MOMENTS):
-                if key not in of_one or (key in MOMENTS and of_one[key].shape != shape):
-                    found = f"one of {list(of_one[key].shape)}" if key in of_one else f"no {key}"
-                    raise refusal(
-                        self.path, f"{name} must have the state of AdamW or Adam for {list(shape)}, got {found}"
-                    )
+                if key not in of_one or (key in MOMENTS and of_one[key].shape != shapes[name]):
+                    got = f"one of {list(of_one[key].shape)}" if key in of_one else f"no {key}"
+                    must = f"the state of AdamW or Adam for {list(shapes[name])}"
+                    raise refusal(self.path, f"{name} must have {must}, got {got}")
             counts.setdefault(int(of_one["step"]), name)
         if len(counts) > 1:
             raise refusal(
                 self.path,
                 f"all parameters must have been trained for the same number of steps, got {counts}: one was frozen or had no gradient for a"
-                " while, and ZenFlow has one count; take the weights only, `model = Module.load_from_checkpoint(path)`",
+                f" while, and ZenFlow has one count; take the weights only, {_WEIGHTS_ONLY}",
             )
-        moments = {key: {n: state[key] for n, state in states.items() if n in shapes} for key in MOMENTS}
         return {
             "count": next(iter(counts), 0),
             "groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
-            "moments": moments,
+            "moments": {key: {name: of_one[key] for name, of_one in states.items()} for key in MOMENTS},
         }
 
     def run_state_for(self, optimizer: ZenFlowOptimizer) -> dict[str, Any] | None:
-        """This rank's `ZenFlowStep.state_dict`; None in a file of another strategy. A collective.
-
-        Raises:
-            CheckpointError: another version wrote it.
-        """
+        """This rank's `ZenFlowStep.state_dict`; None in a file of another strategy. A collective."""
         if self._run_state is None:
             return None
         of_ranks, n_ranks = self._run_state["ranks"], dist.get_world_size()
@@ -183,18 +179,6 @@ class SavedFile:
             # So that all ranks find the difference, where some have the slices of the run that saved.
             ours["layout"]["slices"] = None
         return ours
-
-    def refuse_other_version(self) -> None:
-        """Raises CheckpointError if another version has written what continues the run."""
-        if self._run_state is None:
-            return
-        version = self._run_state["ranks"][0]["version"]
-        if version != VERSION:
-            raise refusal(
-                self.path,
-                f"the layout must be {VERSION}, got {version}: another version of lightning-zenflow wrote the checkpoint; continue with"
-                " that version, or begin anew from its weights, `model = Module.load_from_checkpoint(path)`",
-            )
 
     def restore_engine(self, engine: DeepSpeedEngine) -> None:
         """Restores what DeepSpeed's engine and its optimizer count, and the loss scale."""

@@ -1,4 +1,4 @@
-"""What a checkpoint that is one file is made of, put together from all ranks; `single_file` has its layout."""
+"""Whole weights and moments for a checkpoint that is one file, put together from all ranks; `single_file` has the layout."""
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from lightning_zenflow.deepspeed.pieces import is_divided, is_in_pieces
 
 
 class WholeState:
-    """What rank 0 writes of a model and its optimizer to a file. One parameter at a time is put together by all ranks.
+    """The state of a model and its optimizer that rank 0 writes to a file. All ranks put together one parameter at a time.
 
     One rank's float32 states are written from where they are. All others are copied to files without a name beside the checkpoint, since
     torch writes a file when all of it is there.
@@ -116,21 +116,21 @@ class WholeState:
         # Of a store the files for the time of the save are where all such files are.
         folder = path.parent if isinstance(path, Path) else Path(tempfile.gettempdir())
         for key in self._keys:
-            found = {name: self._in_arena(number, key) for number, name in enumerate(self._shapes)}
+            found = {name: self._in_arena(name, key) for name in self._shapes}
             missing = {name: self._shapes[name] for name, there in found.items() if there is None}
-            flat, begin = on_disk(folder, sum(shape.numel() for shape in missing.values())), 0
-            for name, shape in missing.items():
-                found[name] = with_own_storage(flat.narrow(0, begin, shape.numel()).view(shape))
-                begin += shape.numel()
+            sizes = [shape.numel() for shape in missing.values()]
+            parts = torch.split(on_disk(folder, sum(sizes)), sizes)
+            for (name, shape), part in zip(missing.items(), parts, strict=True):
+                found[name] = with_own_storage(part.view(shape))
             copies[key] = {name: state for name, state in found.items() if state is not None}
         copies[None] |= {n: on_disk(folder, p.ds_numel, p.dtype).view(p.ds_shape) for n, p in self._in_pieces.items()}
         return copies
 
-    def _in_arena(self, number: int, key: str | None) -> Tensor | None:
+    def _in_arena(self, name: str, key: str | None) -> Tensor | None:
         if dist.get_world_size() > 1:
             return None
         assert self._optimizer is not None
-        return self._optimizer.full_state.in_memory(number, key)
+        return self._optimizer.full_state.in_memory(name, key)
 
     @contextmanager
     def saved_as(self, copies: dict[str | None, dict[str, Tensor]]) -> Iterator[None]:
@@ -141,10 +141,10 @@ class WholeState:
             copies: result of `copy_for_save`.
         """
         for key in self._keys:
-            for number, name in enumerate(self._shapes):
-                if self._in_arena(number, key) is None:
+            for name in self._shapes:
+                if self._in_arena(name, key) is None:
                     assert self._optimizer is not None
-                    whole = self._optimizer.full_state.read(number, key)
+                    whole = self._optimizer.full_state.read(name, key)
                     if copies:
                         copies[key][name].copy_(whole)
         self._gather(copies.get(None, {}))
@@ -161,7 +161,7 @@ class WholeState:
 
     @torch.no_grad()
     def _gather(self, weights: Mapping[str, Tensor]) -> None:
-        """Puts together what the optimizer does not have; what stays gathered is so afterwards."""
+        """Puts together the parameters of `_in_pieces`; those that DeepSpeed keeps gathered are gathered again afterwards."""
         pieces = self._in_pieces
         if not pieces:
             return
@@ -213,7 +213,7 @@ class WholeState:
         }
 
     def _is_as_shown(self, name: str, shown: Any) -> bool:
-        """Whether an entry is a weight as the module shows it, by its place or its values, and that is the master weight."""
+        """Whether an entry is the weight that the module shows, by place or values, and that weight is the rounded master weight."""
         p = self._parameters[name]
         if not isinstance(shown, Tensor) or (is_divided(p) and shown.numel() == 0):
             return isinstance(shown, Tensor)

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.distributed import raising_together
+from lightning_zenflow.core.mixins import OtherBases
 from lightning_zenflow.worker.cores import WorkerCores, places_on_this_host, read_place, worker_cores
 from lightning_zenflow.worker.memory import free_host_memory
 
@@ -90,11 +91,8 @@ _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "
 _SEED = "PL_GLOBAL_SEED"
 """Lightning's variable for the seed of `seed_everything`."""
 
-_LightningsStrategy: Any = object
-"""What comes after a mixin in the order of base classes; `Any` for the type checker, since there are two."""
 
-
-class RankEnvironment(_LightningsStrategy):  # type: ignore[misc]
+class RankEnvironment(OtherBases):  # type: ignore[misc]
     """Mixin of a `DeepSpeedStrategy`, Fabric's or the Trainer's: it runs on CPUs too, and in one process without a launcher."""
 
     deepspeed_strategy: ClassVar[type[Any]]

@@ -1,4 +1,4 @@
-"""Master weights, moments and gradients of single parameters, for `deepspeed.utils.safe_get_full_*`, `safe_get_local_*` and the like."""
+"""Master weights, moments and gradients of single parameters, for `deepspeed.utils.safe_get_full_*` and the like."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.mixins import OtherBases
 from lightning_zenflow.core.partition import Slice
 from lightning_zenflow.deepspeed.host_state import with_own_storage
 from lightning_zenflow.deepspeed.pieces import is_divided
@@ -17,39 +18,41 @@ from lightning_zenflow.worker.moments import Moment
 if TYPE_CHECKING:
     from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 
-_DeepSpeedsOptimizer: Any = object
-"""What comes after the mixin in the order of base classes."""
-
 
 class FullState:
     """Reads and writes the state of one parameter on all ranks, in the arena. All methods are collective.
 
     Args:
         optimizer: the rank's optimizer.
+        states: `HostState.states`.
         names: of all parameters that are trained, in the order in which `Slice.parameter` counts them.
         shapes: of the whole parameters.
+
+    Attributes:
+        parameters: the parameters by name, in the same order.
+        shapes: shapes of the whole parameters by name.
     """
 
     def __init__(
-        self, optimizer: "ZenFlowOptimizer", names: Mapping[Tensor, str], shapes: Sequence[Sequence[int]]
+        self,
+        optimizer: "ZenFlowOptimizer",
+        states: Mapping[str | None, Moment],
+        names: Mapping[Tensor, str],
+        shapes: Sequence[Sequence[int]],
     ) -> None:
-        rank = optimizer.parts.rank
-        self._optimizer = optimizer
-        self._step = optimizer.zenflow_step
-        self._states: dict[str | None, Moment] = {
-            None: Moment(rank.arena.master),
-            "exp_avg": rank.arena.exp_avg,
-            "exp_avg_sq": rank.arena.exp_avg_sq,
+        self._optimizer, self._step, self._states = optimizer, optimizer.zenflow_step, states
+        self.parameters: dict[str, Any] = {name: p for p, name in names.items()}
+        self.shapes = {name: torch.Size(shape) for name, shape in zip(self.parameters, shapes, strict=True)}
+        in_order = list(self.parameters)
+        self._slices = {
+            in_order[s.parameter]: (index, s) for index, s in enumerate(optimizer.parts.rank.partition.slices)
         }
-        self._slices = {s.parameter: (index, s) for index, s in enumerate(rank.partition.slices)}
-        self._parameters, self._names = list(names), list(names.values())
-        self._shapes = [torch.Size(shape) for shape in shapes]
 
-    def read(self, number: int, optim_state_key: str | None = None) -> Tensor:
+    def read(self, name: str, optim_state_key: str | None = None) -> Tensor:
         """Exact state of a parameter after the last step; waits for updates that are pending.
 
         Args:
-            number: of the parameter.
+            name: of the parameter.
             optim_state_key: None: the weight; "exp_avg" or "exp_avg_sq": a moment.
 
         Returns:
@@ -60,51 +63,34 @@ class FullState:
             RuntimeError: the backward pass of a step's last micro-batch has begun, and the step has not been done.
             WorkerError: training was interrupted, and the exact state is lost.
         """
-        state = self._exact(number, optim_state_key, "safe_get_full_fp32_param and safe_get_full_optimizer_state")
-        return self._whole(number, lambda _, s: state.read(s.begin, s.numel))
+        state = self._exact(name, optim_state_key, "safe_get_full_fp32_param and safe_get_full_optimizer_state")
+        return self._whole(name, lambda _, s: state.read(s.begin, s.numel))
 
-    def in_memory(self, number: int, optim_state_key: str | None = None) -> Tensor | None:
+    def in_memory(self, name: str, optim_state_key: str | None = None) -> Tensor | None:
         """What `read` gives, without a copy, where this rank has all of it in float32: [*shape of the parameter] on the CPU, in the arena's
         memory, exact until the next step; otherwise None. No collective.
         """
-        state, shape = self._states[optim_state_key], self._shapes[number]
-        if number not in self._slices or state.array.dtype != torch.float32:
+        state, shape = self._states[optim_state_key], self.shapes[name]
+        if name not in self._slices or state.array.dtype != torch.float32:
             return None
-        _, s = self._slices[number]
+        _, s = self._slices[name]
         part = state.array.narrow(0, s.begin, s.numel)
         return with_own_storage(part.view(shape)) if s.numel == shape.numel() else None
 
-    def write(self, number: int, value: Tensor, optim_state_key: str | None = None) -> None:
+    def write(self, name: str, value: Tensor, optim_state_key: str | None = None) -> None:
         """Replaces the state of a parameter by `value`, of its shape and any type. Other arguments and errors are those of `read`.
 
         Training goes on with it; the model shows it with the next publish of its blocks, at most S + d steps later.
         """
-        state = self._exact(number, optim_state_key, "safe_set_full_fp32_param and safe_set_full_optimizer_state")
-        if value.shape != (shape := self._shapes[number]):
-            raise ValueError(
-                f"the new value of {self._names[number]} must have the shape {list(shape)}, got {list(value.shape)}"
-            )
-        if number in self._slices:
-            _, s = self._slices[number]
+        state = self._exact(name, optim_state_key, "safe_set_full_fp32_param and safe_set_full_optimizer_state")
+        if value.shape != (shape := self.shapes[name]):
+            raise ValueError(f"the new value of {name} must have the shape {list(shape)}, got {list(value.shape)}")
+        if name in self._slices:
+            _, s = self._slices[name]
             state.write(s.begin, value.detach().reshape(-1).narrow(0, s.start, s.numel))
         self._step.state_written()
 
-    def read_local(self, number: int, optim_state_key: str | None = None) -> Tensor:
-        """This rank's piece under stage 3: [elements of a piece] float32 with zeros as padding, on the CPU. Other arguments and errors are
-        those of `read`.
-        """
-        state = self._exact(number, optim_state_key, "safe_get_local_fp32_param and safe_get_local_optimizer_state")
-        return self._piece(number, torch.device("cpu"), lambda _, s: state.read(s.begin, s.numel))
-
-    def write_local(self, number: int, value: Tensor, optim_state_key: str | None = None) -> None:
-        """Replaces this rank's part by the first elements of `value`. Other arguments and errors are those of `write`."""
-        state = self._exact(number, optim_state_key, "safe_set_local_fp32_param and safe_set_local_optimizer_state")
-        if number in self._slices:
-            _, s = self._slices[number]
-            state.write(s.begin, value.detach().reshape(-1).narrow(0, 0, s.numel))
-        self._step.state_written()
-
-    def gradient(self, number: int) -> Tensor:
+    def gradient(self, name: str) -> Tensor:
         """Gradient of the whole step, averaged over the ranks; before clipping, times the loss scale. Waits for the device.
 
         Returns:
@@ -113,49 +99,28 @@ class FullState:
         Raises:
             ValueError: there is no gradient at this time.
         """
-        self._refuse_without_gradients(number)
-        return self._whole(number, lambda index, _: self._step.gradient(index))
-
-    def local_gradient(self, number: int) -> Tensor:
-        """This rank's piece of `gradient` under stage 3: [elements of a piece] float32 with zeros as padding, on the parameter's device; no
-        collective. Errors are the same.
-        """
-        self._refuse_without_gradients(number)
-        return self._piece(number, self._parameters[number].device, lambda index, _: self._step.gradient(index))
-
-    def _refuse_without_gradients(self, number: int) -> None:
         if not self._step.has_gradients:
             raise ValueError(
-                f"safe_get_full_grad({self._names[number]}): gradients are there after the backward pass of a step's last micro-batch and"
+                f"safe_get_full_grad({name}): gradients are there after the backward pass of a step's last micro-batch and"
                 " before the step: call it in `on_before_optimizer_step`"
             )
+        return self._whole(name, lambda index, _: self._step.gradient(index))
 
-    def refuse_gradient(self, number: int, value: Tensor) -> None:
+    def refuse_gradient(self, name: str, value: Tensor) -> None:
         """Raises RuntimeError, which says where gradients can be changed."""
         raise RuntimeError(
-            f"safe_set_full_grad({self._names[number]}): under ZenFlowStrategy gradients go to the host during backward and cannot be"
+            f"safe_set_full_grad({name}): under ZenFlowStrategy gradients go to the host during backward and cannot be"
             " replaced after it: change them in a hook, `parameter.register_hook(lambda gradient: ...)`"
         )
-
-    @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """Of the whole parameters, by name in the order of their numbers."""
-        return dict(zip(self._names, self._shapes, strict=True))
-
-    @property
-    def parameters(self) -> dict[str, Tensor]:
-        """The parameters by name, in the same order."""
-        return dict(zip(self._names, self._parameters, strict=True))
 
     def shown(self) -> list[str]:
         """Names of the parameters that, right after a flush, show this rank's part of the master weights and no weights of the user's. No
         collective.
         """
         names = []
-        parameters: dict[str, Any] = self.parameters
-        for number, (name, p) in enumerate(parameters.items()):
-            if number in self._slices:
-                _, s = self._slices[number]
+        for name, p in self.parameters.items():
+            if name in self._slices:
+                _, s = self._slices[name]
                 begin, weights = (0, p.ds_tensor) if is_divided(p) else (s.start, p)
                 part = weights.detach().reshape(-1)[begin : begin + s.numel].cpu()
                 if not torch.equal(part, self._states[None].read(s.begin, s.numel).to(part.dtype)):
@@ -163,12 +128,12 @@ class FullState:
             names.append(name)
         return names
 
-    def _exact(self, number: int, key: str | None, caller: str) -> Moment:
-        """The state of a name, exact, for a reader or a writer of a parameter's, whose name is for the error: `read` has them."""
+    def _exact(self, name: str, key: str | None, caller: str) -> Moment:
+        """A state by its key, exact; `caller` is for the error. Errors are those of `read`."""
         # The same on every rank. A flush would drop the step's gradients.
         if self._step.is_complete:
             raise RuntimeError(
-                f"{caller}({self._names[number]}): the gradients of a step are there and have not been applied; call it between steps, as"
+                f"{caller}({name}): the gradients of a step are there and have not been applied; call it between steps, as"
                 " in the Trainer's `on_train_batch_start` or `on_train_batch_end`"
             )
         self._optimizer.flush()
@@ -176,75 +141,63 @@ class FullState:
             raise ValueError(f"optim_state_key must be 'exp_avg' or 'exp_avg_sq', got {key!r}")
         return self._states[key]
 
-    def _whole(self, number: int, part: Callable[[int, Slice], Tensor]) -> Tensor:
+    def _whole(self, name: str, part: Callable[[int, Slice], Tensor]) -> Tensor:
         """Puts together what the ranks hold of a parameter."""
-        shape, group = self._shapes[number], self._optimizer.dp_process_group
+        shape, group = self.shapes[name], self._optimizer.dp_process_group
         # NCCL takes the rank's device only, which the parameter has left when training has ended.
         flat = torch.zeros(shape.numel(), dtype=torch.float32, device=self._optimizer.parts.rank.device)
-        if number in self._slices:
-            index, s = self._slices[number]
+        if name in self._slices:
+            index, s = self._slices[name]
             flat.narrow(0, s.start, s.numel).copy_(part(index, s))
         if dist.get_world_size(group) > 1:
             dist.all_reduce(flat, group=group)
-        return flat.view(shape).to(self._parameters[number].device)
-
-    def _piece(self, number: int, device: torch.device, part: Callable[[int, Slice], Tensor]) -> Tensor:
-        """What this rank holds of a parameter, copied, with its padding."""
-        parameter: Any = self._parameters[number]
-        piece = torch.zeros(parameter.partition_numel(), dtype=torch.float32, device=device)
-        if number in self._slices:
-            index, s = self._slices[number]
-            piece[: s.numel] = part(index, s)
-        return piece
+        return flat.view(shape).to(self.parameters[name].device)
 
 
-class StateAccess(_DeepSpeedsOptimizer):  # type: ignore[misc]
+class StateAccess(OtherBases):  # type: ignore[misc]
     """Mixin of stage 3's optimizer: what DeepSpeed's functions call for a parameter, on the arena.
 
-    A whole parameter is read and written by all ranks together, a rank's piece by each rank for itself, after a flush by all of them. None
-    is the answer for a parameter that was frozen at setup. Arguments, results and errors are those of `FullState`.
+    None is the answer for a parameter that was frozen at setup. Arguments, results and errors are those of `FullState`.
     """
 
     full_state: FullState
-    _numbers: dict[int, int]
-    """Number of each trained parameter, by DeepSpeed's."""
+    param_names: Mapping[Tensor, str]
+
+    def _name_of_trained(self, param: Tensor) -> str | None:
+        name = self.param_names.get(param)
+        return name if name in self.full_state.shapes else None
 
     @override
     def get_full_hp_param(self, param: Any, optim_state_key: str | None = None) -> Tensor | None:
-        number = self._numbers.get(param.ds_id)
-        return None if number is None else self.full_state.read(number, optim_state_key)
+        name = self._name_of_trained(param)
+        return None if name is None else self.full_state.read(name, optim_state_key)
 
     @override
     def set_full_hp_param(self, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
-        if (number := self._numbers.get(param.ds_id)) is not None:
-            self.full_state.write(number, value, optim_state_key)
+        if (name := self._name_of_trained(param)) is not None:
+            self.full_state.write(name, value, optim_state_key)
 
     @override
     def get_fp32_grad_for_param(self, param: Any) -> Tensor | None:
-        number = self._numbers.get(param.ds_id)
-        return None if number is None else self.full_state.gradient(number)
+        name = self._name_of_trained(param)
+        return None if name is None else self.full_state.gradient(name)
 
     @override
     def set_fp32_grad_for_param(self, value: Tensor, param: Any) -> None:
-        if (number := self._numbers.get(param.ds_id)) is not None:
-            self.full_state.refuse_gradient(number, value)
+        if (name := self._name_of_trained(param)) is not None:
+            self.full_state.refuse_gradient(name, value)
 
     set_local_grad_for_param = set_fp32_grad_for_param
 
     @override
-    def get_local_fp32_grad_for_param(self, param: Any) -> Tensor | None:
-        number = self._numbers.get(param.ds_id)
-        return None if number is None else self.full_state.local_gradient(number)
+    def get_local_fp32_param(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: DeepSpeed's own code reads and writes partitions that may be some updates behind."""
+        raise MisconfigurationException(
+            "ZenFlowStrategy does not support `safe_get_local_*` and `safe_set_local_*` of deepspeed.utils: use safe_get_full_* and"
+            " safe_set_full_*"
+        )
 
-    @override
-    def get_local_fp32_param(self, param: Any, optim_state_key: str | None = None) -> Tensor | None:
-        number = self._numbers.get(param.ds_id)
-        return None if number is None else self.full_state.read_local(number, optim_state_key)
-
-    @override
-    def set_local_hp_param(self, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
-        if (number := self._numbers.get(param.ds_id)) is not None:
-            self.full_state.write_local(number, value, optim_state_key)
+    get_local_fp32_grad_for_param = set_local_hp_param = get_local_fp32_param
 
     @override
     def update_fp32_grad_for_param_vectorized(self, update_func: Callable[..., Any], param_list: list[Any]) -> None:

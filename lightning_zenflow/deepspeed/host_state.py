@@ -9,8 +9,8 @@ before, as float32.
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -29,9 +29,6 @@ from lightning_zenflow.worker.moments import CodedMoment, Moment
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Keys of AdamW's moments in the state of a flat partition."""
 
-_CHUNK = 1 << 24
-"""Elements that are decoded at once: 64 MB."""
-
 _mapped: list[mmap.mmap] = []
 """Copies of the present save, on disk."""
 
@@ -49,24 +46,26 @@ class HostState:
             copied into the arena.
         partition: of this rank.
         arena: memory of the state from now on.
+
+    Attributes:
+        states: moments by key, and master weights (None), of the whole partition.
     """
 
     def __init__(self, optimizer: Optimizer, flats: Sequence[Tensor], *, partition: Partition, arena: Arena) -> None:
         self._optimizer = optimizer
         self._flats = list(flats)
-        self._moments: dict[str, Moment] = dict(zip(MOMENTS, (arena.exp_avg, arena.exp_avg_sq), strict=True))
+        self.states: dict[str | None, Moment] = dict(
+            zip((None, *MOMENTS), (Moment(arena.master), arena.exp_avg, arena.exp_avg_sq), strict=True)
+        )
+        self._moments = {name: self.states[name] for name in MOMENTS}
         self._bounds = [(begin, flat.numel()) for flat, begin in zip(flats, partition.group_begins, strict=True)]
-        self._saved: Sequence[Mapping[str, Tensor]] | None = None
-        self._stand_ins = [
-            {name: moment.stand_in(*bounds) for name, moment in self._moments.items()} for bounds in self._bounds
-        ]
-        for flat, (begin, numel), of_group in zip(self._flats, self._bounds, self._stand_ins, strict=True):
+        for flat, (begin, numel) in zip(self._flats, self._bounds, strict=True):
             master = arena.master.narrow(0, begin, numel)
             master.copy_(flat.detach())
             flat.data = master
             # DeepSpeed links fragments of `.grad`. Gradients are in the slots, so a single expanded zero is enough.
             flat.grad = master.new_zeros(1).expand(numel)
-            optimizer.state[flat] = dict(of_group)
+            optimizer.state[flat] = {name: m.stand_in(begin, numel) for name, m in self._moments.items()}
         self.write_count(0)
 
     def write_count(self, count: int) -> None:
@@ -84,82 +83,43 @@ class HostState:
             flat.data = flat.data.new_empty(0)
             self._optimizer.state.pop(flat, None)
 
-    def read(self, group: int, name: str, begin: int, numel: int) -> Tensor:
-        """Elements [begin, begin + numel) of a moment of a parameter group, of a floating-point type."""
-        return self._moments[name].read(self._bounds[group][0] + begin, numel)
+    @property
+    def has_views(self) -> bool:
+        """Whether the arena has the moments in a type of torch."""
+        return not isinstance(self._moments[MOMENTS[0]], CodedMoment)
 
-    def copy_on_disk(self, folder: Path) -> list[dict[str, Tensor]] | None:
-        """Space for the moments of each parameter group as float32, where they have no views."""
-        if not isinstance(self._moments[MOMENTS[0]], CodedMoment):
-            return None
-        return [{name: on_disk(folder, numel) for name in MOMENTS} for _, numel in self._bounds]
+    def read(self, group: int, name: str | None, begin: int, numel: int) -> Tensor:
+        """Elements [begin, begin + numel) of a moment of a flat partition, or of its master weights (None), of a floating-point type."""
+        return self.states[name].read(self._bounds[group][0] + begin, numel)
 
-    @contextmanager
-    def saved_from(self, copy: list[dict[str, Tensor]] | None) -> Iterator[None]:
-        """Context in which `as_saved` has moments from a copy of `copy_on_disk`, which is filled here."""
-        for of_group, (begin, numel) in zip(copy or (), self._bounds, strict=False):
-            for name, target in of_group.items():
-                for first in range(0, numel, _CHUNK):
-                    n = min(_CHUNK, numel - first)
-                    target[first : first + n] = self._moments[name].read(begin + first, n)
-        self._saved = copy
-        try:
-            yield
-        finally:
-            self._saved = None
+    def as_saved(self, state: Mapping[str, Any], copied: Sequence[Sequence[Tensor]] | None) -> dict[str, Any]:
+        """The result of the user's `Optimizer.state_dict`, as a checkpoint holds it.
 
-    def as_saved(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The result of the user's `Optimizer.state_dict`, as a checkpoint holds it; it shares the arena's memory if it can."""
-        saved = self._saved or [
-            {name: _as_float32(moment.read(*bounds)) for name, moment in self._moments.items()}
-            for bounds in self._bounds
-        ]
-        return with_moments(state, saved)
+        Args:
+            state: the result.
+            copied: for each flat partition copies, the moments last; None: the arena's memory is shared.
+        """
+        moments = copied or [[_as_float32(m.read(*bounds)) for m in self._moments.values()] for bounds in self._bounds]
+        of_keys = {
+            key: {**before, **dict(zip(MOMENTS, of_partition[-len(MOMENTS) :], strict=True))}
+            for (key, before), of_partition in zip(state["state"].items(), moments, strict=True)
+        }
+        return {**state, "state": of_keys}
 
-    def read_moments(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Copies saved moments into the arena, before `Optimizer.load_state_dict` would convert whole copies of them to float32.
+    def load(self, partitions: Sequence[Sequence[Tensor]], *, moments: bool) -> None:
+        """Copies loaded states into the arena.
 
         A float32 moment is rounded to nearest where the arena has another type. That happens once, so no bias can grow as with every
         window. What a run with the same blocks has saved stays as it is.
 
         Args:
-            saved: result of the user's `Optimizer.state_dict`.
-
-        Returns:
-            The same with empty moments, to be loaded.
+            partitions: for each flat partition master weights, perhaps without padding, and moments, any type.
+            moments: whether moments are loaded, too.
         """
-        states = dict(saved["state"])
-        keys = [key for param_group in saved["param_groups"] for key in param_group["params"]]
-        for key, (begin, _) in zip(keys, self._bounds, strict=True):
-            for name, moment in reversed(self._moments.items()):
-                moment.write(begin, states[key][name])
-            states[key] = {**states[key], **dict.fromkeys(MOMENTS, self._flats[0].new_empty(0))}
-        return {**saved, "state": states}
-
-    def copy_loaded_state_into_arena(self) -> int:
-        """Copies what loading has put in the place of the arena's tensors into the arena, and links the arena's again.
-
-        Returns:
-            Loaded number of applied steps.
-        """
-        count = 0
-        for flat, (begin, _), of_group in zip(self._flats, self._bounds, self._stand_ins, strict=True):
-            state = self._optimizer.state[flat]
-            count = int(state["step"])
-            for name, ours in reversed(of_group.items()):
-                # Empty ones have been read before.
-                if state[name] is not ours and state[name].numel() > 0:
-                    self._moments[name].write(begin, state[name])
-                state[name] = ours
-        # A loaded tensor may be a view of a mapped file, and would keep it open.
-        self.write_count(count)
-        return count
-
-
-def with_moments(state: Mapping[str, Any], moments: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-    """The result of the user's `Optimizer.state_dict` with other moments, by parameter group and name."""
-    of_keys = zip(state["state"].items(), moments, strict=True)
-    return {**state, "state": {key: {**before, **of_group} for (key, before), of_group in of_keys}}
+        for flat, (begin, _), (master, *of_names) in zip(self._flats, self._bounds, partitions, strict=True):
+            flat.data.narrow(0, 0, master.numel()).copy_(master.detach())
+            for moment, values in reversed([*zip(self._moments.values(), of_names, strict=True)] if moments else []):
+                moment.write(begin, values)
 
 
 def _as_float32(moment: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from lightning_zenflow.deepspeed.between_steps import TakenGradients, WrittenWei
 from lightning_zenflow.deepspeed.build import ZeroPartition, build
 from lightning_zenflow.deepspeed.checkpointing import Checkpointing
 from lightning_zenflow.deepspeed.environment import RankResources
-from lightning_zenflow.deepspeed.flat_layout import slices_of
+from lightning_zenflow.deepspeed.flat_buffers import slices_of
 from lightning_zenflow.deepspeed.full_state import FullState
 from lightning_zenflow.deepspeed.release import restore_process
 from lightning_zenflow.deepspeed.supported import refuse_unused
@@ -111,7 +111,7 @@ class ZenFlowOptimizer(Checkpointing):
         self.counters: CounterReader = parts.step.counters
         self.parts: StepParts = parts.step
         self._trained_parameters = parameters
-        self._slice_of_parameter = {s.parameter: i for i, s in enumerate(self._rank.partition.slices)}
+        self._slice_of = {parameters[s.parameter]: i for i, s in enumerate(self._rank.partition.slices)}
         self.zenflow_step = ZenFlowStep(
             self.zenflow_config,
             parts.step,
@@ -120,13 +120,12 @@ class ZenFlowOptimizer(Checkpointing):
             read_inputs=self._read_inputs,
             gather_weights=self._weights_change,
         )
-        self.full_state = FullState(self, names, zero.shapes)
+        self.full_state = FullState(self, parts.host_state.states, names, zero.shapes)
         self.taken = TakenGradients(names)
         self._written = WrittenWeights(self._rank, names, in_place=zero.in_place, group=self.dp_process_group)
-        for number, parameter in enumerate(parameters):
-            added: Any = parameter
+        for name, added in self.full_state.parameters.items():
             # Private: with the first, `safe_get_full_grad` calls the second, whatever stands in `parameter.grad`.
-            added._hp_grad, added.get_full_hp_grad = True, partial(self.full_state.gradient, number)
+            added._hp_grad, added.get_full_hp_grad = True, partial(self.full_state.gradient, name)
         # DeepSpeed's start needs up to 6 bytes a parameter more than a step, which `has_room` would count for ever.
         runtime_of(parts.step.rank.device).forget_peak()
 

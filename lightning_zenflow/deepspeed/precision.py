@@ -12,11 +12,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
 from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.mixins import OtherBases
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-
-_LightningsPrecision: Any = object
-"""What comes after the mixin in the order of base classes."""
-
 
 _types = WeakTensorKeyDictionary()
 """Of parameters that are float32 for as long as they are trained."""
@@ -30,7 +27,7 @@ def restore_types(module: Module) -> None:
             del _types[parameter]
 
 
-class PlainPrecision(_LightningsPrecision):  # type: ignore[misc]
+class PlainPrecision(OtherBases):  # type: ignore[misc]
     """Leaves what a model gets, and gives, as it is with "32-true": float64 stays float64."""
 
     @override

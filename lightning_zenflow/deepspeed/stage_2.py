@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import deepspeed.comm as dist
@@ -16,9 +15,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zenflow.core.device import runtime_of
-from lightning_zenflow.deepspeed.flat_buffers import OrderedCopy, balanced_order, flat_layouts, fragments
-from lightning_zenflow.deepspeed.flat_layout import FlatLayout
-from lightning_zenflow.deepspeed.host_state import MOMENTS, with_moments
+from lightning_zenflow.deepspeed.flat_buffers import Layout, balanced_order, flat_layouts, fragments
+from lightning_zenflow.deepspeed.host_state import MOMENTS
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.supported import refuse_features, refuse_moved
 
@@ -38,7 +36,6 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._is_round_robin = bool(kwargs.get("round_robin_gradients", False))
-        self._saved: OrderedCopy | None = None
         # The order of the flat buffers is that of `_round_robin_reorder`.
         super().__init__(*args, **{**kwargs, "round_robin_gradients": True})
         # Private: DeepSpeed links the moments to the parameters after its own first step; ours exist already.
@@ -88,17 +85,16 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         # Private: adds to each parameter what `deepspeed.utils.safe_get_full_fp32_param` and the like call.
         super()._link_all_hp_params()
         # DeepSpeed's read views of the arena, which may be some updates behind, and become None when the optimizer is destroyed.
-        for number, parameter in enumerate(self._trained_parameters):
-            added: Any = parameter
-            added.get_full_hp_param = partial(self.full_state.read, number)
-            added.set_full_hp_param = partial(self.full_state.write, number)
-            added.get_full_hp_grad = partial(self.full_state.gradient, number)
-            added.set_full_hp_grad = partial(self.full_state.refuse_gradient, number)
+        for name, added in self.full_state.parameters.items():
+            added.get_full_hp_param = partial(self.full_state.read, name)
+            added.set_full_hp_param = partial(self.full_state.write, name)
+            added.get_full_hp_grad = partial(self.full_state.gradient, name)
+            added.set_full_hp_grad = partial(self.full_state.refuse_gradient, name)
 
     @override
     def copy_grads_in_partition(self, param: Tensor, group_idx: int | None = None) -> None:
         """Routes a reduced gradient before its bucket is reused."""
-        index = self._slice_of_parameter.get(self.get_param_id(param))
+        index = self._slice_of.get(param)
         if index is not None:
             s = self._rank.partition.slices[index]
             gradient = self.get_gradient_for_reduction(param).detach().view(-1)
@@ -163,47 +159,27 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         )
 
     @override
-    def _put_exact_state(self, state: dict[str, Any]) -> None:
-        if self._saved is None:
-            super()._put_exact_state(state)
-            return
-        # Private: cuts off the padding.
-        masters = self._get_groups_without_padding([masters for masters, *_ in self._saved.states])
-        state[SINGLE_PARTITION_OF_FP32_GROUPS] = masters
-        moments = [dict(zip(MOMENTS, of_group, strict=True)) for _, *of_group in self._saved.states]
-        state[self.state_key] = with_moments(state[self.state_key], moments)
-        rank = dist.get_rank(group=self.dp_process_group)
-        state[PARAM_SLICE_MAPPINGS] = fragments(flat_layouts(self, self._plain_groups()), rank)
-
-    @override
-    def copy_for_save(self, folder: Path) -> Any:
-        """Space for the ranks' states in the order in which plain DeepSpeed has them, where that is not ours."""
-        layouts = flat_layouts(self, self._plain_groups())
-        if layouts == self.layouts:
-            return super().copy_for_save(folder)
-        return OrderedCopy(folder, layouts, n_states=1 + len(MOMENTS))
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self._saved is not None and self._saved.n_states > len(MOMENTS):
+            # Private: cuts off the padding.
+            masters = self._get_groups_without_padding([masters for masters, *_ in self._saved.states])
+            state[SINGLE_PARTITION_OF_FP32_GROUPS] = masters
+            state[PARAM_SLICE_MAPPINGS] = fragments(self.saved_layouts, dist.get_rank(group=self.dp_process_group))
+        return state
 
     @contextmanager
     @override
     def saved_as(self, copy: Any) -> Iterator[None]:
-        """DeepSpeed saves in its own order; the ranks exchange their parts before."""
-        if not isinstance(copy, OrderedCopy):
-            with super().saved_as(copy):
-                yield
-            return
-        self.flush()
-        states = [
-            [partial(flat.detach().narrow, 0), *(partial(self._host_state.read, group, name) for name in MOMENTS)]
-            for group, flat in enumerate(self.single_partition_of_fp32_groups)
-        ]
-        copy.fill(states, self.layouts, device=self._rank.device, group=self.dp_process_group)
+        """DeepSpeed saves in its own order."""
         # Private: the engine saves the parameters' shapes in the order of these groups.
         ours = self.round_robin_bit16_groups
-        self._saved, self.round_robin_bit16_groups = copy, self._plain_groups()
-        try:
-            yield
-        finally:
-            self._saved, self.round_robin_bit16_groups = None, ours
+        with super().saved_as(copy):
+            self.round_robin_bit16_groups = self._plain_groups()
+            try:
+                yield
+            finally:
+                self.round_robin_bit16_groups = ours
 
     @property
     @override
@@ -212,8 +188,13 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
 
     @property
     @override
-    def layouts(self) -> list[FlatLayout]:
+    def layouts(self) -> list[Layout]:
         return flat_layouts(self, self.round_robin_bit16_groups)
+
+    @property
+    @override
+    def saved_layouts(self) -> list[Layout]:
+        return flat_layouts(self, self._plain_groups())
 
     def _plain_groups(self) -> list[list[Tensor]]:
         """The parameters in the order of plain DeepSpeed's flat buffers, with the user's configuration."""

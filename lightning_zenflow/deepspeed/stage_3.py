@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO-3 offload optimizer around `ZenFlowStep`, with parameters on the device or in host memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_zenflow.core.device import Stream, runtime_of
 from lightning_zenflow.deepspeed.fetch import FetchCoordinator, Piece
-from lightning_zenflow.deepspeed.flat_layout import PieceLayout
+from lightning_zenflow.deepspeed.flat_buffers import Layout
 from lightning_zenflow.deepspeed.full_state import StateAccess
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.supported import (
@@ -92,8 +92,6 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         # Private: copies the weights to `fp32_partitioned_groups_flat`.
         self._create_fp32_partitions()
         parameters = [p for sub_group in self.fp16_groups for p in sub_group]
-        # Private: the number that DeepSpeed gives to a parameter.
-        self._numbers = {p.ds_id: number for number, p in enumerate(parameters)}
         self._build_step(
             {p: p.ds_shape for p in parameters},
             masters=self.fp32_partitioned_groups_flat,
@@ -145,8 +143,9 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
 
         One after the other, so that they take no more memory than before, when the host's free memory was checked.
         """
+        trained = set(self._trained_parameters)
         for parameter in self.module.parameters():
-            if parameter.ds_id not in self._numbers and parameter.ds_tensor.device.type == "cpu":
+            if parameter not in trained and parameter.ds_tensor.device.type == "cpu":
                 parameter.ds_tensor.data = self._rank.arena.page_locked_copy(parameter.ds_tensor.data)
 
     def _await_answers_in_fetches(self) -> None:
@@ -164,10 +163,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
 
     def _slice_in_flight(self, parameter: Any) -> int | None:
         """This rank's slice of a parameter, which the worker may be writing; None for one that is frozen or all padding here."""
-        if self.closed:
-            return None
-        number = self._numbers.get(parameter.ds_id)
-        return None if number is None else self._slice_of_parameter.get(number)
+        return None if self.closed else self._slice_of.get(parameter)
 
     def _before_use(self, parameter: Any) -> None:
         if (index := self._slice_in_flight(parameter)) is not None:
@@ -232,7 +228,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         """Routes this rank's pieces of reduced gradients, on the stream of the reduction, before their bucket is reused."""
         runtime, last = runtime_of(self._rank.device), self.is_gradient_accumulation_boundary()
         for parameter, piece in zip(params_to_release, grad_partitions, strict=True):
-            index = self._slice_of_parameter.get(self._numbers[parameter.ds_id])
+            index = self._slice_of.get(parameter)
             if index is not None:
                 if last and self._in_backward and index in self.parts.fill.arrivals.arrived:
                     refuse_second_gradient(self.param_names[parameter])
@@ -310,6 +306,13 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         self._gather_weights()
 
     @override
+    def load_partitions(self, saved: Mapping[str, Any], *, optimizer_states: bool) -> None:
+        super().load_partitions(saved, optimizer_states=optimizer_states)
+        # Which the module has not loaded. By `data`, so that they do not count as the user's writes.
+        for weights, master in zip(self.fp16_partitioned_groups_flat, self.fp32_partitioned_groups_flat, strict=True):
+            weights.data.copy_(master.data)
+
+    @override
     @contextmanager
     def saved_as(self, copy: Any) -> Iterator[None]:
         with super().saved_as(copy), self._gathered_afterwards():
@@ -357,6 +360,8 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
 
     @property
     @override
-    def layouts(self) -> list[PieceLayout]:
+    def layouts(self) -> list[Layout]:
         n_ranks = dist.get_world_size(group=self.dp_process_group)
-        return [PieceLayout.of({self.param_names[p]: p.ds_numel for p in g}, n_ranks=n_ranks) for g in self.fp16_groups]
+        return [
+            Layout.of_pieces({self.param_names[p]: p.ds_numel for p in g}, n_ranks=n_ranks) for g in self.fp16_groups
+        ]

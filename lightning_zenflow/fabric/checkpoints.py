@@ -10,7 +10,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.collective import load_file_together, load_together, load_weights_together, one_engine
+from lightning_zenflow.checkpoint.collective import load_file_together, load_together, one_engine, read_file_together
 from lightning_zenflow.checkpoint.engine_content import to_save
 from lightning_zenflow.checkpoint.files import place_of
 from lightning_zenflow.checkpoint.single_file import FILE_KEY, SavedFile
@@ -126,21 +126,20 @@ class FabricCheckpoints(Session):
                 optimizer.reset_master_from_model()
             return {}
         state = state or {}
-        items = list(state.values())
-        if (saved := self._open_file(path, weights_only=weights_only)) is not None:
+        saved = read_file_together(path, self._io_of(place_of(path)), weights_only=weights_only)
+        if saved is not None:
             return self._load_from_file(saved, state, strict=strict)
-        path = Path(place_of(path))
-        if optimizer is None or not any(item is self._engine for item in items):
-            client_state = load_weights_together(path, items, strict=strict)
-            # As in the base class: what DeepSpeed has under these names is not the user's.
-            names = set(client_state) & set(state) - {"optimizer", "lr_scheduler"}
-            # Private: what Lightning's own strategies load further objects with.
-            _move_state_into(client_state, state, keys=names)
-            return client_state
+        items = list(state.values())
+        is_trained = optimizer is not None and any(item is self._engine for item in items)
+        engine = self._engine if is_trained else one_engine(items)
         has_optimizer = any(item is optimizer for item in items)
-        client_state = load_together(self._engine, path, strict=strict, optimizer_states=has_optimizer)
-        ours = {name for name, item in state.items() if item is self._engine or item is optimizer}
-        _move_state_into(client_state, state, keys=set(state) - ours)
+        client_state = load_together(engine, Path(place_of(path)), strict=strict, optimizer_states=has_optimizer)
+        names = {name for name, item in state.items() if item is not engine and not isinstance(item, ZenFlowOptimizer)}
+        if not is_trained:
+            # As in the base class: what DeepSpeed has under these names is not the user's.
+            names &= client_state.keys() - {"optimizer", "lr_scheduler"}
+        # Private: what Lightning's own strategies load further objects with.
+        _move_state_into(client_state, state, keys=names)
         return client_state
 
     def _load_from_file(self, saved: SavedFile, state: dict[str, Any], *, strict: bool) -> dict[str, Any]:

@@ -332,8 +332,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
 class MicroBatches(_BackwardSyncControl):
     """Whether the step has further micro-batches. ZeRO reduces the gradients of each, because a rank keeps its part only."""
 
-    def __init__(self) -> None:
-        self.more_to_come = False
+    more_to_come = False
 
     @contextmanager
     @override

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.mixins import OtherBases
 from lightning_zenflow.monitor.summary import METRICS, StepMeter
 
 if TYPE_CHECKING:
@@ -19,11 +20,7 @@ PROGRESS_BAR_KEY = "stall_%"
 _PROGRESS_BAR_PERIOD_NS = 1_000_000_000
 
 
-_LightningsCallback: Any = object
-"""What comes after a mixin in the order of base classes; `Any` for the type checker, since there are two."""
-
-
-class StallMonitoring(_LightningsCallback):  # type: ignore[misc]
+class StallMonitoring(OtherBases):  # type: ignore[misc]
     """Logs stall, overlap, traffic, selection and memory metrics through the trainer's loggers, every `log_every_n_steps` steps.
 
     `ZenFlowStrategy` adds one unless `stall_monitor` is false. docs/tuning.md lists all metrics. They are those of rank zero; the callback

@@ -27,7 +27,7 @@ from checkpoint_files import edit
 from harness import EVERYTHING, Case, Run, make_trainer, run_here, snapshot, untrained
 from lightning_zenflow.checkpoint.files import CheckpointError
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint
-from lightning_zenflow.deepspeed.flat_layout import PieceLayout
+from lightning_zenflow.deepspeed.flat_buffers import Layout
 from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
 from rank_processes import Runs, run_each, run_on_ranks
 from same_bits import assert_same_run, assert_same_state, assert_same_tensors
@@ -332,8 +332,8 @@ def test_one_file_is_open_at_a_time(folders: Path, monkeypatch: pytest.MonkeyPat
     shapes = {name: p.shape for name, p in PiecesNet().named_parameters()}
     pieces = checkpoint.weights_for(0, shapes, world_size=1)
     assert states == [0, 0, 0]
-    layouts = [PieceLayout.of({name: pieces[name].numel()}, n_ranks=1) for name in names()]
+    layouts = [Layout.of_pieces({name: pieces[name].numel()}, n_ranks=1) for name in names()]
     state = checkpoint.state_for(0, layouts, world_size=1)
     # The first rank's stays: it has what all of them have in common.
     assert states[3:] == [0, 1, 1]
-    assert not any(w.requires_grad for w in (*pieces.values(), *state["fp32_flat_groups"]))
+    assert not any(w.requires_grad for w in (*pieces.values(), *(masters for masters, *_ in state["partitions"])))

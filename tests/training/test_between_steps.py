@@ -366,12 +366,13 @@ class TestWeights:
         def act(trainer: pl.Trainer) -> None:
             optimizer = trainer.strategy.zenflow_optimizer
             if trainer.global_step == 2:
-                masters.append(optimizer.full_state.read(0).clone())
+                masters.append(optimizer.full_state.read("weights.0").clone())
                 with torch.no_grad():
                     model.weights[0].data[:3] = 0.1
 
         start = At(
-            "on_before_zero_grad", lambda t: masters.append(t.strategy.zenflow_optimizer.full_state.read(0).clone())
+            "on_before_zero_grad",
+            lambda t: masters.append(t.strategy.zenflow_optimizer.full_state.read("weights.0").clone()),
         )
         fit(
             model,

@@ -130,7 +130,7 @@ class SleepingWorker(pl.Callback):
         optimizer = optimizer_of(trainer)
         blocks = optimizer.parts.rank.blocks
         for layer, parameter in zip(pl_module.layers, pl_module.parameters(), strict=True):
-            index = optimizer._slice_of_parameter[optimizer._numbers[parameter.ds_id]]
+            index = optimizer._slice_of[parameter]
             self.blocks[layer] = {block.number for block in blocks.of_slice[index]}
         # Where it is used outside of its module, DeepSpeed fetches it for the module that does.
         self.blocks[pl_module] = self.blocks[pl_module.layers[0]]

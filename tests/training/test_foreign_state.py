@@ -10,10 +10,15 @@ from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
     safe_set_local_grad,
+    safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -198,6 +203,22 @@ REPLACED_IN_PIECES: dict[str, Callable[[Tensor], object]] = {
     "a piece": lambda p: safe_set_local_grad(p, torch.zeros_like(p)),
     "several": lambda p: safe_update_full_grad_vectorized([p], lambda gradient, _: gradient),
 }
+
+
+@pytest.mark.parametrize(
+    "access",
+    [
+        safe_get_local_fp32_param,
+        safe_get_local_grad,
+        lambda p: safe_get_local_optimizer_state(p, "exp_avg"),
+        lambda p: safe_set_local_fp32_param(p, torch.zeros(1)),
+        lambda p: safe_set_local_optimizer_state(p, torch.zeros(1), "exp_avg"),
+    ],
+)
+def test_state_of_single_pieces_is_refused(access: Callable[[Tensor], object]) -> None:
+    callback = At("on_train_batch_end", lambda m: access(next(m.parameters())))
+    with pytest.raises(MisconfigurationException, match="safe_set_local_.*: use safe_get_full_"):
+        fit(linear(), ZenFlowStrategy(**NOTHING_LATE, stage=3), steps=1, callbacks=[callback])
 
 
 @pytest.mark.parametrize("name", REPLACED_IN_PIECES)

@@ -4,47 +4,44 @@ import random
 
 import pytest
 
-from lightning_zenflow.deepspeed.flat_buffers import balanced_order
-from lightning_zenflow.deepspeed.flat_layout import FlatLayout, Layout, PieceLayout, runs
+from lightning_zenflow.deepspeed.flat_buffers import Layout, balanced_order, runs
+
+Places = dict[tuple[str, int], tuple[int, int]]
+"""For each element, by parameter and number, its rank and its place there."""
 
 
-def layout(draw: random.Random, numels: dict[str, int]) -> Layout:
+def layout(draw: random.Random, numels: dict[str, int]) -> tuple[Layout, Places]:
+    """A layout, and what it must be, element by element."""
     names, ranks, padding = draw.sample(list(numels), len(numels)), draw.randint(1, 4), draw.choice((0, 3))
     of_order = {name: numels[name] for name in names}
+    elements = [(name, i) for name, numel in of_order.items() for i in range(numel)]
     if draw.random() < 0.5:
-        return PieceLayout.of(of_order, n_ranks=ranks)
-    total = sum(numels.values()) + padding * len(names)
-    return FlatLayout.of(of_order, [padding] * len(names), partition_numel=max(1, -(-total // ranks)))
-
-
-def places(of: Layout) -> dict[tuple[str, int], tuple[int, int]]:
-    """For each element, by parameter and number, its rank and its place there; element by element."""
-    if isinstance(of, FlatLayout):
-        first = {name: begin for name, (begin, _) in of.places.items()}
-        place = lambda name, i: divmod(first[name] + i, of.partition_numel)  # noqa: E731
-    else:
-        pieces = {name: -(-numel // of.n_ranks) for name, (_, numel) in of.places.items()}
+        found = Layout.of_pieces(of_order, n_ranks=ranks)
+        pieces = {name: -(-numel // ranks) for name, numel in of_order.items()}
         begins = {name: sum(list(pieces.values())[:k]) for k, name in enumerate(pieces)}
-        assert of.partition_numel == sum(pieces.values())
-        place = lambda name, i: (i // pieces[name], begins[name] + i % pieces[name])  # noqa: E731
-    return {(name, i): place(name, i) for name, (_, numel) in of.places.items() for i in range(numel)}
+        assert found.partition_numel == sum(pieces.values())
+        return found, {(name, i): (i // pieces[name], begins[name] + i % pieces[name]) for name, i in elements}
+    numel = max(1, -(-(len(elements) + padding * len(names)) // ranks))
+    first = {name: sum(of_order[n] + padding for n in names[:k]) for k, name in enumerate(names)}
+    found = Layout.of_partitions(of_order, [padding] * len(names), partition_numel=numel)
+    return found, {(name, i): divmod(first[name] + i, numel) for name, i in elements}
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_runs_copy_every_element_once(seed: int) -> None:
     draw = random.Random(seed)
     numels = {f"p{i}": draw.randint(0, 9) for i in range(draw.randint(1, 7))}
-    source, target = layout(draw, numels), layout(draw, numels)
-    before = {place: element for element, place in places(source).items()}
+    (source, before), (target, after) = layout(draw, numels), layout(draw, numels)
+    elements = {place: element for element, place in before.items()}
     copied = {}
     for run in runs(source, target):
         for i in range(run.numel):
             end = run.target_rank, run.target_begin + i
             assert end not in copied
-            copied[end] = before[run.source_rank, run.source_begin + i]
-    assert copied == {place: element for element, place in places(target).items()}
+            copied[end] = elements[run.source_rank, run.source_begin + i]
+    assert copied == {place: element for element, place in after.items()}
     # Of parameters that one of them does not have, nothing.
-    assert not list(runs(source, PieceLayout.of({"other": 3}, n_ranks=2)))
+    assert not list(runs(source, Layout.of_pieces({"other": 3}, n_ranks=2)))
 
 
 def llama(layers: int, width: int, hidden: int, words: int, kv: int) -> list[tuple[int, bool]]:

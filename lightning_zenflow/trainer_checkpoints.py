@@ -1,0 +1,220 @@
+"""Checkpoints under the Trainer: what Lightning asks for when it saves, loads and removes one, as one file or as a folder."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zenflow.checkpoint.atomic import remove
+from lightning_zenflow.checkpoint.collective import load_file_together, load_together, read_file_together
+from lightning_zenflow.checkpoint.engine_content import AVERAGED, CURRENT, as_lightning_saved, to_save
+from lightning_zenflow.checkpoint.files import place_of
+from lightning_zenflow.checkpoint.put_off import PutOffSaves, undisturbed
+from lightning_zenflow.checkpoint.single_file import SavedFile
+from lightning_zenflow.checkpoint.whole_state import WholeState
+from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.deepspeed.pieces import is_in_pieces, load_whole
+from lightning_zenflow.session import Session
+
+
+class TrainerCheckpoints(Session):
+    """Mixin of the Trainer's strategy, which has the attributes."""
+
+    # Lightning's own, declared for the type checker.
+    model: Any
+    _saves: PutOffSaves
+    _file: SavedFile | None
+    """What `load_checkpoint` has read, until `load_model_state_dict`."""
+    _handed: Mapping[str, Any]
+    """What the hooks of the present save were given under stage 3."""
+    _over: bool
+    """Whether callbacks have been called for the end of the training."""
+
+    def _save_again(self, path: Any, weights_only: bool, storage_options: Any) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.trainer.save_checkpoint(path, weights_only, storage_options)
+
+    def _save_before_step(self) -> None:
+        """Saves what was put off since the batch began, with the state after the last step; the present step goes on as without a save."""
+        assert self.zenflow_optimizer is not None
+        self.zenflow_optimizer.before_step = None
+        with self.zenflow_optimizer.zenflow_step.gradients_set_aside():
+            self._saves.end_batch()
+            self._saves.in_batch = True
+
+    @override
+    @undisturbed
+    def flush(self) -> None:
+        super().flush()
+
+    @override
+    @undisturbed
+    def teardown(self) -> None:
+        super().teardown()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's, exact unless the save must wait. The first call of a save: what hooks see after it is what is written."""
+        if not self._saves.must_wait:
+            try:
+                self.flush()
+            except RuntimeError:
+                # `save_checkpoint` will say so.
+                if not self._ends_with_error:
+                    raise
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        self._handed = dict(state) if self.zero_stage_3 else {}
+        return state
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Nothing: Lightning asks before `save_checkpoint`, which saves the state."""
+        return {}
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Saves the exact state after the last step, atomically, as one file or as DeepSpeed's folder (`checkpoint_format`).
+
+        In the middle of a batch, or of what must not be disturbed, the save is made up for before the step or right afterwards.
+
+        Raises:
+            TypeError: there are `storage_options`, and no plugin that reads them.
+            OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
+            MisconfigurationException: there has been no training.
+        """
+        if self._saves.must_wait:
+            self._saves.put_off(filepath, "optimizer_states" not in checkpoint, storage_options)
+            if self.zenflow_optimizer is not None:
+                self.zenflow_optimizer.before_step = self._save_before_step
+            return
+        with self._saves.undisturbed():
+            self._save_now(checkpoint, filepath, storage_options)
+
+    def _save_now(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        if self.model is self.lightning_module:
+            raise MisconfigurationException(
+                f"save_checkpoint({str(filepath)!r}) must come after `fit` has set up the model: DeepSpeed saves weights and states"
+            )
+        try:
+            if self._saves_file(weights_only="optimizer_states" not in checkpoint):
+                self._save_as_file(checkpoint, filepath, storage_options)
+                return
+            client_state = to_save(checkpoint, self.deepspeed_engine)
+            evaluated = self.model
+            if self._trained is not None and self._trained.module is self.lightning_module:
+                # An evaluation after the training has another engine, without optimizer.
+                self.model = self._trained
+            try:
+                if self.model is not evaluated and is_in_pieces(self.lightning_module):
+                    raise MisconfigurationException(
+                        f"save_checkpoint({str(filepath)!r}) must come before or after the evaluation under stage 3: the pieces are its own"
+                    )
+                self._save(filepath, partial(super().save_checkpoint, client_state, storage_options=storage_options))
+            finally:
+                self.model = evaluated
+        except Exception as error:
+            if not self._ends_with_error:
+                raise
+            # `ModelCheckpoint(save_on_exception=True)`: Lightning would raise this error in the place of the one that ended training.
+            rank_zero_warn(f"no checkpoint at {filepath} of the training that ends with an error: {error}")
+
+    def _save_as_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+        has_states = bool(checkpoint.get("optimizer_states"))
+        # The averaged weights are elsewhere then (`WeightAveraging`).
+        weights = checkpoint.get(CURRENT, checkpoint.get("state_dict", {}))
+        handed, self._handed = self._handed, {}
+        state = WholeState(
+            self.deepspeed_engine,
+            # Also after an evaluation, for which Lightning makes another engine.
+            self.zenflow_optimizer,
+            self._optimized,
+            weights,
+            moments=has_states,
+            without_frozen=self.exclude_frozen_parameters,
+            handed=handed,
+        )
+        self._save_file(
+            path,
+            state,
+            lambda: {**checkpoint, **({"optimizer_states": [state.optimizer_state]} if has_states else {})},
+            storage_options,
+        )
+
+    @override
+    @undisturbed
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads a checkpoint, saved by any number of ranks: one file, of this strategy or one for a single device; or a folder, of this
+        strategy or of DeepSpeed's ZeRO, of stage 1, 2 or 3.
+
+        Args:
+            checkpoint_path: path of the checkpoint.
+            weights_only: see `torch.load`; for a file only. None is false: Lightning 2.6 does not hand over what the user gave to `fit` if
+                weights are loaded after the set-up, as here.
+
+        Raises:
+            CheckpointError: the checkpoint is incomplete, or of another model.
+        """
+        assert self.lightning_module is not None
+        module, place = self.lightning_module, place_of(checkpoint_path)
+        self._file = read_file_together(checkpoint_path, self._io_of(place), weights_only=bool(weights_only))
+        if self._file is not None:
+            # Loaded by `load_model_state_dict`, when the module's `on_load_checkpoint` has seen it.
+            self._file.unmap_others(("state_dict", CURRENT, "optimizer_states"))
+            return self._file.content
+        with self._with_trainers_norm():
+            client_state = load_together(self.deepspeed_engine, Path(place), strict=module.strict_loading)
+        if AVERAGED in client_state and module.trainer.state.fn != TrainerFn.FITTING:
+            # As from Lightning's own checkpoints.
+            load_whole(module, client_state[AVERAGED], strict=module.strict_loading)
+        return as_lightning_saved(client_state, module)
+
+    @contextmanager
+    def _with_trainers_norm(self) -> Iterator[None]:
+        """Context in which a checkpoint is loaded. DeepSpeed takes over its largest norm; the Trainer's counts."""
+        optimizer = self.zenflow_optimizer
+        max_norm = 0.0 if optimizer is None else optimizer.clip_grad
+        yield
+        if optimizer is not None:
+            optimizer.clip_grad = max_norm
+
+    @override
+    @undisturbed
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads model and optimizer from the content of a file; a folder's have been loaded by `load_checkpoint`."""
+        saved, self._file = self._file, None
+        if saved is None:
+            return
+        assert self.lightning_module is not None
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        # What the averaged weights were made from, where there are some.
+        weights = saved.entry(CURRENT if fits and checkpoint.get(CURRENT) is not None else "state_dict")
+        states = saved.optimizer_state if fits and "optimizer_states" in checkpoint else None
+        # Before weights are loaded, which updates in flight would overwrite.
+        self.flush()
+        with self._with_trainers_norm():
+            load_file_together(self.deepspeed_engine, saved, weights, states, self._optimized, strict=strict)
+
+    @property
+    def _ends_with_error(self) -> bool:
+        """Whether training ends with an error at present, and callbacks are called for it."""
+        trainer = None if self.lightning_module is None else self.lightning_module.trainer
+        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED and not self._over
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            place = place_of(filepath)
+            try:
+                if (io := self._io_of(place)) is not None:
+                    io.remove_checkpoint(filepath)
+                else:
+                    remove(Path(place))
+            except IsADirectoryError as error:
+                # `ModelCheckpoint` goes on without it, and so do the other ranks.
+                rank_zero_warn(f"nothing was removed: {error}")
