@@ -27,15 +27,14 @@ _CODE = (
     "benchmarks/common/gpt.py",
     "benchmarks/common/trainer.py",
     "benchmarks/peers",
-    *(f"benchmarks/convergence/{name}.py" for name in ("corpus", "glue", "gpt", "initial_weights", "methods")),
-    *(f"benchmarks/convergence/{name}.py" for name in ("optimizers", "run", "threshold_tasks")),
-    "examples/glue_task",
-    "examples/data",
-    "conf/glue.yaml",
+    *(
+        f"benchmarks/convergence/{name}.py"
+        for name in ("corpus", "gpt", "methods", "optimizers", "run", "threshold_tasks")
+    ),
 )
 
 
-STEP_CODE = (*_CODE, "benchmarks/step_time", "benchmarks/gpu")
+STEP_CODE = (*_CODE, "examples/data", "benchmarks/step_time", "benchmarks/gpu")
 """The same for runs on a GPU."""
 
 

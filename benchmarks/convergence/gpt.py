@@ -1,5 +1,8 @@
 """The byte-level GPT: training on Python's standard library, fine-tuning on C headers."""
 
+import fcntl
+import hashlib
+import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from benchmarks.common.gpt import GPT
+from benchmarks.common.trainer import quiet_trainer
 from benchmarks.convergence.corpus import python_library, sha256, to_tensor
-from benchmarks.convergence.initial_weights import PreTraining, pretrainer, trained_once
 from benchmarks.convergence.optimizers import MakeOptimizer, adamw
 
 TRAIN_BYTES = 2_000_000
@@ -34,6 +37,15 @@ class Shape:
     """Bytes in a window."""
     batch: int = 16
     """Windows in a batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreTraining:
+    """Pre-training in 32 bits with torch's AdamW."""
+
+    steps: int
+    lr: float = 2e-3
+    seed: int = 0
 
 
 def warm_up_and_cosine(step: int, steps: int) -> float:
@@ -128,14 +140,24 @@ def untrained(shape: Shape, seed: int) -> GPT:
 
 
 def pretrained(cache: Path, shape: Shape, recipe: PreTraining) -> GPT:
-    """The model trained on Python's standard library, from `cache` if possible."""
+    """The model trained on Python's standard library: once on each machine, then read from the folder `cache`."""
     data = python_library()
     # Biases begin with random numbers too.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model = GPT(vocabulary=256, width=shape.width, heads=shape.heads, layers=shape.layers, context=shape.context)
-    identity = [sha256(data), asdict(shape), asdict(recipe)]
-    trained_once(cache, "gpt", identity, model, lambda: _pretrain(model, to_tensor(data), shape, recipe))
+    identity = [[sha256(data), asdict(shape), asdict(recipe)], torch.__version__]
+    path = cache / f"gpt-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}.pt"
+    cache.mkdir(parents=True, exist_ok=True)
+    # Of concurrent runs one trains and the others wait.
+    with open(cache / "pretraining.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            _pretrain(model, to_tensor(data), shape, recipe)
+            temporary = path.with_suffix(".part")
+            torch.save(model.state_dict(), temporary)
+            temporary.rename(path)
+    model.load_state_dict(torch.load(path))
     return model
 
 
@@ -146,4 +168,5 @@ def _pretrain(model: GPT, data: Tensor, shape: Shape, recipe: PreTraining) -> No
             nn.init.normal_(parameter, std=0.02, generator=generator)
     windows = Windows(data, count=recipe.steps * shape.batch, context=shape.context, seed=recipe.seed)
     module = GptModule(model, lr=recipe.lr, steps=recipe.steps)
-    pretrainer(recipe).fit(module, DataLoader(windows, batch_size=shape.batch))
+    trainer = quiet_trainer(max_steps=recipe.steps, limit_val_batches=0, gradient_clip_val=1.0)
+    trainer.fit(module, DataLoader(windows, batch_size=shape.batch))

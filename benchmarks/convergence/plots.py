@@ -1,4 +1,4 @@
-"""Plots of a setting: training loss, and each method's runs beside AdamW's."""
+"""Plots of a setting whose losses are compared: training loss, and each method's runs beside AdamW's."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,19 +23,15 @@ LINE_STYLES = ("-", "--", ":", "-.", (0, (1, 3)), (0, (5, 4)))
 
 
 def plot(summaries: Sequence[Summary], setting: Setting, path: Path) -> None:
-    """Draws the runs at each method's best learning rate into a PNG file: losses, or the steps until a threshold."""
+    """Draws the runs at each method's best learning rate into a PNG file."""
     shown = [summary for summary in summaries if summary.best]
     if not shown:
         return
     height = 1.3 + 0.26 * len(shown)
-    if setting.measure == "steps":
-        figure = Figure(figsize=(9, height), layout="constrained")
-        _draw_thresholds(figure.subplots(), shown)
-    else:
-        figure = Figure(figsize=(13, 4 + height), layout="constrained")
-        top, bottom = figure.subfigures(2, squeeze=False, height_ratios=(4, height))[:, 0]
-        _draw_curves(top.subplots(), shown)
-        _draw_losses(bottom.subplots(), shown)
+    figure = Figure(figsize=(13, 4 + height), layout="constrained")
+    top, bottom = figure.subfigures(2, squeeze=False, height_ratios=(4, height))[:, 0]
+    _draw_curves(top.subplots(), shown)
+    _draw_losses(bottom.subplots(), shown)
     figure.suptitle(setting.title)
     figure.savefig(path, dpi=100)
 
@@ -66,6 +62,7 @@ def _draw_curves(axes: Axes, shown: Sequence[Summary]) -> None:
 
 
 def _draw_losses(axes: Axes, shown: Sequence[Summary]) -> None:
+    """A row for each method: a dot for each seed, a bar for the mean."""
     baseline = baseline_of(shown) or shown[0]
     reference = mean(map(loss_of, baseline.best))
     values = [[100 * (loss_of(record) / reference - 1) for record in summary.best] for summary in shown]
@@ -73,54 +70,15 @@ def _draw_losses(axes: Axes, shown: Sequence[Summary]) -> None:
     axes.set_xscale("symlog", linthresh=1)
     axes.set_xticks([-10, -1, 0, 1, 10], ["-10", "-1", "0", "+1", "+10"])
     axes.minorticks_off()
-    _draw_rows(axes, shown, values, list(map(mean, values)))
+    for row, (summary, of_row) in enumerate(zip(shown, values, strict=True)):
+        colour = COLOURS[METHODS[summary.method].family]
+        axes.plot(of_row, [row] * len(of_row), color=colour, marker="o", markersize=4, alpha=0.5, linestyle="none")
+        axes.plot([mean(of_row)], [row], color=colour, marker="|", markersize=11, markeredgewidth=2)
+    axes.grid(axis="x", alpha=0.3)
     left, right = axes.get_xlim()
     axes.set_xlim(min(left, -1.1), max(right, 1.1))
     axes.axvline(0, color="black", linewidth=0.5)
-    _name_rows(axes, shown)
-    axes.set(xlabel=f"val. loss to {'AdamW' if baseline.method == BASELINE else METHODS[baseline.method].title}, %")
-
-
-def _draw_thresholds(axes: Axes, shown: Sequence[Summary]) -> None:
-    setting = shown[0].setting
-    values = [[record.steps_to_threshold or math.inf for record in summary.best] for summary in shown]
-    medians = [summary.steps_at(summary.best_lr or 0.0) for summary in shown]
-    axes.set_xscale("log")
-    _draw_rows(axes, shown, values, medians, missing_at=setting.steps)
-    limits = axes.get_xlim()
-    ticks = [n * 10**power for power in (1, 2, 3) for n in (1, 2, 5)]
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.set_xlim(limits)
-    axes.minorticks_off()
-    for summary, steps in zip(shown, medians, strict=True):
-        if summary.method == BASELINE and math.isfinite(steps):
-            axes.axvline(steps, color="black", linewidth=0.5)
-    axes.set(xlabel="steps until the threshold, of each seed, and median (x: not reached)")
-    _name_rows(axes, shown)
-
-
-def _draw_rows(
-    axes: Axes,
-    shown: Sequence[Summary],
-    values: Sequence[Sequence[float]],
-    middles: Sequence[float],
-    missing_at: float = math.inf,
-) -> None:
-    """A row for each method: a dot for each seed, a bar for the mean or median; a cross at `missing_at` for what is infinite."""
-    for row, (summary, of_row, middle) in enumerate(zip(shown, values, middles, strict=True)):
-        colour = COLOURS[METHODS[summary.method].family]
-        finite = [value for value in of_row if math.isfinite(value)]
-        axes.plot(finite, [row] * len(finite), color=colour, marker="o", markersize=4, alpha=0.5, linestyle="none")
-        if math.isfinite(middle):
-            axes.plot([middle], [row], color=colour, marker="|", markersize=11, markeredgewidth=2)
-        if len(finite) < len(of_row) or math.isinf(middle):
-            axes.plot([missing_at], [row], color=colour, marker="x", markersize=6)
-    axes.grid(axis="x", alpha=0.3)
-
-
-def _name_rows(axes: Axes, shown: Sequence[Summary]) -> None:
-    names = [
-        f"{METHODS[summary.method].title} (lr {summary.best_lr:g}, {len(summary.best)} seeds)" for summary in shown
-    ]
+    names = [f"{METHODS[s.method].title} (lr {s.best_lr:g}, {len(s.best)} seeds)" for s in shown]
     axes.set_yticks(range(len(shown)), names, fontsize="small")
     axes.set_ylim(len(shown) - 0.5, -0.5)
+    axes.set(xlabel=f"val. loss to {'AdamW' if baseline.method == BASELINE else METHODS[baseline.method].title}, %")

@@ -39,9 +39,6 @@ class Record:
     train_loss: list[float] = field(default_factory=list)
     val_loss: float | None = None
     """Trained objective on held-out data."""
-    dev_loss_of_labels: float | None = None
-    """GLUE sample: the labels' loss on the development set, whose combinations of words are all new."""
-    dev_accuracy: float | None = None
     steps_to_threshold: int | None = None
     """Steps until the held-out accuracy of a threshold task; None: not reached, or another task."""
     error: str | None = None

@@ -18,13 +18,10 @@ from benchmarks.convergence.summary import Summary, baseline_of, loss_of, summar
 def table(summaries: Sequence[Summary]) -> str:
     """The Markdown table of one setting."""
     baseline = baseline_of(summaries)
-    with_development_set = any(record.dev_accuracy is not None for s in summaries for record in s.best)
     rows = []
     for summary in summaries:
         row = {"method": METHODS[summary.method].title, "name": f"`{summary.method}`"}
         row |= {"best lr": "", "val. loss": "failed", "min..max": "", "to AdamW": "", "seeds": ""}
-        if with_development_set:
-            row |= {"dev. accuracy": "", "dev. loss": ""}
         if summary.best_lr is not None:
             losses = [loss_of(record) for record in summary.best]
             row["best lr"] = f"{summary.best_lr:g}"
@@ -32,12 +29,6 @@ def table(summaries: Sequence[Summary]) -> str:
             row["min..max"] = f"{min(losses):.4f}..{max(losses):.4f}"
             row["seeds"] = str(len(losses))
             row["to AdamW"] = _to(summary, baseline)
-            accuracies = [record.dev_accuracy for record in summary.best if record.dev_accuracy is not None]
-            if accuracies:
-                row["dev. accuracy"] = f"{100 * mean(accuracies):.1f} %"
-            of_labels = [record.dev_loss_of_labels for record in summary.best if record.dev_loss_of_labels is not None]
-            if of_labels:
-                row["dev. loss"] = f"{mean(of_labels):.3f} ({min(of_labels):.3f}..{max(of_labels):.3f})"
         row["mean at each lr"] = _at_each_lr(summary, "{:.4f}", summary.mean_at)
         rows.append(row)
     return markdown(rows)
@@ -115,7 +106,7 @@ def provenance(records: Sequence[Record]) -> str:
 
 
 def write_reports(records: Iterable[Record], folder: Path) -> dict[str, str]:
-    """Writes table and plot of each setting, and the overviews of several; returns the tables by name."""
+    """Writes the table of each setting, the plot where losses are compared, and the overviews of several; returns the tables by name."""
     by_setting: dict[str, list[Record]] = defaultdict(list)
     for spec, record in newest(records).items():
         # Shortened trials are another comparison.
@@ -127,9 +118,10 @@ def write_reports(records: Iterable[Record], folder: Path) -> dict[str, str]:
             runs = by_setting[setting]
             _check_beginnings(setting, runs)
             summaries = by_name[setting] = summarise(runs, SETTINGS[setting])
-            make_table = steps_table if SETTINGS[setting].measure == "steps" else table
-            tables[setting] = f"{make_table(summaries)}\n\n{provenance(runs)}"
-            plot(summaries, SETTINGS[setting], folder / f"convergence_{setting}.png")
+            counts_steps = SETTINGS[setting].measure == "steps"
+            tables[setting] = f"{steps_table(summaries) if counts_steps else table(summaries)}\n\n{provenance(runs)}"
+            if not counts_steps:
+                plot(summaries, SETTINGS[setting], folder / f"convergence_{setting}.png")
     overviews = {name: overview(by_name, methods) for name, methods in OVERVIEWS.items()}
     tables |= {name: text for name, text in overviews.items() if text}
     for name, text in tables.items():

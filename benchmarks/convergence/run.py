@@ -14,8 +14,7 @@ from typing_extensions import override
 from benchmarks.common import provenance
 from benchmarks.common.trainer import quiet_trainer
 from benchmarks.convergence.corpus import c_headers, python_library
-from benchmarks.convergence.gpt import GptModule, Shape, TextData, pretrained, untrained
-from benchmarks.convergence.initial_weights import PreTraining
+from benchmarks.convergence.gpt import GptModule, PreTraining, Shape, TextData, pretrained, untrained
 from benchmarks.convergence.methods import METHODS
 from benchmarks.convergence.records import Record, Spec
 from benchmarks.convergence.settings import SETTINGS
@@ -54,10 +53,6 @@ SMALL = Shape(width=64, layers=2)
 def build(spec: Spec, cache: Path) -> tuple[pl.LightningModule, Any]:
     """Module and data of a run."""
     task, make_optimizer = SETTINGS[spec.setting].task, METHODS[spec.method].make_optimizer
-    if task == "glue":
-        from benchmarks.convergence import glue  # the import of transformers takes seconds
-
-        return glue.build(cache, lr=spec.lr, seed=spec.seed)
     if task in TASKS:
         of_task = TASKS[task]()
         module = ThresholdModule(of_task, lr=spec.lr, make_optimizer=make_optimizer, seed=spec.seed)
@@ -95,18 +90,14 @@ def train(spec: Spec, record: Record, cache: Path) -> None:
     trainer.fit(module, datamodule=data)
     record.seconds = round(time.perf_counter() - start, 2)
     record.train_loss = [round(mean, 5) for mean in losses.means]
-    metrics = trainer.callback_metrics
     if isinstance(module, ThresholdModule):
         record.steps_to_threshold = module.steps_to_threshold
         val_loss = module.held_out_loss
     else:
-        val_loss = float(metrics["held_out_loss"])
+        val_loss = float(trainer.callback_metrics["held_out_loss"])
     if not math.isfinite(val_loss):
         raise FloatingPointError(f"the validation loss is {val_loss}")
     record.val_loss = val_loss
-    if "val/accuracy" in metrics:
-        record.dev_accuracy = float(metrics["val/accuracy"])
-        record.dev_loss_of_labels = float(metrics["development_loss_of_labels"])
     record.final_weights = weights_hash(module)
 
 

@@ -10,9 +10,9 @@ from benchmarks.convergence.methods import ABOUT_DELAY, ABOUT_MOMENTS, WITHOUT_D
 class Setting:
     """A task, its length, and the learning rates of which each method takes its best."""
 
-    task: Literal["gpt", "glue", "small_gpt", "recall", "modular"]
-    """Fine-tuning of a byte-level GPT from Python to C headers; the bundled sample of examples/glue.py; a small byte-level GPT from random
-    weights; or one of `threshold_tasks.TASKS`."""
+    task: Literal["gpt", "small_gpt", "recall", "modular"]
+    """Fine-tuning of a byte-level GPT from Python to C headers; a small byte-level GPT from random weights; or one of
+    `threshold_tasks.TASKS`."""
     steps: int
     """Optimizer steps; with a threshold, at most."""
     lrs: tuple[float, ...]
@@ -33,13 +33,6 @@ SETTINGS = {
         lrs=(2e-3, 4e-3, 8e-3),
         title="byte-level GPT, 400 steps at large learning rates",
         methods=WITHOUT_DELAY,
-    ),
-    "glue": Setting(
-        task="glue",
-        steps=500,
-        lrs=(5e-4, 1e-3, 2e-3),
-        title="examples/glue.py on its bundled sample, from a language model of its sentences",
-        methods=("adamw", "deepspeed_zenflow", "zenflow_s4", "zenflow_auto", *ABOUT_MOMENTS),
     ),
     "delay_small": Setting(
         task="small_gpt",

@@ -96,16 +96,19 @@ def numbers_of(run: Mapping[str, Any]) -> list[list[float]]:
 
 
 def describe(written: Mapping[str, Any]) -> str:
-    """The table of a result file."""
-    rows, run_of = [], {(run["project"], run["method"]): run for run in written["runs"]}
-    for (project, method), run in run_of.items():
-        auto = run_of[project, "auto"]
-        pairs = zip(numbers_of(run), numbers_of(auto), strict=True)
-        columns = ["", "", ""] if method == "auto" else [difference(*pair) for pair in pairs]
-        row = {"project": project if method == "auto" else "", "strategy": method}
-        row |= dict(zip(("losses of fit", "losses of the fit again", "predictions"), columns, strict=True))
-        done = "all" if list(run["parts"]) == list(PARTS) else ", ".join(run["parts"])
-        rows.append({**row, "parts done": done + (f"; {run['error']}" if run["error"] else "")})
+    """The table of a result file: a row for each project, and for each method its differences to `auto`."""
+    run_of = {(run["project"], run["method"]): run for run in written["runs"]}
+    rows = []
+    for project in dict.fromkeys(project for project, _ in run_of):
+        of_methods = {}
+        for method in METHODS:
+            run, auto = run_of[project, method], run_of[project, "auto"]
+            pairs = zip(numbers_of(run), numbers_of(auto), strict=True)
+            cells = [] if method == "auto" else [difference(*pair) for pair in pairs]
+            if list(run["parts"]) != list(PARTS):
+                cells.append(f"parts done: {', '.join(run['parts'])}; {run['error']}")
+            of_methods[method] = ", ".join(cells)
+        rows.append({"project": project, **{name: text for name, text in of_methods.items() if name != "auto" or text}})
     return with_origin(markdown(rows), written, "in the environment of the projects " + ", ".join(written["installed"]))
 
 

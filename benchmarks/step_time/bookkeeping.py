@@ -8,7 +8,7 @@ take no time. `floor` drops the gradients; the time above the floor are calls in
 processes. The model of full width is trained under the floor as well: forward and backward are the model's own step, and bookkeeping
 is shown as a share of it.
 
-Every process computes with `--threads` threads: the trainer beside the worker has that many on two cores. Runs are interleaved, ratios and
+Every process computes with one thread, as the trainer beside the worker does on two cores. Runs are interleaved, ratios and
 differences are formed within a repeat, numbers are medians over the repeats. Prints a table; writes RESULTS/bookkeeping.json and .md.
 """
 
@@ -63,9 +63,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = CommandLine("benchmarks.step_time.bookkeeping", __doc__)
     add = parser.add_argument
     add("--params", type=float, choices=list(SHAPES), default=150e6, help="weights of the model")
-    add("--tokens", type=int, default=16, help="length of a sequence")
     add("--methods", type=list_of(one_of(METHODS, "method")), default=_DEFAULT_METHODS, metavar="NAME,...")
-    add("--threads", type=int, default=1)
     add("--repeats", type=int, default=5)
     add("--steps", type=int, default=200, help="timed steps of the narrow model")
     add("--own-steps", type=int, default=16, help="timed steps of the model of full width")
@@ -85,19 +83,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             device="cpu",
             method=method,
             params=options.params,
-            tokens=options.tokens,
             # Columns are selected, and selected again, in the warm-up.
             warm_up=max(2, steps // 5),
             steps=steps,
             narrow=narrow,
         )
-        return run_process(run, spec, timeout=options.timeout, OMP_NUM_THREADS=str(options.threads)).step_s
+        return run_process(run, spec, timeout=options.timeout, OMP_NUM_THREADS="1").step_s
 
     repeats: list[Repeat] = []
     for _ in range(options.repeats):
         times = {method: step_s(method, narrow=True, steps=options.steps) for method in options.methods}
         repeats.append({**times, _OWN_STEP: step_s("floor", narrow=False, steps=options.own_steps)})
-    model = TimedGpt(steps=1, params=options.params, batch=1, tokens=options.tokens, narrow=True)
+    model = TimedGpt(steps=1, params=options.params, batch=1, tokens=1, narrow=True)
     return {"n_tensors": len(list(model.parameters())), "repeats": repeats}
 
 
