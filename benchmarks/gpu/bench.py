@@ -14,7 +14,7 @@ from benchmarks.common.results import markdown
 from benchmarks.gpu.calls import Calls
 from benchmarks.step_time.methods import METHODS
 from benchmarks.step_time.report import table
-from benchmarks.step_time.run import StepResult, StepSpec, result_of, run
+from benchmarks.step_time.run import StepResult, StepSpec, run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ def report(cases: Mapping[str, Case], calls: Calls) -> str:
 def _sections(cases: Mapping[str, Case], calls: Calls) -> Iterator[str]:
     for name, case in cases.items():
         done = {method: calls.done[key] for method in case.methods if (key := f"{name}/{method}") in calls.done}
-        results = [result_of(result["result"]) for result in done.values() if "result" in result]
+        results = [_parse(result["result"]) for result in done.values() if "result" in result]
         if results:
             text = losses_table(results) if case.losses else table([results])
             about = calls.calls[next(iter(done.values()))["call"]]
@@ -159,6 +159,10 @@ def _sections(cases: Mapping[str, Case], calls: Calls) -> Iterator[str]:
         for method, result in done.items():
             if "error" in result:
                 yield f"{case.title}, {METHODS[method].title}: failed\n\n```\n{result['error'][-1500:]}\n```"
+
+
+def _parse(written: Mapping[str, Any]) -> StepResult:
+    return StepResult(**{**written, "spec": StepSpec(**written["spec"])})
 
 
 def losses_table(results: Sequence[StepResult]) -> str:

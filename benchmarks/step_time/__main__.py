@@ -4,14 +4,16 @@
     python -m benchmarks.step_time --device simulated --params 150e6 --compute-ms 540
     python -m benchmarks.step_time --device simulated --params 150e6 --embedding --methods floor,zero_offload,zenflow_auto
     python -m benchmarks.step_time --device simulated --params 150e6 --asynchronous --methods floor,zero_offload,zenflow_exact
+    python -m benchmarks.step_time --device simulated --params 151e6 --asynchronous --ranks 2 --worker-shares 0.3,0.5,0.7
     python -m benchmarks.step_time --params 151e6 --asynchronous --stage 3 --worker-shares 0.5,0.7,0.8,0.9 --share-of step
     python -m benchmarks.step_time --device cpu --params 150e6 --tokens 16
     python -m benchmarks.step_time --methods floor,zenflow --repeats 1
 
 Runs are interleaved: every method once, then every method again. Numbers are medians over the repeats, ratios are formed within each
 repeat. With `--worker-shares` a first run, whose steps are long, measures the worker's pass, and everything is timed with backward passes
-(or with `--share-of step` with forward and backward passes) of which the pass is such a part. Methods that do not apply to a device are
-not among its defaults, and are refused by name. Prints a table; writes RESULTS/step_time_NAME.json (every step of every run) and .md.
+(or with `--share-of step` with forward and backward passes) of which the pass is such a part; of several ranks the pass of all of them one
+after the other, if they share the workers' cores. Methods that do not apply to a device are not among its defaults, and are refused by
+name. Prints a table; writes RESULTS/step_time_NAME.json (every step of every run) and .md.
 """
 
 import argparse
@@ -29,13 +31,13 @@ from benchmarks.common.cpu_adam import compile_cpu_adam
 from benchmarks.common.processes import run_process
 from benchmarks.common.provenance import with_origin
 from benchmarks.common.results import report
-from benchmarks.step_time.methods import DEVICES, METHODS, OF_STAGE_3
+from benchmarks.step_time.methods import DEVICES, METHODS, OF_RANKS, OF_STAGE_3
 from benchmarks.step_time.models import PART_OF_STEP
 from benchmarks.step_time.report import tables
-from benchmarks.step_time.run import StepResult, StepSpec, result_of, run
+from benchmarks.step_time.run import StepResult, StepSpec, results_of, run
 
 _ALONE_S = 2.0
-"""Seconds that a step computes while the worker's pass is measured."""
+"""Seconds that a step computes while the worker's pass is measured: few jobs of several ranks fall together then."""
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -49,10 +51,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--compute-ms", type=float, default=540.0, help="forward and backward; this and what follows of simulated ones")
     add("--embedding", action="store_true", help="15 %% of the weights are an embedding, whose gradient comes last")
     add("--asynchronous", action="store_true", help="the device computes while the host copies, as a GPU does")
+    add("--ranks", type=int, default=1, help="devices, on this host")
     add("--worker-shares", type=list_of(float), metavar="SHARE,...", help="the worker's pass; replaces --compute-ms")
     add("--share-of", choices=list(PART_OF_STEP), default="backward", help="what --worker-shares are parts of")
     add("--stage", type=int, choices=[2, 3], default=2, help="of ZeRO, for the methods by default")
     add("--pcie", type=float, default=25.0, help="GB/s at which the simulated accelerator fetches parameters")
+    add("--worker-cores", type=list_of(int), default=[], metavar="CORE,...", help="of all ranks' workers")
     add("--methods", type=list_of(one_of(METHODS, "method")), metavar="NAME,...")
     add("--repeats", type=int, default=3)
     add("--steps", type=int, default=24, help="timed steps")
@@ -61,17 +65,24 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--name", help="of the result files; default: device and size")
     parser.add_results()
     options = parser.parse(arguments)
-    options.methods = options.methods or (OF_STAGE_3 if options.stage == 3 else DEVICES[options.device])
+    by_default = OF_STAGE_3 if options.stage == 3 else OF_RANKS if options.ranks > 1 else DEVICES[options.device]
+    options.methods = options.methods or by_default
     for name in options.methods:
         reason = METHODS[name].not_on.get(options.device)
         if reason is not None:
             parser.error(f"--methods {name} does not apply to --device {options.device}: {reason}")
     of_simulated = [name for name in ("embedding", "asynchronous", "worker_shares") if getattr(options, name)]
+    of_simulated += ["ranks"] if options.ranks > 1 else []
     if of_simulated and options.device != "simulated":
         name = of_simulated[0].replace("_", "-")
         parser.error(f"--{name} applies to --device simulated only, got --device {options.device}")
+    if options.ranks > 1 and any(METHODS[name].stage == 3 for name in options.methods):
+        parser.error(
+            f"--ranks must be 1 with methods of stage 3, whose fetches are simulated for one, got {options.ranks}"
+        )
     marks = [name for name in of_simulated if name in ("embedding", "asynchronous")]
     marks += ["stage_3"] if options.stage == 3 else []
+    marks += [f"{options.ranks}_ranks"] if options.ranks > 1 else []
     size = "_".join([f"{options.params / 1e6:g}M", *marks])
     options.name = options.name or f"{options.device}_{size}_{options.batch}x{options.tokens}"
     return options
@@ -88,7 +99,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.worker_shares:
         ours = "zenflow3" if options.stage == 3 else "zenflow_exact"
         alone = run_process(run, _spec(options, ours, 0.0, _ALONE_S), timeout=options.timeout)
-        pass_s, part = median(alone.worker_s), PART_OF_STEP[options.share_of]
+        in_turn = options.ranks / len(options.worker_cores) if options.worker_cores else 1
+        pass_s = max(1.0, in_turn) * median(alone.worker_s)
+        part = PART_OF_STEP[options.share_of]
         computes_s = {share: pass_s / share / part for share in options.worker_shares}
     for repeat in range(options.repeats):
         runs.append([])
@@ -119,15 +132,17 @@ def _spec(options: argparse.Namespace, method: str, worker_share: float, compute
         steps=options.steps,
         embedding=options.embedding,
         asynchronous=options.asynchronous,
+        ranks=options.ranks,
         worker_share=worker_share,
         share_of=options.share_of,
+        worker_cores=options.worker_cores,
         pcie=options.pcie,
     )
 
 
 def describe(written: Mapping[str, Any]) -> str:
     """The tables of a result file."""
-    results = [list(map(result_of, of_repeat)) for of_repeat in written["runs"]]
+    results = results_of(written)
     n_steps = max((len(r.step_s) for of_repeat in results for r in of_repeat), default=0)
     return with_origin(tables(results), written, f"{len(results)} repeats of {n_steps} steps, interleaved")
 

@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch.optim import Optimizer
 
 from benchmarks.peers.deepspeed_zenflow import DeepSpeedZenFlow
+from benchmarks.peers.module_order import ModuleOrder
 from benchmarks.peers.zero_offload import Floor, NoOffload, ZeroOffload
 from lightning_zenflow import ZenFlowStrategy
 
@@ -32,6 +33,8 @@ class StepMethod:
     """Of ZeRO."""
     host_bytes: float | None = None
     """Host memory in bytes a parameter by formula, under stage 3."""
+    has_keys: bool = False
+    """`make_strategy` takes keys of `ZenFlowStrategy` as well."""
     peer: bool = False
     """Another way to offload: its steps are long, and it may need DeepSpeed's compiled CPU optimizer."""
     not_on: Mapping[str, str] = field(default_factory=dict)
@@ -48,6 +51,7 @@ def _zenflow(title: str, *, max_norm: float | None = 1.0, host_bytes: float | No
         make_strategy=partial(ZenFlowStrategy, **keys),
         title=f"ZenFlowStrategy, {title}",
         max_norm=max_norm,
+        has_keys=True,
         stage=keys.get("stage", 2),
         host_bytes=host_bytes,
     )
@@ -97,6 +101,11 @@ METHODS = {
     "zenflow_exact_cores": _zenflow(
         "S=1, d=0, an eighth of the cores for the trainer", pt_reserved_cores_perc=0.125, **_AT_ONCE
     ),
+    "zenflow_module_order": StepMethod(
+        make_strategy=partial(ModuleOrder, topk_ratio=0.05, **_AT_ONCE),
+        title="ZenFlowStrategy, S=1, d=0, ZeRO-2's own order",
+        has_keys=True,
+    ),
     "zenflow_auto": _zenflow("auto"),
     "zenflow_at_once": _zenflow("S=1, d=0, no clipping", max_norm=None, **_AT_ONCE),
     "zenflow_adamw": _zenflow("S=1, d=0, no predicted factor", clip_prediction=False, **_AT_ONCE),
@@ -126,5 +135,7 @@ DEVICES = {
     "cuda": ["none", *_ALWAYS, "torchao", "zenflow_no_provisional"],
 }
 """Device -> methods by default."""
+OF_RANKS = ["floor", "zero_offload", "deepspeed_zenflow", "zenflow_exact", "zenflow_module_order"]
+"""Methods by default on several ranks."""
 OF_STAGE_3 = [name for name, method in METHODS.items() if method.stage == 3 and "simulated" not in method.not_on]
 """Methods by default with `--stage 3`."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import mean, median
 
 from benchmarks.common.results import markdown
+from benchmarks.step_time.arrivals import SHARES
 from benchmarks.step_time.methods import METHODS
 from benchmarks.step_time.models import PART_OF_STEP
 from benchmarks.step_time.run import StepResult
@@ -41,7 +42,7 @@ def _compared(
 
 
 def tables(results: Sequence[Sequence[StepResult]]) -> str:
-    """A table of the methods for each time that the device computes."""
+    """A table of the methods for each time that the device computes; of several ranks the arrival of gradients as well."""
     specs = {r.spec.worker_share: r.spec for of_repeat in results for r in of_repeat}
     parts = []
     for share, spec in specs.items():
@@ -50,7 +51,26 @@ def tables(results: Sequence[Sequence[StepResult]]) -> str:
             takes_ms = 1e3 * PART_OF_STEP[spec.share_of] * spec.compute_s
             parts.append(f"The worker's pass is {share:.0%} of {spec.share_of}, which takes {takes_ms:.0f} ms:")
         parts.append(table(of_share))
+    parts += _arrivals(r for of_repeat in results for r in of_repeat)
     return "\n\n".join(parts)
+
+
+def _arrivals(results: Iterable[StepResult]) -> list[str]:
+    """A table of the part of backward at which each rank's gradients arrive, medians over the runs, under a sentence; or nothing."""
+    runs: dict[tuple[str, int], list[list[float]]] = {}
+    for result in results:
+        for rank, arrivals in enumerate(result.arrivals):
+            runs.setdefault((METHODS[result.spec.method].title, rank), []).append(arrivals)
+    names = ["first" if share == 0 else "last" if share == 1 else f"{share:.0%}" for share in SHARES]
+    rows = [
+        {
+            "method": title,
+            "rank": str(rank),
+            **{name: f"{part:.2f}" for name, part in zip(names, map(median, zip(*of_rank, strict=True)), strict=True)},
+        }
+        for (title, rank), of_rank in sorted(runs.items())
+    ]
+    return ["When a rank's own gradients arrive, as part of backward:", markdown(rows)] if rows else []
 
 
 def table(results: Sequence[Sequence[StepResult]]) -> str:

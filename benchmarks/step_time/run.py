@@ -5,13 +5,14 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 from unittest import mock
 
 import lightning.pytorch as pl
 import psutil
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.zero import stage3
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
@@ -19,6 +20,7 @@ from typing_extensions import override
 
 from benchmarks.common.trainer import quiet_trainer
 from benchmarks.step_time import links
+from benchmarks.step_time.arrivals import ArrivalTimer
 from benchmarks.step_time.copied_bytes import CopyMeter
 from benchmarks.step_time.methods import METHODS
 from benchmarks.step_time.models import COLUMNS, ROWS, SimulatedAccelerator, TimedGpt, TimedModule
@@ -63,11 +65,15 @@ class StepSpec:
     embedding: bool = False
     """This and the next: see `SimulatedAccelerator`."""
     asynchronous: bool = False
+    ranks: int = 1
+    """Simulated accelerators, on this host."""
     worker_share: float = 0.0
-    """The worker's pass, as a part of `share_of`; 0: not measured before the run."""
+    """The worker's pass, with its share of the workers' cores, as a part of `share_of`; 0: not measured before the run."""
     share_of: str = "backward"
     pcie: float = 25.0
     """GB/s at which a simulated accelerator fetches parameters from host memory."""
+    worker_cores: Sequence[int] = ()
+    """Logical cores of all ranks' workers; without any `worker_cores` is `auto`."""
 
     @property
     def total_steps(self) -> int:
@@ -77,7 +83,10 @@ class StepSpec:
 
 @dataclass(kw_only=True)
 class StepResult:
-    """Measurements of one run. Stalls, the worker's time, the schedule and counted sizes are `ZenFlowStrategy`'s only."""
+    """Measurements of one run. Stalls, the worker's time, the schedule and counted sizes are `ZenFlowStrategy`'s only.
+
+    Of several ranks: `stall_s` and `worker_s` are the largest of all, bytes are sums, losses and sizes in model sizes those of rank zero.
+    """
 
     spec: StepSpec
     step_s: list[float] = field(default_factory=list)
@@ -96,6 +105,8 @@ class StepResult:
     """Part of the arena that is page-locked beside a CUDA device."""
     device_bytes: int = 0
     """Peak of allocated device memory in the counted steps; 0 without CUDA."""
+    arrivals: list[list[float]] = field(default_factory=list)
+    """`ArrivalTimer.median` of each rank, where there are several."""
     losses: list[float] = field(default_factory=list)
     """Loss of each step, those that are not counted included."""
     n_params: int = 0
@@ -114,14 +125,12 @@ class StepResult:
         return [n / steps / (self.n_params * _DTYPE_BYTES) for n in n_bytes]
 
 
-def result_of(written: Mapping[str, Any]) -> StepResult:
-    """A run in a result file. Fields that only former commits measured are left out."""
-    spec = StepSpec(**_known(StepSpec, written["spec"]))
-    return StepResult(**{**_known(StepResult, written), "spec": spec})
-
-
-def _known(kind: type[StepSpec] | type[StepResult], written: Mapping[str, Any]) -> dict[str, Any]:
-    return {key.name: written[key.name] for key in fields(kind) if key.name in written}
+def results_of(written: Mapping[str, Any]) -> list[list[StepResult]]:
+    """The runs of each repeat in a result file of `benchmarks.step_time`."""
+    return [
+        [StepResult(**{**values, "spec": StepSpec(**values["spec"])}) for values in of_repeat]
+        for of_repeat in written["runs"]
+    ]
 
 
 def _zenflow_optimizer(trainer: pl.Trainer) -> ZenFlowOptimizer | None:
@@ -144,8 +153,9 @@ def _counted(optimizer: ZenFlowOptimizer, link: links.HostLink) -> tuple[int, in
 class StepTimer(pl.Callback):
     """Times from the end of one step to the end of the next; other measurements are taken outside of the timed steps."""
 
-    def __init__(self, result: StepResult, link: links.HostLink) -> None:
-        self._result, self._link = result, link
+    def __init__(self, result: StepResult, arrivals: ArrivalTimer, link: links.HostLink) -> None:
+        self._result = result
+        self._arrivals, self._link = arrivals, link
         self._first, self._end = result.spec.warm_up, result.spec.warm_up + result.spec.steps
         self._last = _clocks(None)
         self._counted = (0, 0)
@@ -190,6 +200,19 @@ class StepTimer(pl.Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._result.losses = torch.stack(self._losses).tolist()
+        if trainer.world_size > 1:
+            self._result.arrivals = [self._arrivals.median()]
+            self._join_ranks(trainer.world_size)
+
+    def _join_ranks(self, n_ranks: int) -> None:
+        of_ranks: list[Any] = [None] * n_ranks
+        dist.all_gather_object(of_ranks, self._result)
+        for name in ("stall_s", "worker_s"):
+            of_steps = zip(*(getattr(result, name) for result in of_ranks), strict=True)
+            setattr(self._result, name, [max(of_step) for of_step in of_steps])
+        for name in ("arena_bytes", "page_locked_bytes"):
+            setattr(self._result, name, sum(getattr(result, name) for result in of_ranks))
+        self._result.arrivals = [arrivals for result in of_ranks for arrivals in result.arrivals if arrivals]
 
     def _read_zenflow(self, optimizer: ZenFlowOptimizer) -> None:
         schedule = optimizer.parts.jobs.schedule
@@ -244,6 +267,7 @@ def train(spec: StepSpec, strategy: Strategy, **options: Any) -> None:
     module.optimizer_class = method.optimizer
     given: dict[str, Any] = {
         "accelerator": "gpu" if spec.device == "cuda" else "cpu",
+        "devices": spec.ranks,
         "strategy": strategy,
         "precision": "bf16-true",
         "max_steps": spec.total_steps,
@@ -254,8 +278,13 @@ def train(spec: StepSpec, strategy: Strategy, **options: Any) -> None:
 
 def run(spec: StepSpec) -> StepResult:
     """Trains and measures in this process."""
-    result, method = StepResult(spec=spec), METHODS[spec.method]
-    strategy, link = method.make_strategy(), links.HostLink(1e9 * spec.pcie)
+    result, arrivals, method = StepResult(spec=spec), ArrivalTimer(spec.warm_up), METHODS[spec.method]
+    given: dict[str, Any] = {"worker_cores": list(spec.worker_cores)} if method.has_keys and spec.worker_cores else {}
+    if spec.ranks > 1:
+        links.register()
+        given["process_group_backend"] = links.NAME
+    strategy, link = method.make_strategy(**given), links.HostLink(1e9 * spec.pcie)
+    callbacks = [StepTimer(result, arrivals, link), *([arrivals, links.MeanIsOwn()] if spec.ranks > 1 else [])]
     with ExitStack() as stack:
         if spec.device == "simulated" and method.stage == 3:
             config: Any = strategy.config
@@ -265,5 +294,5 @@ def run(spec: StepSpec) -> StepResult:
             stack.enter_context(mock.patch.dict(os.environ, LOCAL_SIZE="1"))
             if offloads_parameters(config):
                 stack.enter_context(link.installed())
-        train(spec, strategy, callbacks=[StepTimer(result, link)])
+        train(spec, strategy, callbacks=callbacks)
     return result

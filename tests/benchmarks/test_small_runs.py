@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common.processes import run_process
-from benchmarks.kernel.__main__ import measure_replay
+from benchmarks.kernel.measure import measure_replay
 from benchmarks.projects import __main__ as projects
 from benchmarks.reliability.__main__ import main as reliability
 from benchmarks.step_time import __main__ as step_time
@@ -29,6 +29,31 @@ def test_step_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert d2h == pytest.approx(1, abs=0.01) and 0.24 < h2d < 1
     text = (tmp_path / "step_time_smoke.md").read_text()
     assert "ZenFlowStrategy, S=4, d=1" in text and "benchmarks.step_time" in text
+
+
+@pytest.mark.slow
+def test_step_time_of_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--device",
+        "simulated",
+        "--params",
+        "13e6",
+        "--asynchronous",
+        "--ranks",
+        "2",
+        "--worker-shares",
+        "0.5,0.1",
+    ]
+    arguments += ["--repeats", "1", "--steps", "4", "--warm-up", "2", "--methods", "zenflow_exact,zenflow_module_order"]
+    assert step_time.main([*arguments, "--results", str(tmp_path), "--name", "ranks"]) == 0, capsys.readouterr().out
+    runs = json.loads((tmp_path / "step_time_ranks.json").read_text())["runs"][0]
+    assert [run["spec"]["method"] for run in runs] == 2 * ["zenflow_exact", "zenflow_module_order"]
+    assert runs[2]["spec"]["compute_s"] == pytest.approx(5 * runs[0]["spec"]["compute_s"])
+    for run in runs:
+        assert len(run["stall_s"]) == 4 and run["counted_sizes"] == pytest.approx([0.5, 0.5], rel=0.01)
+        assert len(run["arrivals"]) == 2 and all(a[0] > 0 and a == sorted(a) and a[-1] < 1 for a in run["arrivals"])
+    # The rank with the first layers has its first gradient when the other one has had all of its own.
+    assert runs[3]["arrivals"][0][0] >= runs[3]["arrivals"][1][-1] > runs[2]["arrivals"][1][0]
 
 
 @pytest.mark.slow
