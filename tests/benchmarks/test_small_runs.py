@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common.processes import run_process
-from benchmarks.kernel.measure import measure_replay
+from benchmarks.kernel.__main__ import measure_replay
 from benchmarks.projects import __main__ as projects
 from benchmarks.reliability.__main__ import main as reliability
 from benchmarks.step_time import __main__ as step_time
@@ -52,8 +52,6 @@ def test_step_time_of_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for run in runs:
         assert len(run["stall_s"]) == 4 and run["counted_sizes"] == pytest.approx([0.5, 0.5], rel=0.01)
         assert len(run["arrivals"]) == 2 and all(a[0] > 0 and a == sorted(a) and a[-1] < 1 for a in run["arrivals"])
-    # The rank with the first layers has its first gradient when the other one has had all of its own.
-    assert runs[3]["arrivals"][0][0] >= runs[3]["arrivals"][1][-1] > runs[2]["arrivals"][1][0]
 
 
 @pytest.mark.slow
