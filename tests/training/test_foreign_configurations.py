@@ -3,11 +3,9 @@
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from typing_extensions import override
 
-from harness import Case, fit
+from harness import Case, fit, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.config import KEYS
 from models import LinearLossModule
@@ -16,20 +14,13 @@ from same_bits import assert_close_to_adamw
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
-STEPS = 5
-"""Batches of DeepSpeed's tests: 20 samples in batches of four."""
-
-INTERVALS = {"auto": ("auto", "auto", "auto"), "steps": ("step", 10, 3), "epochs": ("epoch", 1, 4)}
+INTERVALS = {"auto": ("auto", "auto", "auto", 0), "steps": ("step", 10, 3, 3), "epochs": ("epoch", 1, 4, 0)}
+"""`select_strategy`, `select_interval`, `update_interval` and `full_warm_up_rounds`."""
 
 
-def configuration(
-    intervals: tuple[str, int | str, int | str] = ("step", 1, 1),
-    *,
-    warm_up: int = 0,
-    topk_ratio: float = 0.2,
-) -> dict[str, Any]:
+def configuration(intervals: str = "steps") -> dict[str, Any]:
     """As DeepSpeed's tests/unit/runtime/zenflow/test_zf.py has it."""
-    strategy, select_interval, update_interval = intervals
+    strategy, select_interval, update_interval, warm_up = INTERVALS[intervals]
     return {
         "train_batch_size": 4,
         "gradient_accumulation_steps": 1,
@@ -40,7 +31,7 @@ def configuration(
             "offload_optimizer": {"device": "cpu"},
             "overlap_comm": True,
             "zenflow": {
-                "topk_ratio": topk_ratio,
+                "topk_ratio": 0.01,
                 "select_strategy": strategy,
                 "select_interval": select_interval,
                 "update_interval": update_interval,
@@ -55,73 +46,43 @@ def configuration(
     }
 
 
-class Layers(LinearLossModule):
-    """Two layers of the size of DeepSpeed's test model; the optimizer is the configuration's."""
-
-    def __init__(self, *, width: int = 10) -> None:
-        super().__init__(shapes=((width, width), (width,)) * 2, length=STEPS, ranks_differ=False)
-
-    @override
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0)
-
-
-def assert_trains(config: dict[str, Any], **options: Any) -> None:
-    """Weights are AdamW's, whose first steps are about the learning rate long, within the rounding of bf16."""
-    ours = Layers(**options)
-    trainer = fit(ours, ZenFlowStrategy(config=config), steps=STEPS, precision="bf16-true")
-    assert isinstance(trainer.strategy, ZenFlowStrategy)
-    assert trainer.strategy.zenflow_optimizer is not None
-    # The oracle in float32 with the gradients that bf16 gives.
-    twin = Layers(**options)
-    exact = [torch.nn.Parameter(p.detach().bfloat16().float()) for p in twin.parameters()]
-    optimizer = torch.optim.AdamW(exact, lr=1e-4, weight_decay=0)
-    for step in range(STEPS):
-        for i, p in enumerate(exact):
-            gradient = twin.gradient(i, step, 0, 0)
-            p.grad = None if gradient is None else gradient.bfloat16().float()
-        optimizer.step()
-    master = torch.cat(
-        [p.detach().flatten() for p in trainer.strategy.zenflow_optimizer.single_partition_of_fp32_groups]
-    )
-    expected = torch.cat([p.detach().flatten() for p in exact])
-    torch.testing.assert_close(master[: expected.numel()], expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(("intervals", "warm_up"), [("auto", 0), ("steps", 3), ("epochs", 0)])
-def test_zenflow_single(intervals: str, warm_up: int) -> None:
-    """DeepSpeed selected none of 50 columns at 0.01 once."""
-    assert_trains(configuration(INTERVALS[intervals], warm_up=warm_up, topk_ratio=0.01), width=50)
-
-
-def test_gradients_of_another_type() -> None:
-    config = {**configuration(), "data_types": {"grad_accum_dtype": "fp32"}}
-    with pytest.raises(MisconfigurationException, match="does not support data_types.grad_accum_dtype other than"):
-        fit(Layers(), ZenFlowStrategy(config=config), steps=1, precision="bf16-true")
-
-
-def on_two_ranks(config: dict[str, Any], width: int = 10) -> Case:
-    """The oracle of cases knows the model's optimizer only."""
-    given = {key: value for key, value in config.items() if key != "optimizer"}
+def case_of(intervals: str) -> Case:
+    """Five batches, as DeepSpeed's tests; the oracle knows the model's optimizer only. DeepSpeed selected none of 50 columns at 0.01 once."""
+    given = {key: value for key, value in configuration(intervals).items() if key != "optimizer"}
     unset = dict.fromkeys(KEYS.keys() & Case().keys().keys() - {"worker_cores", "worker_timeout"})
     return Case(
-        model_options={"shapes": ((width, width), (width,)) * 2},
-        steps=STEPS,
+        model_options={"shapes": ((50, 50), (50,)) * 2},
+        steps=5,
         precision="bf16-true",
         strategy_options={**unset, "config": given},
     )
 
 
+@pytest.mark.parametrize("intervals", INTERVALS)
+def test_zenflow_single(intervals: str) -> None:
+    case = case_of(intervals)
+    assert_close_to_adamw(run_here(case), case.adamw())
+
+
 @pytest.mark.slow  # starts processes
 def test_zenflow_distributed() -> None:
-    cases = {name: on_two_ranks(configuration(intervals, warm_up=3)) for name, intervals in INTERVALS.items()}
-    cases["a small ratio"] = on_two_ranks(configuration(topk_ratio=0.01), 50)
+    cases = {name: case_of(name) for name in INTERVALS}
     for name, runs in run_on_ranks(cases).items():
         for run in runs:
             assert_close_to_adamw(run, cases[name].adamw(world_size=2))
 
 
-WITH_AUTO = ("train_batch_size", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "gradient_clipping")
+def test_the_optimizer_of_a_configuration_with_auto_wherever_it_has_a_meaning() -> None:
+    places = ("train_batch_size", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "gradient_clipping")
+    strategy = ZenFlowStrategy(config={**configuration("auto"), **dict.fromkeys(places, "auto")})
+    trainer = fit(LinearLossModule(), strategy, precision="bf16-true", gradient_clip_val=1.0)
+    assert [group["lr"] for group in trainer.optimizers[0].param_groups] == [1e-4]
+
+
+def test_gradients_of_another_type() -> None:
+    config = {**configuration(), "data_types": {"grad_accum_dtype": "fp32"}}
+    with pytest.raises(MisconfigurationException, match="does not support data_types.grad_accum_dtype other than"):
+        fit(LinearLossModule(), ZenFlowStrategy(config=config), steps=1, precision="bf16-true")
 
 
 @pytest.mark.parametrize(
@@ -137,8 +98,3 @@ def test_auto_without_a_meaning(path: str) -> None:
     section[key] = "auto"
     with pytest.raises((MisconfigurationException, ValueError), match=f"{key} must be .* got 'auto'"):
         ZenFlowStrategy(config=config)
-
-
-def test_auto_in_all_places_that_have_one() -> None:
-    config = {**configuration(INTERVALS["auto"]), **dict.fromkeys(WITH_AUTO, "auto")}
-    fit(Layers(), ZenFlowStrategy(config=config), steps=STEPS, precision="bf16-true", gradient_clip_val=1.0)

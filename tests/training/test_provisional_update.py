@@ -25,11 +25,9 @@ pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
 MODELS: dict[str, dict[str, Any]] = {
     "tied weights": {},
-    "non-reentrant checkpointing": {"checkpoint": "non-reentrant"},
     "reentrant checkpointing": {"checkpoint": "reentrant"},
     "tied weights, once in a checkpoint": {"checkpoint": "non-reentrant", "head_in_checkpoint": True},
     "a layer used twice": {"checkpoint": "non-reentrant", "shared": True},
-    "frozen layers": {"frozen": (0, 2)},
     "frozen layers, checkpointing": {"checkpoint": "non-reentrant", "frozen": (1,)},
     "a layer used now and then": {"used_every": 3},
     "a layer never used": {"used_every": 0},
@@ -54,13 +52,9 @@ FREEZING = Case(
     loop="direct",
 ).with_keys(**APPROXIMATE)
 FREEZING_CASES = {
-    "nothing late": replace(FREEZING, topk_ratio=0, update_interval=1, publish_lag=0),
-    "defaults": FREEZING,
     "long lag": replace(FREEZING, update_interval=2, publish_lag=3, flush_after=(5,)),
     "warm-up, reselection": replace(FREEZING, warm_up=3).with_keys(**RESELECTING),
-    "everything on the device": replace(FREEZING, topk_ratio=1),
     "changes of schedule": replace(FREEZING, schedules=((3, 8, 1), (7, 1, 0), (9, 2, 2))).with_keys(**AUTO),
-    "accumulated, bf16": replace(FREEZING, accumulate=3, precision="bf16-true"),
     "between micro-batches": replace(FREEZING, accumulate=3, model_options={"frozen_in": FROZEN_IN, "micro": 1}),
     "nearly everything": replace(FREEZING, model_options={"frozen_in": ALL_BUT_ONE}),
     "layers in turn": case_of(
@@ -74,9 +68,8 @@ FREEZING_CASES = {
 }
 CASES = {
     **{name: case_of(name) for name in MODELS},
-    **{f"{name}, bf16": case_of(name, precision="bf16-true") for name in MODELS if "checkpoint" not in name},
+    **{f"{name}, bf16": case_of(name, precision="bf16-true") for name in ("tied weights", "a layer used now and then")},
     **{f"freezing: {name}": case for name, case in FREEZING_CASES.items()},
-    "freezing: layers in turn, bf16": replace(FREEZING_CASES["layers in turn"], precision="bf16-true"),
 }
 
 
@@ -86,7 +79,7 @@ def test_the_flush_leaves_adamw_on_the_runs_own_gradients(name: str) -> None:
     assert_is_adamw(CASES[name], run_here(CASES[name]))
 
 
-@pytest.mark.parametrize("name", ["frozen layers, checkpointing", "freezing: long lag"])
+@pytest.mark.parametrize("name", ["frozen layers, checkpointing"])
 def test_lightning_gives_the_same_bits(name: str) -> None:
     """Reduced in mid-backward, where late layers' weights are updated while early ones' activations are still to be computed again."""
     buckets = {"reduce_bucket_size": 50, "allgather_bucket_size": 100}
@@ -165,7 +158,7 @@ def test_the_second_moment_is_of_clipped_gradients() -> None:
 
 @pytest.mark.parametrize(
     ("s", "d", "scale"),
-    [(1, 1, "auto"), (1, 2, "auto"), (4, 1, "auto"), (4, 1, 0.5), (2, 2, "auto"), (16, 1, "auto")],
+    [(1, 2, "auto"), (4, 1, 0.5), (16, 1, "auto")],
 )
 def test_a_publish_undoes_no_later_update(s: int, d: int, scale: float | Literal["auto"]) -> None:
     """A weight has all updates since the step that it is exact for: the last d at least, and S - 1 more before its next publish.

@@ -12,7 +12,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero import GatheredParameters
 from test_equivalence import ACCUMULATED, BF16, FLUSHES, MIXED, case_of
-from test_state_on_ranks import State, found
+from test_foreign_state import State, assert_found
 from test_training import CASES as LATE
 from test_training import compare_with_oracle
 from torch import Tensor, nn
@@ -205,14 +205,7 @@ def test_fabric_gives_the_same_bits(runs: Group) -> None:
 
 
 def test_states_and_gradients_of_whole_parameters(runs: Group) -> None:
-    for name, run in (("end", runs["states"][0]), ("middle", runs["states in the middle"][0])):
-        for kind, tensors in zip(
-            ("master", "exp_avg", "exp_avg_sq"), found(runs.folder, name, runs.ranks), strict=True
-        ):
-            assert_same_tensors(tensors, getattr(run, kind), kind)
-    _, wanted, _ = LATE_ONES.fixed_gradients(world_size=runs.ranks)
-    for ours, theirs in zip(found(runs.folder, "gradients", runs.ranks), wanted, strict=True):
-        assert_same_tensors(ours, theirs, "gradient")
+    assert_found(LATE_ONES, runs["states"], runs["states in the middle"][0], runs.folder)
 
 
 @pytest.mark.slow

@@ -106,9 +106,7 @@ def test_the_environment_variable_names_a_yaml_file(
     assert strategy.config.get("bf16") == (deepspeed or {}).get("bf16")
 
 
-@pytest.mark.parametrize(
-    ("config", "clip", "said"), [({"bf16": {}}, None, True), ({"bf16": {}}, 0.5, False), (None, None, False)]
-)
+@pytest.mark.parametrize(("config", "clip", "said"), [({"bf16": {}}, None, True), ({"bf16": {}}, 0.5, False)])
 def test_clipping_that_plain_deepspeed_would_do_is_mentioned(
     config: Any, clip: float | None, said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
