@@ -5,7 +5,8 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from processes import wait_for
 from recorded_device.device import RecordedDevice
 from recorded_device.tensors import CPU, DEVICE
 from recorded_device.watch import recorded_device
-from removed_waits import not_behind
 from same_bits import assert_is_adamw, assert_same_run
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -344,6 +344,15 @@ def test_the_worker_writes_behind_the_last_reads(keys: dict[str, Any]) -> None:
     device, state = record(**keys)
     assert not device.order.races
     assert not any(t.isnan().any() for t in state)
+
+
+@contextmanager
+def not_behind(side: Any, event: Any = None, *, reads: Any = None) -> Iterator[None]:
+    """`SideStream.behind`, in no order."""
+    with side._runtime.on(side._stream):
+        yield
+    if reads is not None:
+        side._runtime.keep_for(side._stream, reads)
 
 
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

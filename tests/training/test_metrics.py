@@ -14,13 +14,16 @@ import lightning.pytorch as pl
 import pytest
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 from torch import Tensor
 
 from harness import fit
 from lightning_zenflow import StallMonitor, ZenFlowStrategy
+from lightning_zenflow.monitor.callbacks import tensorboard_layout
 from lightning_zenflow.monitor.summary import METRICS
 from lightning_zenflow.offload import run_state
 from lightning_zenflow.worker.arena import WORD_BYTES
@@ -113,6 +116,21 @@ def test_mlflow_and_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert wandb.experiment.summary["trainer/global_step"] == 23
     wandb.experiment.finish()
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_the_layout_of_tensorboards_charts(tmp_path: Path) -> None:
+    """Each chart shows one metric of a run that submits in backward, with clipping and selections."""
+    logger = TensorBoardLogger(tmp_path)
+    strategy = fixed(publish_lag=0)
+    fit(SmallNet(length=16), strategy, steps=16, logger=logger, log_every_n_steps=4, gradient_clip_val=1.0)
+    events = EventAccumulator(logger.log_dir).Reload()
+    (event,) = events.Tensors(metadata.CONFIG_SUMMARY_TAG)
+    shown = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    assert [category.title for category in shown.category] == list(tensorboard_layout())
+    for category in shown.category:
+        for chart in category.chart:
+            (tag,) = chart.multiline.tag
+            assert len([name for name in events.Tags()["scalars"] if re.match(tag, name)]) == 1, chart.title
 
 
 def test_skipped_steps(tmp_path: Path) -> None:

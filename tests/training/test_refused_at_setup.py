@@ -151,6 +151,10 @@ OURS: Refused = [
         lambda: fit(Model(), ZenFlowStrategy(stage=3), callbacks=[EMAWeightAveraging()]),
         "EMAWeightAveraging must be absent with stage=3",
     ),
+    (
+        lambda: fit(Model(), ZenFlowStrategy(config={"data_types": {"grad_accum_dtype": "bf16"}})),
+        "does not support data_types.grad_accum_dtype other than",
+    ),
     (lambda: fit(Model(nn.Linear(3, 2).double())), r"part.weight must .* at most 32 bits, got torch.float64"),
 ]
 
@@ -179,3 +183,17 @@ OTHERS: Refused = [
 def test_refused_by_lightning_deepspeed_or_the_machine(refused: Callable[[], Any], message: str) -> None:
     with pytest.raises((MisconfigurationException, NotImplementedError, RuntimeError, ValueError), match=message):
         refused()
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["zero_optimization.stage", "zero_optimization.overlap_comm", "zero_optimization.zenflow.topk_ratio", "optimizer.type",
+     "optimizer.params.lr", "zero_optimization.offload_optimizer.device", "bf16.enabled", "steps_per_print"],
+)  # fmt: skip
+def test_auto_without_a_meaning(path: str) -> None:
+    *folders, key = path.split(".")
+    config: dict[str, Any] = {key: "auto"}
+    for folder in reversed(folders):
+        config = {folder: {"type": "AdamW", **config} if folder == "optimizer" else config}
+    with pytest.raises((MisconfigurationException, ValueError), match=f"{key} must be .* got 'auto'"):
+        ZenFlowStrategy(config=config)

@@ -51,6 +51,8 @@ def test_config_and_keywords(tmp_path: Path) -> None:
 
 DEEPSPEED_JSON = {
     "train_batch_size": 8,
+    "gradient_accumulation_steps": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
     "scheduler": {
         "type": "WarmupLR",
@@ -61,12 +63,14 @@ DEEPSPEED_JSON = {
         "stage": 2,
         "offload_optimizer": {"device": "cpu", "pin_memory": True},
         "zenflow": {
-            "topk_ratio": 0.3,
+            "topk_ratio": 0.01,
             "select_strategy": "auto",
             "select_interval": "auto",
             "update_interval": 1,
             "full_warm_up_rounds": 1,
             "overlap_step": False,
+            "offload": False,
+            "auto_ratio": 0.99,
         },
     },
 }
