@@ -31,18 +31,6 @@ SCHEDULES = ((2, 8, 1), (11, 1, 0), (14, 16, 1), (20, 2, 1), (26, 1, 1), (29, 4,
 CASE = Case(steps=60, max_norm=1.0, topk_ratio=0.3, schedules=SCHEDULES, strategy_options=AUTO)
 
 
-def test_no_older_weights_are_shown_after_a_change_to_no_lag() -> None:
-    """A job of the former lag is in flight when a block's next weights could come up in backward."""
-    exact = {"weight_prediction": 0, "provisional_scale": 0}
-    options = {**AUTO, **exact}
-    case = replace(
-        CASE, steps=12, max_norm=None, topk_ratio=0.0, schedules=((2, 1, 1), (7, 1, 0)), strategy_options=options
-    )
-    late, immediate = run_here(case), run_here(replace(case, schedules=((1, 1, 0),)))
-    for ours, theirs in zip(late.shown[8:], immediate.shown[8:], strict=True):
-        assert_same_tensors(ours, theirs, "the shown weight")
-
-
 @given(
     schedules=st.lists(
         st.tuples(st.integers(2, 40), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, LARGEST_LAG)),
@@ -52,7 +40,7 @@ def test_no_older_weights_are_shown_after_a_change_to_no_lag() -> None:
     warm_up=st.integers(0, 3),
 )
 @example(schedules=[*SCHEDULES], flush_after={12, 15, 27}, warm_up=0)
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_history_of_schedules_changes_a_bit(
     schedules: list[tuple[int, int, int]], flush_after: set[int], warm_up: int
 ) -> None:
@@ -97,12 +85,11 @@ def test_deterministic_runs_repeat_whatever_is_measured(
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("value", [True, "warn"])
-def test_trainers_that_are_deterministic(value: bool | Literal["warn"]) -> None:
+def test_trainers_that_are_deterministic() -> None:
     """Each training asks anew: the strategy keeps what the user has set."""
     strategy, before = ZenFlowStrategy(worker_cores=1), ZenFlowConfig(worker_cores=1)
     torch.use_deterministic_algorithms(False)
-    trainer, model = make_trainer(strategy, deterministic=value, max_steps=2), LinearLossModule(length=4)
+    trainer, model = make_trainer(strategy, deterministic="warn", max_steps=2), LinearLossModule(length=4)
     trainer.fit(model)
     assert strategy.zenflow_config == before.without_measurements()
     torch.use_deterministic_algorithms(False)
@@ -139,13 +126,13 @@ def test_changes_are_logged_and_memory_grows_with_the_interval_only(caplog: pyte
 
 def test_two_ranks_lose_nothing_and_agree() -> None:
     scripted = replace(CASE, strategy_options=ALL_AUTO)
-    cases = {"scripted": scripted, "measured": replace(scripted, steps=120, schedules=())}
+    cases = {"scripted": scripted, "measured": replace(scripted, steps=60, schedules=())}
     runs = run_on_ranks(cases)
     for name, case in cases.items():
         assert_is_adamw(case, *runs[name])
     ours, theirs = runs["measured"]
     assert ours.schedules == theirs.schedules
-    assert len(ours.schedules) == 120
+    assert len(ours.schedules) == 60
 
 
 def test_times_of_other_work_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

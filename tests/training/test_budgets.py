@@ -94,11 +94,10 @@ def cost_of(case: Case, sizes: Sizes) -> Cost:
     return cost
 
 
-SCHEDULES = [(4, 1), (1, 0), *(pytest.param(s, d, marks=pytest.mark.slow) for s, d in ((1, 1), (2, 2)))]
-
-
-@pytest.mark.parametrize(("s", "d"), SCHEDULES)
-@pytest.mark.parametrize("room", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["room", "no_room"])
+@pytest.mark.parametrize(
+    ("s", "d", "room"),
+    [(4, 1, True), (1, 0, True), *(pytest.param(s, d, False, marks=pytest.mark.slow) for s, d in ((1, 1), (2, 2)))],
+)
 def test_a_settled_window(s: int, d: int, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's bytes and the words down in each step; up the model's bytes once, and what is read back.
 

@@ -1,7 +1,7 @@
 """A device that runs behind the host, recorded: nothing races, nothing waits, and planted errors are found."""
 
 import itertools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -56,10 +56,7 @@ class UsedEarly(TiedNet):
 FIXED, NETWORK = (on_this_machine(RACES[name]) for name in ("fixed gradients", "a network"))
 CASES = {
     **{name: on_this_machine(case) for name, case in RACES.items()},
-    "S=1, d=1": replace(NETWORK, update_interval=1),
-    "S=2, d=0": replace(NETWORK, update_interval=2, publish_lag=0),
     "S=2, d=3, accumulated": replace(FIXED, update_interval=2, publish_lag=3, accumulate=2),
-    "flushes": replace(NETWORK, flush_after=(5, 6, 11)),
     # Where nothing is in flight but what is published, a flush has no publish buffer to wait for before it exports anew.
     "flushes, one step late": replace(NETWORK, update_interval=1, flush_after=(5, 6, 7)).with_keys(
         weight_prediction=0, provisional_scale=0
@@ -119,25 +116,17 @@ def record(case: Case, *, events_are_reached: bool = False) -> RecordedDevice:
     return device
 
 
-def marked(names: Iterable[str], *, fast: Collection[str]) -> list[Any]:
-    """The names as parameters, all but the fast ones slow; .ci/run has both."""
-    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
-
-
 @pytest.mark.parametrize(
     "events_are_reached", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["late", "early"]
 )
-@pytest.mark.parametrize("name", marked(CASES, fast=FAST))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES])
 def test_every_access_is_ordered(name: str, events_are_reached: bool) -> None:
     assert not record(CASES[name], events_are_reached=events_are_reached).order.races
 
 
-@pytest.mark.parametrize(
-    "name", marked(["fixed gradients", "a network", "a layer used now and then"], fast=("a network",))
-)
-def test_without_room_for_gradients_on_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_for_gradients_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provisional_update, "has_room", lambda *_: False)
-    device = record(CASES[name])
+    device = record(NETWORK)
     assert not device.order.races
     assert any(o.kind == "h2d" and o.place == "device.to_device" for o in device.order.operations)
 
@@ -240,10 +229,7 @@ def test_gradients_that_are_read_have_arrived() -> None:
     assert not record(replace(NETWORK, steps=3, callbacks=(ReadsGradients(),))).order.races
 
 
-QUIET = ["fixed gradients", "submitted in backward", "accumulated on the host", "S=2, d=0"]
-
-
-@pytest.mark.parametrize("name", marked(QUIET, fast=("fixed gradients", "submitted in backward")))
+@pytest.mark.parametrize("name", ["fixed gradients", "submitted in backward"])
 def test_a_step_does_not_wait(name: str) -> None:
     """Neither selecting nor synchronous; a flush and a selection are waited for."""
     case = CASES[name].with_keys(select_interval=0)
@@ -291,19 +277,15 @@ class SecondProducer(pl.Callback):
         optimizer.process_gradients, optimizer.independent_gradient_partition_epilogue = on_its_stream, epilogue
 
 
-@pytest.mark.parametrize("name", ["fixed gradients", "a network", "submitted in backward", "accumulated"])
+@pytest.mark.parametrize("name", ["fixed gradients", "submitted in backward"])
 def test_a_bucket_is_refilled_behind_its_copies_to_the_host(name: str) -> None:
     """Also from a stream that does not wait for the one of the reduction."""
     assert not record(replace(CASES[name], callbacks=(SecondProducer(),))).order.races
 
 
-LARGE = ("fixed gradients", "a network", "submitted in backward", "accumulated on the host")
-
-
-@pytest.mark.parametrize("name", marked(LARGE, fast=("a network",)))
-def test_gradients_larger_than_a_bucket_are_kept_for_their_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_larger_than_a_bucket_are_kept_for_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a wait: they have memory of their own, which is not used again before."""
-    case = replace(CASES[name], callbacks=(SecondProducer(),), steps=6).with_keys(reduce_bucket_size=10)
+    case = replace(NETWORK, callbacks=(SecondProducer(),), steps=6).with_keys(reduce_bucket_size=10)
     assert not record(case).order.races
     monkeypatch.setattr(RecordedRuntime, "keep_for", lambda *_: None)
     assert record(case).order.races

@@ -201,7 +201,6 @@ READERS: dict[str, Callable[[Any], Tensor]] = {
     "GatheredParameters": gathered,
     "all_gather": gathered_alone,
     "the piece": lambda weight: weight.ds_tensor + 0,
-    "in a list": lambda weight: torch.cat([weight.ds_tensor]),
     "by keyword": lambda weight: torch.clone(input=weight.ds_tensor),
     "safe_get_full_fp32_param": safe_get_full_fp32_param,
 }
@@ -267,26 +266,6 @@ def test_interrupted_forward_passes(stride: int) -> None:
     assert sum(whole) > 0.8 * len(whole) > 200 / stride
 
 
-class Reversed(Deep):
-    """One step uses the layers in another order."""
-
-    @override
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        layers = self.layers
-        self.layers = nn.ModuleList(reversed(layers)) if batch_idx == STEPS - 2 else layers
-        loss = super().training_step(batch, batch_idx)
-        self.layers = layers
-        return loss
-
-
-def test_what_was_prefetched_in_vain_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = fit(model=Reversed(), offload_parameters=False)
-    worker = SleepingWorker()
-    with worker.sleeps(monkeypatch):
-        model = fit(worker, model=Reversed())
-    assert model.losses == expected.losses
-
-
 class Fails(Deep):
     """Fails in the middle of the last forward pass, when the next layers are being prefetched."""
 
@@ -348,7 +327,7 @@ class FailsBefore(pl.Callback):
             raise ValueError("before a forward pass")
 
 
-@pytest.mark.parametrize("where", ["in a forward pass", "in a gather", "before a forward pass", "on the device"])
+@pytest.mark.parametrize("where", ["in a gather", "before a forward pass", "on the device"])
 def test_nothing_stays_gathered_after_an_error(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And weights in host memory are those of the last whole step, which the worker had not written all."""
     expected, worker, model = weights_of(fit(max_steps=STEPS - 1)), SleepingWorker(), Fails()

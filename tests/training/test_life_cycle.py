@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import deepspeed
 import lightning.pytorch as pl
@@ -42,21 +42,16 @@ def linear() -> LinearLossModule:
     return LinearLossModule(shapes=TINY)
 
 
-@pytest.mark.parametrize("same_trainer", [False, True])
-def test_fit_twice(same_trainer: bool) -> None:
+def test_fit_twice() -> None:
     """A second fit starts from the weights that the first one left, with fresh moments and hooks."""
     model = linear()
     trainer = fit(model, steps=4)
     middle = snapshot(model)
-    if same_trainer:
-        trainer.fit_loop.epoch_loop.max_steps = 10
-        trainer.fit(model)
-    else:
-        fit(model, steps=10)
+    trainer.fit_loop.epoch_loop.max_steps = 10
+    trainer.fit(model)
     # The data is a function of `global_step`, which goes on in the same trainer.
     _, gradients, groups = replace(CASE, steps=10).fixed_gradients()
-    first = 4 if same_trainer else 0
-    exact = adamw_reference(middle, gradients[first:], groups[: 10 - first]).weights
+    exact = adamw_reference(middle, gradients[4:], groups[:6]).weights
     for a, b in zip(snapshot(model), exact, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-6, atol=1e-6)
 
@@ -151,12 +146,11 @@ def test_the_environment_is_left_as_it_was(given: dict[str, str], monkeypatch: p
         assert {name: os.environ[name] for name in names if name in os.environ} == given
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_no_program_is_looked_for(stage: Literal[2, 3], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_program_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of PATH that the user may not read is no error. One with a file that is no program has the same, for root too."""
     (tmp_path / "numactl").touch()
     monkeypatch.setenv("PATH", str(tmp_path))
-    run_here(replace(CASE, stage=stage))
+    run_here(replace(CASE, stage=3))
 
 
 @dataclass
@@ -204,7 +198,7 @@ def test_nothing_remains_when_steps_are_interrupted(error: type[BaseException], 
     fit(model, steps=4)
 
 
-@pytest.mark.parametrize(("at", "steps"), [("the start", 0), ("validation", 2), ("no time", 2)])
+@pytest.mark.parametrize(("at", "steps"), [("validation", 2), ("no time", 2)])
 def test_an_exact_state_remains_when_fit_ends(at: str, steps: int, tmp_path: Path) -> None:
     """It can be saved, and trained further; slots and buffers are gone."""
     ends = Ends(at)

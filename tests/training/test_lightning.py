@@ -218,11 +218,6 @@ PLATEAU = scheduled(lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.3, thre
 PRUNING: dict[str, Any] = {"parameter_names": ["weight"], "amount": 0.3, "use_lottery_ticket_hypothesis": False}
 ACCUMULATED = {"max_epochs": 3, "accumulate_grad_batches": 3, "gradient_clip_val": 0.1}
 LOOPS: dict[str, tuple[Callable[[Any], dict[str, Any]], Callable[[], Any], dict[str, Any]]] = {
-    "limited epochs of a dict": (
-        EVERY_EPOCH,
-        lambda: {"a": epoch_of(), "b": epoch_of()},
-        {"max_epochs": 3, "limit_train_batches": 0.5},
-    ),
     "max_steps in mid-epoch, without batches": (
         lambda optimizer: {**scheduled(lr_scheduler.ExponentialLR, 0.8)(optimizer), "frequency": 2},
         lambda: DataLoader(range(4), batch_size=None),
@@ -245,7 +240,6 @@ LOOPS: dict[str, tuple[Callable[[Any], dict[str, Any]], Callable[[], Any], dict[
     ),
     "no loader at all": (EVERY_EPOCH, lambda: range(4), {"max_epochs": 2, "barebones": True}),
     "no steps": (EVERY_EPOCH, epoch_of, {"max_steps": 0}),
-    "overfitted": (EVERY_EPOCH, epoch_of, {"max_epochs": 3, "overfit_batches": 2}),
     "a short test run": (CYCLE, epoch_of, {"fast_dev_run": 2}),
     # The module has the pruned weights after `fit`; without `make_pruning_permanent` it keeps the masks.
     **{
@@ -296,22 +290,3 @@ def test_learning_rate_monitor(tmp_path: Path) -> None:
         theirs.last_weight_decay_values,
         {"lr-AdamW/pg1", "lr-AdamW/pg2"},
     )
-
-
-class OwnHooks(Net):
-    """Changes the learning rate after the step by hand; its clipping hook is not what clips: `gradient_clip_val` is."""
-
-    @override
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        optimizer.step(closure=optimizer_closure)
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.9
-
-    @override
-    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
-        """Does nothing."""
-
-
-def test_the_modules_own_hooks() -> None:
-    options = {"max_epochs": 2, "gradient_clip_val": 0.01}
-    compare(lambda: OwnHooks(scheduler=EVERY_EPOCH), lambda: dict(options), others=("plain",))

@@ -30,9 +30,7 @@ EXACT: dict[str, Any] = {"update_interval": 1, "publish_lag": 0, "topk_ratio": 0
 LATE: dict[str, Any] = {"update_interval": 4, "publish_lag": 1, "topk_ratio": 0.3}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "S = 1": (EXACT, {}),
-    "clipped": ({**EXACT, "clip_prediction": False}, {"gradient_clip_val": 0.05}),
     "small buckets": ({**EXACT, "reduce_bucket_size": 500}, {}),
-    "micro-batches": (EXACT, {"accumulate_grad_batches": 2}),
     "micro-batches in host memory": ({**EXACT, "accumulate_on": "host"}, {"accumulate_grad_batches": 2}),
     "stage 3": ({**EXACT, "stage": 3}, {}),
     "parameters on the host": ({**EXACT, "stage": 3, "offload_parameters": True}, {}),

@@ -35,11 +35,9 @@ def in_stage_3(case: Case, **options: Any) -> Case:
 OF_ADAMW = {
     name: in_stage_3(case)
     for name, case in {
-        "S=1, d=0": case_of("fp32", 0, 1, 0),
         "S=1, d=0, clipped": case_of(BF16, 0, 1, 0),
         "S=4, d=1, top-k": case_of("fp32", 0.05, 4, 1).with_keys(reduce_bucket_size=400),
         "S=4, d=1, top-k, flushes": case_of(BF16, 0.05, 4, 1, **FLUSHES),
-        "S=1, d=0, accumulated": case_of(ACCUMULATED, 0, 1, 0),
         "bf16-mixed, Adam": case_of(MIXED, 0.5, 4, 1),
         "everything": case_of(ACCUMULATED, 0.3, 4, 2, flush_after=(5,)).with_keys(**EVERYTHING),
         "changes of schedule": case_of(
@@ -49,7 +47,6 @@ OF_ADAMW = {
         "freezing": case_of("fp32", 0.3, 4, 1, model_options={"frozen_in": {0: (2, 4), 3: (3, 100)}}).with_keys(
             **EVERYTHING
         ),
-        "bf16 moments": case_of("fp32", 0, 1, 0).with_keys(moments_dtype="bfloat16"),
         "int8 moments": case_of("fp32", 0, 1, 0).with_keys(moments_dtype="int8"),
         "int8 moments, tiny": case_of("fp32", 0, 1, 0, model_options={"shapes": ((2, 1), (1,))}).with_keys(
             moments_dtype="int8"
@@ -57,7 +54,7 @@ OF_ADAMW = {
     }.items()
 }
 LATE_ONES = OF_ADAMW["S=4, d=1, top-k"]
-STEP_BY_STEP = {name: in_stage_3(LATE[name]) for name in ("defaults", "flushes", "in backward")}
+STEP_BY_STEP = {name: in_stage_3(LATE[name]) for name in ("flushes", "in backward")}
 
 FP16 = Case(precision="16-true", topk_ratio=0, update_interval=1, publish_lag=0, stage=3)
 """Its first steps overflow. The gradients of this model do not depend on the weights."""
@@ -68,7 +65,6 @@ NETWORK = Case(model="TiedNet", optimizer=SLOW, steps=20, topk_ratio=0, update_i
 PLAIN = {
     "tied weights": NETWORK,
     "clipped": replace(NETWORK, max_norm=0.3).with_keys(optimizer_in_backward=False),
-    "checkpointing": replace(NETWORK, model_options={"checkpoint": "non-reentrant"}),
     "convolution, embedding": replace(NETWORK, model="SmallNet"),
 }
 RESUMED = {
@@ -211,7 +207,7 @@ def test_states_and_gradients_of_whole_parameters(runs: Group) -> None:
 @pytest.mark.slow
 def test_four_ranks() -> None:
     """More than one piece of a parameter may be padding."""
-    names, plain = ("S=1, d=0", "S=4, d=1, top-k", "tiny"), PLAIN["tied weights"]
+    names, plain = ("S=4, d=1, top-k", "tiny"), PLAIN["tied weights"]
     runs = run_on_ranks(
         {**{name: OF_ADAMW[name] for name in names}, "ours": plain, "plain": replace(plain, stock=True)}, ranks=4
     )
