@@ -194,6 +194,9 @@ def schedules(draw: st.DrawFn) -> Case:
         publish_lag=draw(st.integers(0, 4)),
         loop="direct",
     )
+    if draw(st.integers(0, 3)) == 0:
+        case = replace(case, topk_ratio=0, update_interval=1, publish_lag=0, strategy_options={"in_place": True})
+        return case.with_keys(**{key: keys[key] for key in keys if key in ("accumulate_on", "optimizer_in_backward")})
     change = st.tuples(st.integers(1, 12), st.sampled_from([1, 2, 4, 8]), st.integers(0, LARGEST_LAG))
     changes = draw(st.lists(change, max_size=3))
     if changes and keys.get("overlap_step", True):

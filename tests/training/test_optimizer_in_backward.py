@@ -19,11 +19,7 @@ FREEZING = replace(CASE, model="LinearLossModule", model_options={"frozen_in": {
 NOTHING_LATE = {
     "TiedNet": CASE,
     "no gradient": replace(CASE, model="LinearLossModule"),
-    "accumulated": replace(CASE, accumulate=3),
-    "accumulated on the host": replace(CASE, accumulate=2).with_keys(accumulate_on="host"),
     "checkpointing": replace(CASE, model_options={"checkpoint": "non-reentrant", "head_in_checkpoint": True}),
-    "frozen and unfrozen": FREEZING,
-    "a layer used now and then": replace(CASE, model_options={"used_every": 3}),
     "never finite": replace(CASE, model="LinearLossModule", model_options={"factors": {4: math.nan, 6: math.inf}}),
 }
 LATE = {
@@ -39,8 +35,6 @@ CLIPPED_CASE = replace(CASE, model="LinearLossModule", max_norm=0.5)
 INFINITE = {"not_finite": {(4, 0): math.inf}}
 CLIPPED = {
     "clipped": CLIPPED_CASE,
-    "S=4": replace(CLIPPED_CASE, update_interval=4, steps=14),
-    "clipped, flushes": replace(CLIPPED_CASE, flush_after=(3, 4, 8)),
     "not finite": replace(CLIPPED_CASE, model_options={"not_finite": {(4, 0): math.nan, (6, 1): math.inf}}),
     "not finite, not clipped": replace(CLIPPED_CASE, max_norm=None, model_options=INFINITE),
     "clipped, changes of schedule": replace(LATE["changes of schedule"], model="LinearLossModule", max_norm=0.5),

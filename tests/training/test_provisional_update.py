@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from direct_step import direct_step
-from harness import APPROXIMATE, AUTO, RESELECTING, Case, Run, fit, run_here
+from harness import APPROXIMATE, AUTO, Case, Run, fit, run_here
 from lightning_zenflow.core.schedule import StalenessCompensation, UpdateSchedule
 from lightning_zenflow.kernels.factored import SecondMoment, factored_step_
 from models import SHAPES
@@ -53,7 +53,6 @@ FREEZING = Case(
 ).with_keys(**APPROXIMATE)
 FREEZING_CASES = {
     "long lag": replace(FREEZING, update_interval=2, publish_lag=3, flush_after=(5,)),
-    "warm-up, reselection": replace(FREEZING, warm_up=3).with_keys(**RESELECTING),
     "changes of schedule": replace(FREEZING, schedules=((3, 8, 1), (7, 1, 0), (9, 2, 2))).with_keys(**AUTO),
     "between micro-batches": replace(FREEZING, accumulate=3, model_options={"frozen_in": FROZEN_IN, "micro": 1}),
     "nearly everything": replace(FREEZING, model_options={"frozen_in": ALL_BUT_ONE}),

@@ -13,8 +13,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from test_offload_parameters import on_host
-from test_stage_3 import NETWORK, Sharded
+from test_stage_3 import NETWORK, Sharded, on_host
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from typing_extensions import override
