@@ -13,6 +13,7 @@ from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 from typing_extensions import override
 
+from between_steps import At
 from gpu_cases import RACES, optimizer_of
 from harness import AUTO, EVERYTHING, Case, run_here
 from lightning_zenflow.core.device import SideStream, runtime_of
@@ -25,7 +26,7 @@ from rank_processes import run_on_ranks
 from recorded_device.device import RecordedDevice, RecordedEvent, RecordedRuntime
 from recorded_device.recording import StepEnds
 from recorded_device.watch import recorded_device
-from same_bits import assert_same_run, assert_same_state
+from same_bits import assert_same_run
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
@@ -216,17 +217,9 @@ def test_a_late_fetch_on_another_stream_is_found(late_fetches: list[Any], monkey
     assert record(replace(ON_HOST, steps=4)).order.races
 
 
-class ReadsGradients(pl.Callback):
-    """Reads whole gradients, which are on their way to the host."""
-
-    @override
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, _: Any) -> None:
-        for parameter in pl_module.parameters():
-            safe_get_full_grad(parameter)
-
-
-def test_gradients_that_are_read_have_arrived() -> None:
-    assert not record(replace(NETWORK, steps=3, callbacks=(ReadsGradients(),))).order.races
+def test_whole_gradients_that_are_read_have_arrived() -> None:
+    read = At("on_before_optimizer_step", lambda t: [safe_get_full_grad(p) for p in t.lightning_module.parameters()])
+    assert not record(replace(NETWORK, steps=3, callbacks=(read,))).order.races
 
 
 @pytest.mark.parametrize("name", ["fixed gradients", "submitted in backward"])
@@ -236,19 +229,6 @@ def test_a_step_does_not_wait(name: str) -> None:
     operations = record(case).order.operations
     ends = [i for i, o in enumerate(operations) if o.kind == "step"]
     assert [o for o in operations[ends[3] : ends[-1]] if o.kind == "host wait" and o.place] == []
-
-
-def test_fp16_with_a_dynamic_loss_scale_is_exact_in_the_state() -> None:
-    """Its first steps overflow. The gradients of this model do not depend on the weights."""
-    case = replace(FIXED, model="LinearLossModule", model_options={}, precision="16-true", topk_ratio=0.0)
-    case = replace(case, update_interval=1, publish_lag=0, strategy_options={"reduce_bucket_size": 200})
-    runs = []
-    for in_backward in (True, False):
-        with recorded_device() as device:
-            runs.append(run_here(case.with_keys(optimizer_in_backward=in_backward)))
-        assert not device.order.races
-    assert_same_state(*runs)
-    assert runs[0].skipped > 0
 
 
 class SecondProducer(pl.Callback):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
+from between_steps import At
 from harness import make_trainer
 from interrupts import Interrupt
 from lightning_zenflow import ZenFlowStrategy
@@ -318,13 +319,10 @@ def gathers_once_less(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(partition_parameters, "_no_gather_coalesced", cut)
 
 
-class FailsBefore(pl.Callback):
-    """Fails before the last forward pass."""
-
-    @override
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
-        if index == STEPS - 1:
-            raise ValueError("before a forward pass")
+def fail_before(trainer: pl.Trainer) -> None:
+    """Before the last forward pass."""
+    if trainer.global_step == STEPS - 1:
+        raise ValueError("before a forward pass")
 
 
 @pytest.mark.parametrize("where", ["in a gather", "before a forward pass", "on the device"])
@@ -334,7 +332,7 @@ def test_nothing_stays_gathered_after_an_error(where: str, monkeypatch: pytest.M
     ends = Ends(worker)
     if where == "in a gather":
         gathers_once_less(monkeypatch)
-    before = [FailsBefore()] if where == "before a forward pass" else []
+    before = [At("on_train_batch_start", fail_before)] if where == "before a forward pass" else []
     with worker.sleeps(monkeypatch), pytest.raises(ValueError, match="in a gather|a forward pass"):
         fit(worker, ends, *before, model=model, offload_parameters=where != "on the device")
     assert set(ends.statuses) == {ZeroParamStatus.NOT_AVAILABLE}

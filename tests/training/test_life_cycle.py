@@ -23,6 +23,7 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor, nn
 from typing_extensions import override
 
+from between_steps import At
 from harness import Case, fit, make_trainer, run_here, snapshot, workers
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.worker.memory import HOST_MEMORY
@@ -116,18 +117,16 @@ def test_a_training_that_is_collected_leaves_the_next_one_as_it_is() -> None:
     """DeepSpeed's engine is destroyed once more by its collection, when the next training may have replaced torch's functions."""
     strategy, during = ZenFlowStrategy(**STAGES["3"]), []
 
-    class Collects(pl.Callback):
-        @override
-        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            strategies.clear()
-            gc.collect()
-            during.append(torch.nn.functional.linear)
+    def collect(_: pl.Trainer) -> None:
+        strategies.clear()
+        gc.collect()
+        during.append(torch.nn.functional.linear)
 
     before = torch.nn.functional.linear
     fit(Wide(), strategy, steps=1)
     strategies = [strategy]
     del strategy
-    fit(Wide(), ZenFlowStrategy(**STAGES["3"]), steps=2, callbacks=[Collects()])
+    fit(Wide(), ZenFlowStrategy(**STAGES["3"]), steps=2, callbacks=[At("on_train_batch_start", collect)])
     assert during == [zero3_linear_wrap] * 2 and torch.nn.functional.linear is before
 
 
@@ -280,32 +279,25 @@ def test_an_error_of_one_rank_at_setup_is_raised_on_all() -> None:
         assert re.search(f"(Error|Exception): rank 1: .*{message}", other.error)
 
 
-class Forks(pl.Callback):
-    """Forks a child in the third step, which leaves by `sys.exit`."""
-
-    def __init__(self) -> None:
-        self.child = 0
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 3:
-            self.child = os.fork()
-            if self.child == 0:
-                sys.exit(7)
-
-
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["2", "3, in host memory"])
 def test_a_child_leaves_a_training_by_an_exit(stage: str) -> None:
     """It neither ends the worker nor reads memory that it does not have; the training goes on."""
-    parent, forks = os.getpid(), Forks()
+    parent, children = os.getpid(), list[int]()
+
+    def fork(trainer: pl.Trainer) -> None:
+        if trainer.global_step == 3:
+            children.append(os.fork())
+            if children[0] == 0:
+                sys.exit(7)
+
     try:
-        trainer = fit(Wide(), ZenFlowStrategy(**STAGES[stage]), steps=5, callbacks=[forks])
+        trainer = fit(Wide(), ZenFlowStrategy(**STAGES[stage]), steps=5, callbacks=[At("on_train_batch_end", fork)])
     except SystemExit as end:
         os._exit(end.code if os.getpid() != parent else 1)  # type: ignore[arg-type]
     finally:
         if os.getpid() != parent:
             os._exit(1)
-    _, status = os.waitpid(forks.child, 0)
+    _, status = os.waitpid(children[0], 0)
     assert os.waitstatus_to_exitcode(status) == 7
     assert trainer.global_step == 5
 

@@ -19,16 +19,16 @@ import safetensors.torch
 import torch
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import set_z3_leaf_module
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 from typing_extensions import override
 
 from as_before import assert_as_before, looks
+from between_steps import At
+from fabric_runs import set_up, train_step
 from harness import Case, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
 from lightning_zenflow.deepspeed.user_optimizer import UsersOptimizer
-from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
 from lightning_zenflow.worker.memory import HOST_MEMORY
 from networks import TiedNet
 from rank_processes import run_on_ranks
@@ -60,34 +60,14 @@ class Owned(TiedNet):
         self.calls += 1
 
 
-class Plain(nn.Module):
-    """As `Owned`; Lightning's own modules refer to Fabric, under every strategy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        owned = Owned()
-        self.ds_train = owned.ds_train
-        self.embedding, self.layers, self.head = owned.embedding, owned.layers, owned.head
-
-    @override
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = x + layer(x)
-        loss: Tensor = self.head(x).square().mean()
-        return loss
-
-
-class Stops(pl.Callback):
+def stops(error: type[BaseException]) -> At:
     """Ends a training with an error in its third step."""
 
-    def __init__(self, error: type[BaseException]) -> None:
-        self.error = error
-
-    @override
-    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
+    def stop(trainer: pl.Trainer) -> None:
         if trainer.global_step == 2:
-            raise self.error("in the middle")
+            raise error("in the middle")
+
+    return At("on_before_optimizer_step", stop)
 
 
 def assert_usable(model: nn.Module, folder: Path) -> None:
@@ -136,14 +116,6 @@ def test_evaluation_leaves_nothing(stage: str, function: str, tmp_path: Path) ->
     assert_usable(model, tmp_path)
 
 
-class PatchesLinear(pl.Callback):
-    """Replaces torch's function in the middle of a training."""
-
-    @override
-    def on_train_batch_start(self, *_: Any) -> None:
-        nn.functional.linear = patched
-
-
 def patched(*args: Any) -> Tensor:
     """As a library replaces `linear`."""
     return torch.matmul(args[0], args[1].t()) + args[2]
@@ -157,7 +129,12 @@ def test_a_users_own_linear_stays() -> None:
         make_trainer(ZenFlowStrategy(stage=3), max_steps=2).fit(Owned())
         assert nn.functional.linear is linear
     nn.functional.linear = torchs
-    make_trainer(ZenFlowStrategy(stage=3), max_steps=2, callbacks=[PatchesLinear()]).fit(Owned())
+    make_trainer(
+        ZenFlowStrategy(stage=3),
+        max_steps=2,
+    patches = At("on_train_batch_start", lambda _: setattr(nn.functional, "linear", patched))
+    make_trainer(ZenFlowStrategy(stage=3), max_steps=2, callbacks=[patches]).fit(Owned())
+    ).fit(Owned())
     assert nn.functional.linear is patched
 
 
@@ -170,7 +147,7 @@ def test_an_error_leaves_nothing(
     """In the middle of a step, or where the set-up fails behind the division of the parameters."""
     model = Owned()
     before = looks(model)
-    trainer = make_trainer(ZenFlowStrategy(**STAGES[stage]), max_steps=5, callbacks=[Stops(error)])
+    trainer = make_trainer(ZenFlowStrategy(**STAGES[stage]), max_steps=5, callbacks=[stops(error)])
     with pytest.raises(SystemExit if error is KeyboardInterrupt else error):
         trainer.fit(model)
     assert_as_before(before, model)
@@ -185,17 +162,14 @@ def test_an_error_leaves_nothing(
 @pytest.mark.parametrize("stage", ["2", "3, in host memory"])
 def test_under_fabric(stage: str, tmp_path: Path) -> None:
     """Of the model that is trained, and of one that is not."""
-    model, other = Plain(), Plain()
+    model, other = Owned(), Owned()
     befores = looks(model), looks(other)
-    fabric = Fabric(accelerator="cpu", devices=1, strategy=FabricStrategy(**STAGES[stage], worker_cores=1))
-    fabric.launch()
-    wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    fabric, wrapped, optimizer, _ = set_up(model, **STAGES[stage])
     inference = fabric.setup_module(other)
-    for tokens in torch.arange(18).view(2, 9):
-        fabric.backward(wrapped(tokens), model=wrapped)
-        optimizer.step()
-        optimizer.zero_grad()
-        inference(tokens)
+    inference.mark_forward_method("loss")
+    for step in range(2):
+        train_step(fabric, wrapped, optimizer, step)
+        inference.loss(step, 0, 0)
     fabric.strategy.flush()
     fabric.strategy.teardown()
     for module, before in zip((model, other), befores, strict=True):
@@ -289,7 +263,7 @@ def test_the_optimizer_has_the_modules_parameters_again(stage: str, checkpoint_f
     given = [list(group["params"]) for group in model.own.param_groups]
     for number, ends in enumerate((False, True, False)):
         strategy = ZenFlowStrategy(**STAGES[stage], checkpoint_format=checkpoint_format)
-        trainer = make_trainer(strategy, max_steps=4, callbacks=[Stops(ValueError)] if ends else [])
+        trainer = make_trainer(strategy, max_steps=4, callbacks=[stops(ValueError)] if ends else [])
         anew = pytest.warns(UserWarning, match="moments and step count start at zero") if number else nullcontext()
         with pytest.raises(ValueError) if ends else nullcontext(), anew:
             trainer.fit(model)

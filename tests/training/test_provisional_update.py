@@ -5,13 +5,12 @@ import functools
 from dataclasses import replace
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from typing_extensions import override
 
+from between_steps import At
 from direct_step import direct_step
 from harness import APPROXIMATE, AUTO, Case, Run, fit, run_here
 from lightning_zenflow.core.schedule import StalenessCompensation, UpdateSchedule
@@ -92,18 +91,12 @@ def test_a_gradient_that_comes_in_two_parts_is_refused() -> None:
         run_here(case)
 
 
-class Unfreeze(pl.Callback):
-    @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, SmallNet)
-        pl_module.hidden.weight.requires_grad_(trainer.current_epoch == 1)
-
-
 def test_what_was_frozen_at_setup_cannot_be_unfrozen() -> None:
     model = SmallNet(length=2)
     model.hidden.weight.requires_grad_(False)
+    unfreeze = At("on_train_epoch_start", lambda t: model.hidden.weight.requires_grad_(t.current_epoch == 1))
     with pytest.raises(MisconfigurationException, match=r"hidden.weight.requires_grad must be False, got True"):
-        fit(model, steps=5, callbacks=[Unfreeze()])
+        fit(model, steps=5, callbacks=[unfreeze])
 
 
 PLAIN = Case(steps=10, topk_ratio=0.3, loop="direct")

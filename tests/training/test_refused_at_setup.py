@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
+from between_steps import At
 from harness import fit
 from lightning_zenflow import ZenFlowStrategy
 from models import TINY, LinearLossModule
@@ -69,11 +70,9 @@ def with_an_empty_group(parameters: list[nn.Parameter]) -> dict[str, Any]:
     return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.LinearLR(optimizer)}
 
 
-class ReplacesMemory(pl.Callback):
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        weight = next(pl_module.parameters())
-        weight.data = weight.data.clone()
+def replace_memory(trainer: pl.Trainer) -> None:
+    weight = next(trainer.lightning_module.parameters())
+    weight.data = weight.data.clone()
 
 
 class WithoutLoss(LinearLossModule):
@@ -118,7 +117,7 @@ OURS: Refused = [
     ),
     (lambda: fit(WithoutLoss(shapes=TINY), accumulate_grad_batches=4), r"training_step must return a loss, got None"),
     (
-        lambda: fit(Model(), callbacks=[ReplacesMemory()]),
+        lambda: fit(Model(), callbacks=[At("on_train_batch_end", replace_memory)]),
         r"weights.0 must keep its memory, got another one since set-up, .* use deepspeed.utils.safe_set_full_fp32_param",
     ),
     (lambda: fit(Model(manual=True)), r"automatic_optimization must be True, got False"),
