@@ -18,7 +18,6 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
@@ -85,23 +84,6 @@ class Grouped(Net):
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
-class Parts(Net):
-    """With parametrizations, batch norm and a recurrent layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        linear = [normed(nn.Linear(4, 4)) for normed in (weight_norm, orthogonal, spectral_norm)]
-        self.parts = nn.Sequential(nn.BatchNorm1d(4), *linear, nn.LSTM(4, 5, num_layers=2))
-        with torch.no_grad():
-            for i, t in enumerate([*self.parts.parameters(), *self.parts.buffers()]):
-                t.copy_(0.3 * torch.randn(t.shape, generator=generator(5, i)) + 0.1)
-
-    @override
-    def loss(self, step: int, micro: int, rank: int) -> Tensor:
-        output, _ = self.parts(torch.randn(6, 4, generator=generator(6, step)))
-        return super().loss(step, micro, rank) + output.square().mean()
-
-
 class Partial(Net):
     """Parameters that no group has, which stay as they are, beside a group without any."""
 
@@ -114,7 +96,7 @@ class Partial(Net):
 
 @pytest.mark.parametrize(
     ("make", "other"),
-    [(Adapted, "plain"), (Grouped, "plain"), (Parts, "plain"), (OddNet, "plain"), (TiedNet, "plain"), (TiedNet, "stock"),
+    [(Adapted, "plain"), (Grouped, "plain"), (OddNet, "plain"), (TiedNet, "plain"), (TiedNet, "stock"),
      (Partial, "stock")],
 )  # fmt: skip
 def test_models(make: Any, other: Any) -> None:
