@@ -397,9 +397,9 @@ class TestWeights:
         look = WrittenWeights.look
         monkeypatch.setattr(WrittenWeights, "look", lambda *a, **k: found.append(look(*a, **k)) or found[-1])
         options = {"limit_val_batches": 1, "val_check_interval": 5, "num_sanity_val_steps": 1}
-        model = SmallNet(length=40)
-        fit(model, ZenFlowStrategy(**HOW[how]), steps=40, gradient_clip_val=0.1, **options)
-        assert len(found) >= 80
+        model = SmallNet(length=20)
+        fit(model, ZenFlowStrategy(**HOW[how]), steps=20, gradient_clip_val=0.1, **options)
+        assert len(found) >= 40
         assert not any(found)
 
     NOT_ALLOWED: ClassVar[dict[str, tuple[str, Act, str]]] = {

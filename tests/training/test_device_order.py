@@ -41,7 +41,7 @@ SMALL = {
 
 def on_this_machine(case: Case, **keys: Any) -> Case:
     """A case of the GPU's tests, with a small model and with keys of the strategy."""
-    small = replace(case, accelerator="cpu", model_options=SMALL[case.model])
+    small = replace(case, accelerator="cpu", model_options=SMALL[case.model], steps=10)
     return small.with_keys(reduce_bucket_size=700, **keys)
 
 

@@ -238,6 +238,7 @@ def in_32_bits() -> tuple[dict[str, float], dict[str, float]]:
     return trained("float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", SHORT)
 def test_weights_without_gradients_stay(dtype: str, in_32_bits: tuple[dict[str, float], dict[str, float]]) -> None:
     """Of dead, rare and shrinking inputs beside dense ones, whose moments share scales."""
