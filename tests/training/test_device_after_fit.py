@@ -71,6 +71,7 @@ def test_one_rank_saves_short_moments_after_fit(place: str, moments: str, tmp_pa
 
 def test_two_ranks_save_a_file_after_fit(tmp_path: Path) -> None:
     saved = saving(tmp_path)
+    del saved["stage 3"]
     runs = run_on_ranks({name: case for name, (case, _) in saved.items()})
     for name, (case, path) in saved.items():
         assert_saved(path, runs[name][0], case)

@@ -31,7 +31,7 @@ from worker_killer import optimizer_of
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
-N_LAYERS, WIDTH, STEPS = 6, 64, 6
+N_LAYERS, WIDTH, STEPS = 5, 64, 5
 
 
 class Deep(pl.LightningModule):

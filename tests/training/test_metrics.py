@@ -95,6 +95,7 @@ def test_every_step_with_predicted_clip_factors(tmp_path: Path) -> None:
     assert 0 <= rows[-1]["zenflow/overlap/late_blocks_percent"] <= 100
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:MLFlow only allows")
 def test_mlflow_and_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without network: the same names, over the trainer's step."""

@@ -150,7 +150,7 @@ def test_the_second_moment_is_of_clipped_gradients() -> None:
 
 @pytest.mark.parametrize(
     ("s", "d", "scale"),
-    [(1, 2, "auto"), (4, 1, 0.5), (16, 1, "auto")],
+    [(4, 1, 0.5), (16, 1, "auto")],
 )
 def test_a_publish_undoes_no_later_update(s: int, d: int, scale: float | Literal["auto"]) -> None:
     """A weight has all updates since the step that it is exact for: the last d at least, and S - 1 more before its next publish.
@@ -193,13 +193,13 @@ def test_a_publish_undoes_no_later_update(s: int, d: int, scale: float | Literal
 @functools.cache
 def distance(s: int, d: int, weight_prediction: float | str, provisional_scale: float | str) -> float:
     """Of shown weights from AdamW's, root of the mean square over matrices and late steps."""
-    case = replace(PLAIN, steps=24, topk_ratio=0, update_interval=s, publish_lag=d)
+    case = replace(PLAIN, steps=18, topk_ratio=0, update_interval=s, publish_lag=d)
     run = run_here(case.with_keys(weight_prediction=weight_prediction, provisional_scale=provisional_scale))
     weights, gradients, groups = case.fixed_gradients()
     state, squares = AdamWState.start(weights, torch.float64), list[Tensor]()
     for step in range(case.steps):
         pairs = zip(run.shown[step], state.weights, strict=True)
-        squares += [(a.double() - b).square().flatten() for a, b in pairs if step > 12 and b.dim() > 1]
+        squares += [(a.double() - b).square().flatten() for a, b in pairs if step > 9 and b.dim() > 1]
         state.step(gradients[step], groups[step])
     return float(torch.cat(squares).mean().sqrt())
 

@@ -172,15 +172,15 @@ class LateWords(pl.Callback):
 def test_a_rank_that_waits_for_another_outlives_its_workers_limit() -> None:
     """Words are waited for as long as collectives; when they do not come, all ranks end with an error, and say which wait it was."""
     case = replace(FIXED, topk_ratio=0, update_interval=1, publish_lag=0, steps=6)
-    late = replace(case, callbacks=(LateWords(4),)).with_keys(worker_timeout=2.0)
+    late = replace(case, callbacks=(LateWords(2),)).with_keys(worker_timeout=1.0)
     runs = run_on_ranks({"in time": case, "late": late})
     for ours, expected in zip(runs["late"], runs["in time"], strict=True):
         assert_same_run(ours, expected)
     never = replace(case, callbacks=(LateWords(math.inf),), fails=True)
-    never = never.with_keys(worker_timeout=2.0, timeout=timedelta(seconds=8))
+    never = never.with_keys(worker_timeout=1.0, timeout=timedelta(seconds=5))
     other, waiting = (run.error for run in run_on_ranks({"never": never}, timeout_s=60)["never"])
     assert waiting is not None and other is not None
-    assert re.search(r"WorkerError[\s\S]*step 4's clip coefficient did not arrive within 8000 ms", waiting)
+    assert re.search(r"WorkerError[\s\S]*step 4's clip coefficient did not arrive within 5000 ms", waiting)
     assert "left no result" not in other
 
 

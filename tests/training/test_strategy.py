@@ -21,6 +21,7 @@ from side_by_side import Net
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
 
+@pytest.mark.slow  # imports everything anew
 def test_the_name_is_known_to_trainer_and_fabric_before_deepspeed_is_imported() -> None:
     code = (
         "import sys, lightning_zenflow; assert 'deepspeed' not in sys.modules;"

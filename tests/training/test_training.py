@@ -14,7 +14,7 @@ from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from models import OptimizerOptions
 from reference import ReferenceZenFlow
 
-BASE = Case(model="SmallNet", optimizer=OptimizerOptions(lr=3e-3), steps=20, topk_ratio=0.3, loop="direct")
+BASE = Case(model="SmallNet", optimizer=OptimizerOptions(lr=3e-3), steps=14, topk_ratio=0.3, loop="direct")
 CASES = {
     "defaults": replace(BASE, topk_ratio=0.05),
     "everything on the device": replace(BASE, topk_ratio=1, publish_lag=3),
