@@ -19,16 +19,17 @@ import safetensors.torch
 import torch
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import set_z3_leaf_module
+from lightning.fabric import Fabric
 from torch import Tensor, nn
 from typing_extensions import override
 
 from as_before import assert_as_before, looks
 from between_steps import At
-from fabric_runs import set_up, train_step
 from harness import Case, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
 from lightning_zenflow.deepspeed.user_optimizer import UsersOptimizer
+from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
 from lightning_zenflow.worker.memory import HOST_MEMORY
 from networks import TiedNet
 from rank_processes import run_on_ranks
@@ -58,6 +59,24 @@ class Owned(TiedNet):
 
     def count(self, *_: Any) -> None:
         self.calls += 1
+
+
+class Plain(nn.Module):
+    """As `Owned`; Lightning's own modules refer to Fabric, under every strategy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        owned = Owned()
+        self.ds_train = owned.ds_train
+        self.embedding, self.layers, self.head = owned.embedding, owned.layers, owned.head
+
+    @override
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        loss: Tensor = self.head(x).square().mean()
+        return loss
 
 
 def stops(error: type[BaseException]) -> At:
@@ -158,14 +177,17 @@ def test_an_error_leaves_nothing(
 @pytest.mark.parametrize("stage", ["2", "3, in host memory"])
 def test_under_fabric(stage: str, tmp_path: Path) -> None:
     """Of the model that is trained, and of one that is not."""
-    model, other = Owned(), Owned()
+    model, other = Plain(), Plain()
     befores = looks(model), looks(other)
-    fabric, wrapped, optimizer, _ = set_up(model, **STAGES[stage])
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=FabricStrategy(**STAGES[stage], worker_cores=1))
+    fabric.launch()
+    wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     inference = fabric.setup_module(other)
-    inference.mark_forward_method("loss")
-    for step in range(2):
-        train_step(fabric, wrapped, optimizer, step)
-        inference.loss(step, 0, 0)
+    for tokens in torch.arange(18).view(2, 9):
+        fabric.backward(wrapped(tokens), model=wrapped)
+        optimizer.step()
+        optimizer.zero_grad()
+        inference(tokens)
     fabric.strategy.flush()
     fabric.strategy.teardown()
     for module, before in zip((model, other), befores, strict=True):
