@@ -99,7 +99,17 @@ CASES = {
 }
 
 
-FAST = ("a network", "submitted in backward", "stage 3", "in host memory")
+FAST = (
+    "a network",
+    "submitted in backward",
+    "fp16",
+    "flushes, one step late",
+    "gradients at once",
+    "stage 3",
+    "a layer of the first micro-batch",
+    "in host memory",
+)
+"""Each finds waits that the others do not need."""
 
 
 def record(case: Case, *, events_are_reached: bool = False) -> RecordedDevice:
@@ -255,7 +265,6 @@ def test_a_bucket_is_refilled_behind_its_copies_to_the_host(name: str) -> None:
     assert not record(replace(CASES[name], callbacks=(SecondProducer(),))).order.races
 
 
-@pytest.mark.slow
 def test_gradients_larger_than_a_bucket_are_kept_for_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a wait: they have memory of their own, which is not used again before."""
     case = replace(NETWORK, callbacks=(SecondProducer(),), steps=6).with_keys(reduce_bucket_size=10)
