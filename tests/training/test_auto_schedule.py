@@ -31,6 +31,18 @@ SCHEDULES = ((2, 8, 1), (11, 1, 0), (14, 16, 1), (20, 2, 1), (26, 1, 1), (29, 4,
 CASE = Case(steps=36, max_norm=1.0, topk_ratio=0.3, schedules=SCHEDULES, strategy_options=AUTO)
 
 
+def test_no_older_weights_are_shown_after_a_change_to_no_lag() -> None:
+    """A job of the former lag is in flight when a block's next weights could come up in backward."""
+    exact = {"weight_prediction": 0, "provisional_scale": 0}
+    options = {**AUTO, **exact}
+    case = replace(
+        CASE, steps=12, max_norm=None, topk_ratio=0.0, schedules=((2, 1, 1), (7, 1, 0)), strategy_options=options
+    )
+    late, immediate = run_here(case), run_here(replace(case, schedules=((1, 1, 0),)))
+    for ours, theirs in zip(late.shown[8:], immediate.shown[8:], strict=True):
+        assert_same_tensors(ours, theirs, "the shown weight")
+
+
 @given(
     schedules=st.lists(
         st.tuples(st.integers(2, 40), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, LARGEST_LAG)),
