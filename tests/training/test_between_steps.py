@@ -102,17 +102,6 @@ def test_documented_table_is_what_is_tested() -> None:
     assert with_table(text) == text, "docs/reliability.md is out of date: run `python -m docs.between_steps`"
 
 
-def test_a_module_moved_to_fabrics_device_stays_where_it_is() -> None:
-    fabric, model, optimizer, _ = set_up(SmallNet(), **NOTHING_LATE)
-    for step in range(3):
-        train_step(fabric, model, optimizer, step)
-        before = [p.data_ptr() for p in model.parameters()]
-        model.to(fabric.device)
-        assert [p.data_ptr() for p in model.parameters()] == before
-    assert fabric.device == model.module.device == torch.tensor(0.0, dtype=torch.float32).device
-    fabric.strategy.teardown()
-
-
 class TestGradients:
     """They are not in `parameter.grad`."""
 
