@@ -110,35 +110,6 @@ def test_provisional_updates_are_of_host_owned_matrices_only() -> None:
         check_updated_entries(updated, plain, world_size=2)
 
 
-class Refused(pl.Callback):
-    """Of one rank, or of all."""
-
-    def __init__(self, *ranks: int) -> None:
-        self._ranks = ranks
-
-    @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if trainer.global_rank in self._ranks:
-            raise ValueError("not on this machine")
-
-
-def test_a_case_that_is_refused_takes_no_others_with_it() -> None:
-    """Of the tests' own tools."""
-    case = Case(steps=2)
-    cases = {
-        "a": case,
-        "on all": replace(case, callbacks=(Refused(0, 1),)),
-        "on one": replace(case, callbacks=(Refused(0),)),
-        "b": case,
-    }
-    runs = run_each(cases)
-    for name in ("on all", "on one"):
-        with pytest.raises(AssertionError, match=f"^{name}, rank 0: (.*\n)*ValueError: not on this machine"):
-            runs[name]
-    for ours, theirs in zip(runs["a"], runs["b"], strict=True):
-        assert_same_tensors(ours.weights, theirs.weights)
-
-
 THREE = Case(steps=9, topk_ratio=0.3, accumulate=2, publish_lag=2, max_norm=1.0, strategy_options=APPROXIMATE)
 MORE = {
     "fixed gradients": THREE,
