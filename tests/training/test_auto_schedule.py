@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from typing_extensions import override
 
-from harness import AUTO, EVERYTHING, Case, Run, fit, make_trainer, run_here
+from harness import AUTO, EVERYTHING, Case, Run, fit, make_trainer, optimizer_of, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.auto_policy import LARGEST_LAG
@@ -24,7 +24,6 @@ from models import LinearLossModule
 from rank_processes import run_on_ranks
 from same_bits import assert_is_adamw, assert_same_tensors
 from scripted_schedule import Entry, ScriptedSchedule, scripted
-from worker_killer import optimizer_of
 
 ALL_AUTO = {**EVERYTHING, **AUTO, "select_interval": 5}
 SCHEDULES = ((2, 8, 1), (11, 1, 0), (14, 16, 1), (20, 2, 1), (26, 1, 1), (29, 4, 0))

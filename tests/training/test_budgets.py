@@ -7,8 +7,8 @@ import lightning.pytorch as pl
 import pytest
 from typing_extensions import override
 
-from gpu_cases import RACES, optimizer_of
-from harness import AUTO, Case, run_here
+from gpu_cases import RACES
+from harness import AUTO, Case, optimizer_of, run_here
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import STATE_BYTES, column_count, row_length
 from lightning_zenflow.core.schedule import UpdateSchedule, blocks_wanted, bucket_size

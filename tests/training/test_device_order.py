@@ -14,8 +14,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from between_steps import At
-from gpu_cases import RACES, optimizer_of
-from harness import AUTO, EVERYTHING, Case, run_here
+from gpu_cases import RACES
+from harness import AUTO, EVERYTHING, Case, optimizer_of, run_here
 from lightning_zenflow.core.device import SideStream, runtime_of
 from lightning_zenflow.deepspeed.fetch import FetchCoordinator
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer

@@ -13,8 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from typing_extensions import override
 
-from gpu_cases import optimizer_of
-from harness import EVERYTHING, Case, make_trainer, snapshot
+from harness import EVERYTHING, Case, make_trainer, optimizer_of, snapshot
 from models import TestModule
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")

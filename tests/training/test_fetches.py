@@ -19,7 +19,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from between_steps import At
-from harness import make_trainer
+from harness import make_trainer, optimizer_of
 from interrupts import Interrupt
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.deepspeed import fetch
@@ -27,7 +27,6 @@ from lightning_zenflow.deepspeed.fetch import FetchCoordinator
 from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 from models import generator
-from worker_killer import optimizer_of
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 

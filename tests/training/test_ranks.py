@@ -29,12 +29,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from benchmarks.common.processes import fresh_environment
-from harness import APPROXIMATE, EVERYTHING, Case, run_here
+from harness import APPROXIMATE, EVERYTHING, Case, optimizer_of, run_here
 from models import OptimizerOptions
 from node_trainer import KEYS
 from rank_processes import Runs, free_port, run_each, run_on_ranks
 from same_bits import assert_close_to_adamw, assert_is_adamw, assert_same_run, assert_same_tensors
-from worker_killer import optimizer_of
 
 SCRIPT = Path(__file__).parents[1] / "support" / "node_trainer.py"
 

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from harness import AUTO, Case, make_trainer, run_here
+from harness import AUTO, Case, make_trainer, optimizer_of, run_here
 from lightning_zenflow import ZenFlowStrategy
 from networks import SmallNet
 from reference import AdamWState
 from same_bits import assert_is_adamw, assert_same_run
-from worker_killer import optimizer_of
 
 STEPS = 14
 

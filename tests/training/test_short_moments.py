@@ -13,8 +13,7 @@ from deepspeed.utils import safe_get_full_optimizer_state
 from torch import Tensor
 from typing_extensions import override
 
-from gpu_cases import optimizer_of
-from harness import APPROXIMATE, EVERYTHING, UP_TO_TWO, Case, Run, run_here
+from harness import APPROXIMATE, EVERYTHING, UP_TO_TWO, Case, Run, optimizer_of, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint
 from lightning_zenflow.core.schedule import blocks_wanted

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from between_steps import At
-from harness import AUTO, EVERYTHING, Case, Run, make_trainer, run_here
+from harness import AUTO, EVERYTHING, Case, Run, make_trainer, optimizer_of, run_here
 from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
 from lightning_zenflow.core.partition import Slice
 from lightning_zenflow.core.schedule import blocks_wanted
@@ -31,7 +31,7 @@ from lightning_zenflow.deepspeed.build import MemoryPlan, ZeroPartition
 from models import OptimizerOptions, generator
 from rank_processes import Runs, run_each, run_on_ranks
 from same_bits import assert_close_to_adamw, assert_is_adamw, assert_same_run, assert_same_state, assert_same_tensors
-from worker_killer import KillsWorker, optimizer_of
+from worker_killer import KillsWorker
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
