@@ -3,7 +3,6 @@
 import functools
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,6 @@ import torch
 # Read when Triton is imported, which Lightning does.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Where tests leave what documents show."""
-    parser.addoption("--screenshot", metavar="FILE.png", help="where `-m browser` writes its screenshot of TensorBoard")
 
 
 DOCS = {"test_readme.py", "test_recipes.py", "test_release.py"}
@@ -49,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {}
     for item in items:
         subject = _subject(item.path)
-        if subject is not None and not {"browser", "gpu", "slow"} & {*item.keywords}:
+        if subject is not None and not {"gpu", "slow"} & {*item.keywords}:
             item.add_marker(subject)
         places[item] = 2 if subject == "unit" else 0 if _starts_ranks(item.path) else 1
     items.sort(key=places.__getitem__)
@@ -101,21 +95,3 @@ def needs_cuda() -> None:
     """Skips tests where there is no CUDA device."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and a torch that was built for it")
-
-
-@pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A headless Chromium, as a driver of Selenium's."""
-    from selenium import webdriver
-
-    programs = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
-    assert all(programs.values()), f"{programs}: install Debian's packages chromium and chromium-driver"
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(programs["chromium"])
-    profile = tmp_path_factory.mktemp("profile")
-    for argument in ("--headless=new", "--no-sandbox", f"--user-data-dir={profile}"):
-        options.add_argument(argument)
-    service = webdriver.ChromeService(str(programs["chromedriver"]))
-    driver = webdriver.Chrome(options=options, service=service)
-    yield driver
-    driver.quit()

@@ -1,7 +1,8 @@
-"""Random modules under random keys train with AdamW's bits."""
+"""Random modules, and random schedules and events, under random keys train with AdamW's bits."""
 
 import gc
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from harness import Case, run_here
+from harness import AUTO, Case, run_here
+from lightning_zenflow.core.auto_policy import LARGEST_LAG
 from models import OptimizerOptions, decay, hyperparameters
 from processes import shared_bytes
 from random_modules import FLOAT32_ONLY, NO_WIDER_BUFFERS, PARTS, Part, RandomNet
@@ -147,24 +149,104 @@ def test_found(name: str) -> None:
     train_and_check(FOUND[name])
 
 
-TENTHS = [pytest.param(200, portion, marks=pytest.mark.slow) for portion in range(1, 11)]
+FROZEN = st.dictionaries(st.integers(0, 5), st.tuples(st.integers(0, 8), st.integers(2, 16)), max_size=2)
+"""First and last step, by parameter; the last parameter has no gradient in every second step."""
+NOT_FINITE = st.sampled_from([math.nan, math.inf, -math.inf, 3e38])
 
 
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize(("n", "portion"), [(3, 0), *TENTHS])
-def test_the_state_is_adamws(n: int, portion: int) -> None:
-    """Always the same `n` trainings of a portion, so that a failure belongs to the change under test."""
+@st.composite
+def schedules(draw: st.DrawFn) -> Case:
+    """Every S, d, number of columns and key over gradients that do not depend on the weights, or a network's, without DeepSpeed."""
+    steps, accumulate = draw(st.integers(1, 16)), draw(st.sampled_from([1, 2, 3]))
+    model = draw(st.sampled_from(["LinearLossModule", "LinearLossModule", "TiedNet", "SmallNet"]))
+    options: dict[str, Any] = {}
+    if model == "LinearLossModule":
+        some = st.dictionaries(st.tuples(st.integers(0, steps), st.just(0)), NOT_FINITE, max_size=2)
+        options = {"not_finite": draw(some), "not_finite_in": draw(st.integers(0, 5))}
+        options |= {"frozen_in": draw(FROZEN), "micro": draw(st.integers(0, accumulate - 1))}
+    elif model == "TiedNet":
+        options = draw(st.sampled_from([{}, {"used_every": 3}, {"checkpoint": "non-reentrant", "shared": True}]))
+    keys = draw(
+        st.fixed_dictionaries(
+            {
+                "select_interval": st.sampled_from([0, 1, 3, "auto"]),
+                "weight_prediction": st.sampled_from([0, "auto", 1.0]),
+                "provisional_scale": st.sampled_from([0, "auto", 1.0]),
+            },
+            optional={
+                "accumulate_on": st.sampled_from(["device", "host"]),
+                "clip_prediction": st.booleans(),
+                "optimizer_in_backward": st.booleans(),
+                "overlap_step": st.booleans(),
+            },
+        )
+    )
+    case = Case(
+        model=model,
+        model_options=options,
+        steps=steps,
+        accumulate=accumulate,
+        precision=draw(st.sampled_from(["32-true", "32-true", "bf16-true"])),
+        max_norm=draw(st.sampled_from([None, None, 1e-12, 0.5, 1.0])),
+        flush_after=tuple(draw(st.sets(st.integers(1, steps), max_size=2))),
+        warm_up=draw(st.sampled_from([0, 0, 2])),
+        topk_ratio=draw(st.sampled_from([0, 0.05, 0.3, 1])),
+        update_interval=draw(st.integers(1, 8)),
+        publish_lag=draw(st.integers(0, 4)),
+        loop="direct",
+    )
+    if draw(st.integers(0, 3)) == 0:
+        case = replace(case, topk_ratio=0, update_interval=1, publish_lag=0, strategy_options={"in_place": True})
+        return case.with_keys(**{key: keys[key] for key in keys if key in ("accumulate_on", "optimizer_in_backward")})
+    change = st.tuples(st.integers(1, 12), st.sampled_from([1, 2, 4, 8]), st.integers(0, LARGEST_LAG))
+    changes = draw(st.lists(change, max_size=3))
+    if changes and keys.get("overlap_step", True):
+        return replace(case, schedules=tuple(sorted(changes))).with_keys(**keys, **AUTO)
+    return case.with_keys(**keys)
 
-    # Nothing is shrunk: a training takes a large part of a second.
-    @settings(
-        max_examples=n,
+
+PORTIONS = pytest.mark.parametrize(
+    "portion", [0, *(pytest.param(portion, marks=pytest.mark.slow) for portion in range(1, 11))]
+)
+"""Always the same trainings, so that a failure belongs to the change under test: a few, or many."""
+
+
+def drawn(portion: int, *, few: int, many: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator of what is done for each training of a portion. Nothing is shrunk: a training takes a large part of a second."""
+    options = settings(
+        max_examples=many if portion else few,
         phases=[Phase.generate],
         deadline=None,
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    @seed(portion)
+    return lambda function: options(seed(portion)(function))
+
+
+def shows_adamw(case: Case) -> bool:
+    """Whether every forward pass sees AdamW's weights: what is in place is corrected where it was predicted."""
+    if case.strategy_options.get("in_place"):
+        return True
+    config = case.make_strategy().zenflow_config
+    predicted = config.submits_in_backward and (case.max_norm or case.model_options.get("not_finite"))
+    return config.is_immediate and not case.schedules and not predicted and config.weight_prediction != 1.0
+
+
+@PORTIONS
+def test_every_schedule_leaves_adamws_state(portion: int) -> None:
+    @drawn(portion, few=25, many=150)
+    @given(case=schedules())
+    def each(case: Case) -> None:
+        assert_is_adamw(case, run_here(case), shown=shows_adamw(case))
+
+    each()
+
+
+@pytest.mark.timeout(3000)
+@PORTIONS
+def test_the_state_is_adamws(portion: int) -> None:
+    @drawn(portion, few=3, many=200)
     @given(case=trainings(), schedule=SCHEDULES, others=OTHERS)
     def each(case: Case, schedule: dict[str, Any], others: dict[str, Any]) -> None:
         gc.collect()

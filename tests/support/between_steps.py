@@ -41,13 +41,15 @@ class At(pl.Callback):
 
 
 class Does(pl.Callback):
-    """Writes weights in the way that `WRITES` has under a name, behind each batch; other processes can import it."""
+    """Writes weights in the ways that `WRITES` has under some names, in turn, behind each batch; other processes can import it."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, *names: str) -> None:
+        self._names = names
+        self._n_writes = 0
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        WRITES[self._name](trainer)
+        WRITES[self._names[self._n_writes % len(self._names)]](trainer)
+        self._n_writes += 1
 
 
 class Wrapper:
@@ -117,8 +119,8 @@ WRITES: dict[str, Act] = {
     "clamped through data": writes(lambda m, _: [p.data.clamp_(-0.1, 0.1) for p in head(m)]),
     "some rows zeroed": writes(lambda m, _: m.embedding.weight[::3].zero_()),
     "normalised": writes(lambda m, _: m.head.weight.copy_(nn.functional.normalize(m.head.weight, dim=1))),
-    "initialised anew": writes(lambda m, t: t.global_step != 3 or nn.init.eye_(m.hidden.weight)),
-    "reset": writes(lambda m, t: t.global_step != 3 or nn.init.constant_(m.head.weight.data, 0.1)),
+    "initialised anew": writes(lambda m, _: nn.init.eye_(m.hidden.weight)),
+    "reset": writes(lambda m, _: nn.init.constant_(m.head.weight.data, 0.1)),
     "halved, as the optimizer has them": writes(lambda _, t: [p.mul_(0.5) for p in optimized(t)]),
     "averaged": writes(lambda m, _: m.hidden.weight.lerp_(torch.ones((), dtype=torch.float32), 0.01)),
 }

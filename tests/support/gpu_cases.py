@@ -3,12 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 
 from harness import EVERYTHING, Case
-from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
+from harness import optimizer_of as optimizer_of
 
 MILLISECOND = 1_800_000
 """Cycles of the device, roughly."""
@@ -16,13 +14,6 @@ MILLISECOND = 1_800_000
 
 def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def optimizer_of(trainer: pl.Trainer) -> ZenFlowOptimizer:
-    assert isinstance(trainer.strategy, ZenFlowStrategy)
-    optimizer = trainer.strategy.zenflow_optimizer
-    assert optimizer is not None
-    return optimizer
 
 
 MANY_AND_HUGE = [(64, 48)] * 20 + [(4096, 4096)] + [(53, 7)] * 6 + [(33,)] * 6

@@ -360,6 +360,13 @@ def fit(model: pl.LightningModule, strategy: Any = None, *, steps: int = 3, **op
     return trainer
 
 
+def optimizer_of(trainer: pl.Trainer) -> ZenFlowOptimizer:
+    """The optimizer of a trainer that trains or has trained."""
+    assert isinstance(trainer.strategy, ZenFlowStrategy)
+    assert trainer.strategy.zenflow_optimizer is not None
+    return trainer.strategy.zenflow_optimizer
+
+
 def workers() -> list[int]:
     """Process numbers of this process' workers."""
     return [p.pid for p in psutil.Process().children(recursive=True) if "zenflow-worker" in p.name()]

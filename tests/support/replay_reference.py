@@ -80,7 +80,8 @@ class ReplayedAdamW:
     """Steps that were applied."""
 
     def __post_init__(self) -> None:
-        self.master = [w.detach().float() for w in self.master]
+        # Until a step is applied, weights that are float32 already would else be the caller's own.
+        self.master = [w.detach().to(torch.float32, copy=True) for w in self.master]
         self.exp_avg, self.exp_avg_sq = ([torch.zeros_like(w) for w in self.master] for _ in range(2))
         self.is_slow = [False] * len(self.master)
 

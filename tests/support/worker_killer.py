@@ -8,15 +8,7 @@ import time
 import lightning.pytorch as pl
 from typing_extensions import Any, override
 
-from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-
-
-def optimizer_of(trainer: pl.Trainer) -> ZenFlowOptimizer:
-    """The optimizer of a trainer that trains or has trained."""
-    assert isinstance(trainer.strategy, ZenFlowStrategy)
-    assert trainer.strategy.zenflow_optimizer is not None
-    return trainer.strategy.zenflow_optimizer
+from harness import optimizer_of
 
 
 class KillsWorker(pl.Callback):

@@ -7,8 +7,8 @@ import lightning.pytorch as pl
 import pytest
 from typing_extensions import override
 
-from gpu_cases import RACES, optimizer_of
-from harness import AUTO, Case, run_here
+from gpu_cases import RACES
+from harness import AUTO, Case, optimizer_of, run_here
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import STATE_BYTES, column_count, row_length
 from lightning_zenflow.core.schedule import UpdateSchedule, blocks_wanted, bucket_size
@@ -94,11 +94,10 @@ def cost_of(case: Case, sizes: Sizes) -> Cost:
     return cost
 
 
-SCHEDULES = [(4, 1), (1, 0), *(pytest.param(s, d, marks=pytest.mark.slow) for s, d in ((1, 1), (2, 2)))]
-
-
-@pytest.mark.parametrize(("s", "d"), SCHEDULES)
-@pytest.mark.parametrize("room", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["room", "no_room"])
+@pytest.mark.parametrize(
+    ("s", "d", "room"),
+    [(4, 1, True), (1, 0, True), *(pytest.param(s, d, False, marks=pytest.mark.slow) for s, d in ((1, 1), (2, 2)))],
+)
 def test_a_settled_window(s: int, d: int, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's bytes and the words down in each step; up the model's bytes once, and what is read back.
 

@@ -13,10 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from typing_extensions import override
 
-from gpu_cases import optimizer_of
-from harness import EVERYTHING, Case, make_trainer, snapshot
+from harness import EVERYTHING, Case, make_trainer, optimizer_of, snapshot
 from models import TestModule
-from same_bits import assert_same_tensors
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
@@ -108,19 +106,3 @@ def test_in_mid_run(accumulate: int, interval: int, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"step=5.ckpt", "step=10.ckpt"}
     for step in (5, 10):
         assert_state_is_exact(zero_state(tmp_path / f"step={step}.ckpt"), replace(case, steps=step))
-
-
-def test_after_a_fit_and_from_its_checkpoint(tmp_path: Path) -> None:
-    """Lightning's own callback saves at the end of an epoch."""
-    model = CASE.make_model()
-    trainer = fit(model, limit_val_batches=1, enable_checkpointing=True, default_root_dir=tmp_path)
-    (path,) = tmp_path.glob("**/*.ckpt")
-    assert_state_is_exact(zero_state(path), CASE)
-    trainer.validate(model, verbose=False)
-    trainer.test(model, verbose=False)
-    trainer.predict(model)
-    assert_equals(snapshot(model), CASE.adamw().weights)
-    for evaluating in (trainer, make_trainer(CASE.make_strategy(), max_steps=6, limit_val_batches=1)):
-        other = CASE.make_model()
-        evaluating.test(other, ckpt_path=str(path), verbose=False)
-        assert_same_tensors(snapshot(other), snapshot(model))

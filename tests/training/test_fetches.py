@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from harness import make_trainer
+from between_steps import At
+from harness import make_trainer, optimizer_of
 from interrupts import Interrupt
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.deepspeed import fetch
@@ -26,11 +27,10 @@ from lightning_zenflow.deepspeed.fetch import FetchCoordinator
 from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 from models import generator
-from worker_killer import optimizer_of
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
-N_LAYERS, WIDTH, STEPS = 6, 64, 6
+N_LAYERS, WIDTH, STEPS = 5, 64, 5
 
 
 class Deep(pl.LightningModule):
@@ -201,7 +201,6 @@ READERS: dict[str, Callable[[Any], Tensor]] = {
     "GatheredParameters": gathered,
     "all_gather": gathered_alone,
     "the piece": lambda weight: weight.ds_tensor + 0,
-    "in a list": lambda weight: torch.cat([weight.ds_tensor]),
     "by keyword": lambda weight: torch.clone(input=weight.ds_tensor),
     "safe_get_full_fp32_param": safe_get_full_fp32_param,
 }
@@ -247,7 +246,7 @@ def weights_of(model: Deep) -> list[Tensor]:
         return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("stride", [20, pytest.param(5, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("stride", [15, pytest.param(5, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_interrupted_forward_passes(stride: int) -> None:
     """The weights are then those of the steps before, wherever they are read, and the model trains on."""
     expected = weights_of(fit(max_steps=STEPS - 1))
@@ -264,27 +263,7 @@ def test_interrupted_forward_passes(stride: int) -> None:
     passed = Interrupt()
     assert interrupted(passed)
     whole = [interrupted(Interrupt(place, time)) for place, time in passed.times(stride=stride)]
-    assert sum(whole) > 0.8 * len(whole) > 200 / stride
-
-
-class Reversed(Deep):
-    """One step uses the layers in another order."""
-
-    @override
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        layers = self.layers
-        self.layers = nn.ModuleList(reversed(layers)) if batch_idx == STEPS - 2 else layers
-        loss = super().training_step(batch, batch_idx)
-        self.layers = layers
-        return loss
-
-
-def test_what_was_prefetched_in_vain_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = fit(model=Reversed(), offload_parameters=False)
-    worker = SleepingWorker()
-    with worker.sleeps(monkeypatch):
-        model = fit(worker, model=Reversed())
-    assert model.losses == expected.losses
+    assert sum(whole) > 0.8 * len(whole) > 100 / stride
 
 
 class Fails(Deep):
@@ -339,23 +318,20 @@ def gathers_once_less(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(partition_parameters, "_no_gather_coalesced", cut)
 
 
-class FailsBefore(pl.Callback):
-    """Fails before the last forward pass."""
-
-    @override
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
-        if index == STEPS - 1:
-            raise ValueError("before a forward pass")
+def fail_before(trainer: pl.Trainer) -> None:
+    """Before the last forward pass."""
+    if trainer.global_step == STEPS - 1:
+        raise ValueError("before a forward pass")
 
 
-@pytest.mark.parametrize("where", ["in a forward pass", "in a gather", "before a forward pass", "on the device"])
+@pytest.mark.parametrize("where", ["in a gather", "before a forward pass", "on the device"])
 def test_nothing_stays_gathered_after_an_error(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And weights in host memory are those of the last whole step, which the worker had not written all."""
     expected, worker, model = weights_of(fit(max_steps=STEPS - 1)), SleepingWorker(), Fails()
     ends = Ends(worker)
     if where == "in a gather":
         gathers_once_less(monkeypatch)
-    before = [FailsBefore()] if where == "before a forward pass" else []
+    before = [At("on_train_batch_start", fail_before)] if where == "before a forward pass" else []
     with worker.sleeps(monkeypatch), pytest.raises(ValueError, match="in a gather|a forward pass"):
         fit(worker, ends, *before, model=model, offload_parameters=where != "on the device")
     assert set(ends.statuses) == {ZeroParamStatus.NOT_AVAILABLE}

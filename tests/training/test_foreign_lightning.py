@@ -49,8 +49,8 @@ def test_averaged_weights_are_in_checkpoints(tmp_path: Path) -> None:
 
 
 def test_averaging_may_begin_with_a_resumed_run(tmp_path: Path) -> None:
-    fit(Net(), ZenFlowStrategy(**NOTHING_LATE)).save_checkpoint(tmp_path / "a.ckpt")
-    options = {"callbacks": [EMAWeightAveraging(decay=0.5)], "max_steps": 5}
+    fit(Net(), ZenFlowStrategy(**NOTHING_LATE), steps=1).save_checkpoint(tmp_path / "a.ckpt")
+    options = {"callbacks": [EMAWeightAveraging(decay=0.5)], "max_steps": 2}
     make_trainer(ZenFlowStrategy(**NOTHING_LATE), **options).fit(Net(), ckpt_path=tmp_path / "a.ckpt")
 
 

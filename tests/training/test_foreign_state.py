@@ -1,6 +1,8 @@
 """Whole fp32 weights, moments and gradients of single parameters, by DeepSpeed's functions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,11 +25,15 @@ from deepspeed.utils import (
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from typing_extensions import override
 
-from harness import fit
+from between_steps import At
+from harness import Case, Run, fit, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.device import RUNTIMES, HostRuntime
-from models import LinearLossModule
+from models import LinearLossModule, TestModule
+from rank_processes import run_on_ranks
+from same_bits import assert_is_adamw, assert_same_tensors
 from side_by_side import NOTHING_LATE
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -38,37 +44,99 @@ KEYS: dict[str, dict[str, Any]] = {
     "late": LATE,
     "in backward": {"update_interval": 1, "publish_lag": 0},
 }
-
-
-class At(pl.Callback):
-    """Calls a function at one of Lightning's hooks."""
-
-    def __init__(self, hook: str, action: Callable[[pl.LightningModule], None]) -> None:
-        setattr(self, hook, lambda trainer, module, *_: action(module))
+KINDS = ("exp_avg", "exp_avg_sq")
 
 
 def linear() -> LinearLossModule:
     return LinearLossModule(length=200)
 
 
-def read(module: pl.LightningModule) -> list[list[Tensor | None]]:
-    return [
-        [safe_get_full_fp32_param(p), *(safe_get_full_optimizer_state(p, key) for key in ("exp_avg", "exp_avg_sq"))]
-        for p in module.parameters()
-    ]
+def read(parameters: Sequence[Any]) -> list[list[Tensor]]:
+    """[kind][parameter]"""
+    moments = [[safe_get_full_optimizer_state(p, kind) for p in parameters] for kind in KINDS]
+    return [[safe_get_full_fp32_param(p) for p in parameters], *moments]
 
 
-@pytest.mark.parametrize(("name", "accumulate"), [("nothing late", 1), ("late", 3), ("in backward", 3)])
-def test_gradients(name: str, accumulate: int) -> None:
-    """Of the whole step, for every parameter, those included that the last micro-batch or the whole step does not use."""
+def parameters_of(module: pl.LightningModule) -> list[Tensor]:
+    """Trained ones, in the order of the parameter groups."""
+    assert isinstance(module, TestModule)
+    return [p for group in module.parameter_groups() for p in group]
+
+
+class State(pl.Callback):
+    """Writes what each rank reads to files in a folder: gradients of every step, the state after a step (counted from 1) and at the end."""
+
+    def __init__(self, folder: Path, *, read_after: int) -> None:
+        self.folder, self.read_after = folder, read_after
+        self.gradients: list[list[Tensor]] = []
+
+    def save(self, trainer: pl.Trainer, name: str, found: Any) -> None:
+        torch.save(found, self.folder / f"{name}.{trainer.global_rank}.pt")
+
+    @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        self.gradients.append([safe_get_full_grad(p) for p in parameters_of(pl_module)])
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == self.read_after:
+            self.save(trainer, "middle", read(parameters_of(pl_module)))
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.save(trainer, "end", read(parameters_of(pl_module)))
+        self.save(trainer, "gradients", self.gradients)
+
+
+def found(folder: Path, name: str, ranks: int) -> Any:
+    """What rank 0 has read; the others have read the same."""
+    first, *others = (torch.load(folder / f"{name}.{rank}.pt") for rank in range(ranks))
+    for other in others:
+        for ours, theirs in zip(other, first, strict=True):
+            assert_same_tensors(ours, theirs, name)
+    return first
+
+
+def assert_found(case: Case, runs: Sequence[Run], short: Run, folder: Path) -> None:
+    """What `State` has read is the state of a run at its end, and in the middle that of a run with as many steps; and the gradients."""
+    for name, run in (("end", runs[0]), ("middle", short)):
+        for kind, tensors in zip(("master", *KINDS), found(folder, name, len(runs)), strict=True):
+            assert_same_tensors(tensors, [x.float() for x in getattr(run, kind)], kind)
+            assert all(x.dtype == torch.float32 for x in tensors)
+    _, wanted, _ = case.fixed_gradients(world_size=len(runs))
+    for ours, theirs in zip(found(folder, "gradients", len(runs)), wanted, strict=True):
+        assert_same_tensors(ours, theirs, "gradient")
+
+
+STATES: dict[str, Case] = {
+    "S=4, d=1, bf16 moments": Case(steps=7).with_keys(moments_dtype="bfloat16"),
+    "S=1, d=0, int8 moments": Case(steps=7, update_interval=1, publish_lag=0, max_norm=0.5).with_keys(
+        moments_dtype="int8"
+    ),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", STATES)
+def test_states_and_gradients(name: str, ranks: int, tmp_path: Path) -> None:
+    case = replace(STATES[name], topk_ratio=0.0, model_options={"shapes": ((31, 29), (53, 7), (37,), (1,))})
+    case = replace(case, callbacks=(State(tmp_path, read_after=3),), flush_after=(3,))
+    cases = {"whole": case, "short": replace(case, steps=3, callbacks=())}
+    runs = run_on_ranks(cases) if ranks > 1 else {name: [run_here(case)] for name, case in cases.items()}
+    assert_found(case, runs["whole"], runs["short"][0], tmp_path)
+    assert_is_adamw(case, *runs["whole"])
+
+
+@pytest.mark.parametrize("name", ["late", "in backward"])
+def test_gradients_that_some_micro_batches_do_not_have(name: str) -> None:
     seen: list[list[Tensor | None]] = []
-    model = LinearLossModule(length=200, accumulate=accumulate)
-    peek = At("on_before_optimizer_step", lambda m: seen.append([safe_get_full_grad(p) for p in m.parameters()]))
-    fit(model, ZenFlowStrategy(**KEYS[name]), steps=4, callbacks=[peek], accumulate_grad_batches=accumulate)
+    model = LinearLossModule(length=200, accumulate=3)
+    peek = At("on_before_optimizer_step", lambda _: seen.append([safe_get_full_grad(p) for p in model.parameters()]))
+    fit(model, ZenFlowStrategy(**KEYS[name]), steps=4, callbacks=[peek], accumulate_grad_batches=3)
     for step, gradients in enumerate(seen):
         for i, gradient in enumerate(gradients):
-            of_micro = [model.gradient(i, step, micro, 0) for micro in range(accumulate)]
-            wanted = sum(g for g in of_micro if g is not None) / accumulate
+            of_micro = [model.gradient(i, step, micro, 0) for micro in range(3)]
+            wanted = sum(g for g in of_micro if g is not None) / 3
             torch.testing.assert_close(gradient, torch.as_tensor(wanted).expand_as(model.weights[i]))
 
 
@@ -81,9 +149,9 @@ def test_gradients_are_read_behind_the_device(monkeypatch: pytest.MonkeyPatch) -
         def synchronize(self) -> None:
             waits.append(None)
 
-    def peek(module: pl.LightningModule) -> None:
+    def peek(trainer: pl.Trainer) -> None:
         before = len(waits)
-        safe_get_full_grad(next(p for p in module.parameters() if p.dim() > 1))
+        safe_get_full_grad(next(p for p in trainer.lightning_module.parameters() if p.dim() > 1))
         waited.append(len(waits) - before)
 
     monkeypatch.setitem(RUNTIMES, "cpu", BehindTheHost)
@@ -91,7 +159,7 @@ def test_gradients_are_read_behind_the_device(monkeypatch: pytest.MonkeyPatch) -
     assert waited == [1] * 3
 
 
-@pytest.mark.parametrize(("name", "accumulate"), [("nothing late", 1), ("late", 2), ("in backward", 2)])
+@pytest.mark.parametrize(("name", "accumulate"), [("nothing late", 1), ("late", 2)])
 def test_written_state_is_what_training_goes_on_with(name: str, accumulate: int) -> None:
     """Between steps, or before a step's last micro-batch: pending updates do not change it, and device-owned columns follow."""
     model = LinearLossModule(length=200, accumulate=accumulate)
@@ -99,27 +167,29 @@ def test_written_state_is_what_training_goes_on_with(name: str, accumulate: int)
     value = [torch.full_like(p, 0.25 * i) for i, p in enumerate(model.parameters(), 1)]
     batches = 0
 
-    def write(module: pl.LightningModule) -> None:
+    def write(_: pl.Trainer) -> None:
         nonlocal batches
         batches += 1
         if batches == 5 * accumulate + accumulate // 2:
-            for p, v in zip(module.parameters(), value, strict=True):
+            for p, v in zip(model.parameters(), value, strict=True):
                 safe_set_full_fp32_param(p, v)
                 safe_set_full_optimizer_state(p, 0 * v, "exp_avg")
                 safe_set_full_optimizer_state(p, v, "exp_avg_sq")
-            for v, state in zip(value, read(module), strict=True):
-                for ours, theirs in zip(state, (v, 0 * v, v), strict=True):
-                    assert ours is not None and torch.equal(ours, theirs)
+            for ours, theirs in zip(read([*model.parameters()]), (value, [0 * v for v in value], value), strict=True):
+                assert_same_tensors(ours, theirs)
 
-    states: list[list[Tensor | None]] = []
+    states: list[list[Tensor]] = []
     fit(
         model,
         ZenFlowStrategy(**KEYS[name]),
         steps=6,
-        callbacks=[At("on_train_batch_end", write), At("on_train_end", lambda m: states.extend(read(m)))],
+        callbacks=[
+            At("on_train_batch_end", write),
+            At("on_train_end", lambda _: states.extend(read([*model.parameters()]))),
+        ],
         accumulate_grad_batches=accumulate,
     )
-    for i, (v, state) in enumerate(zip(value, states, strict=True)):
+    for i, (v, *state) in enumerate(zip(value, *states, strict=True)):
         gradient = sum(g for micro in range(accumulate) if (g := model.gradient(i, 5, micro, 0)) is not None)
         group = model.optimizer_options.groups(5)[0 if v.dim() > 1 else 1]
         exp_avg = (1 - group.beta1) * torch.as_tensor(gradient) / accumulate
@@ -128,7 +198,6 @@ def test_written_state_is_what_training_goes_on_with(name: str, accumulate: int)
         update = exp_avg / (exp_avg_sq.sqrt() / (1 - group.beta2**6) ** 0.5 + group.eps)
         weight = v * (1 - group.lr * group.weight_decay) - step_size * update
         for ours, theirs in zip(state, (weight, exp_avg.expand_as(v), exp_avg_sq), strict=True):
-            assert ours is not None
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
@@ -139,10 +208,10 @@ def test_the_model_shows_what_was_written(keys: dict[str, Any], latest: int) -> 
     shown: list[list[Tensor]] = []
     far = 100.0
 
-    def write(module: pl.LightningModule) -> None:
-        shown.append([p.detach().clone() for p in module.parameters()])
-        if module.global_step == written:
-            for p in module.parameters():
+    def write(trainer: pl.Trainer) -> None:
+        shown.append([p.detach().clone() for p in model.parameters()])
+        if trainer.global_step == written:
+            for p in model.parameters():
                 safe_set_full_fp32_param(p, torch.full_like(p, far))
 
     # Columns are selected once, so that none is read from the arena later.
@@ -186,7 +255,6 @@ REFUSED: dict[str, tuple[str, Callable[[Tensor], object], type[Exception], str]]
         r"`parameter.grad` must not be used between backward and `zero_grad`: .*`parameter.register_hook",
     ),
     "before the step": ("on_before_optimizer_step", safe_get_full_fp32_param, RuntimeError, BEFORE_THE_STEP),
-    "in backward": ("on_after_backward", safe_get_full_fp32_param, RuntimeError, BEFORE_THE_STEP),
 }
 
 
@@ -195,7 +263,12 @@ def test_refused(name: str) -> None:
     """In the first step already, when nothing is pending."""
     hook, action, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
-        fit(linear(), ZenFlowStrategy(**LATE), steps=1, callbacks=[At(hook, lambda m: action(next(m.parameters())))])
+        fit(
+            linear(),
+            ZenFlowStrategy(**LATE),
+            steps=1,
+            callbacks=[At(hook, lambda t: action(next(t.lightning_module.parameters())))],
+        )
 
 
 REPLACED_IN_PIECES: dict[str, Callable[[Tensor], object]] = {
@@ -224,7 +297,7 @@ def test_state_of_single_pieces_is_refused(access: Callable[[Tensor], object]) -
 @pytest.mark.parametrize("name", REPLACED_IN_PIECES)
 def test_another_gradient_is_refused_under_stage_3(name: str) -> None:
     """Between steps too, where DeepSpeed asks its optimizer, or writes to `parameter.grad`."""
-    replace = At("on_train_batch_end", lambda m: REPLACED_IN_PIECES[name](next(m.parameters())))
+    replace = At("on_train_batch_end", lambda t: REPLACED_IN_PIECES[name](next(t.lightning_module.parameters())))
     message = r"(safe_set_full_grad\(weights.0\)|`parameter.grad` must not be used).*`parameter.register_hook"
     with pytest.raises((RuntimeError, MisconfigurationException), match=message):
         fit(linear(), ZenFlowStrategy(**NOTHING_LATE, stage=3), steps=1, callbacks=[replace])

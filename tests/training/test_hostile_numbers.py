@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from harness import APPROXIMATE, Case, StockStrategy, run_here
-from same_bits import assert_is_adamw, assert_same_run
+from same_bits import assert_is_adamw
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
 HOSTILE_STEP = 3
 """Counted from 0: in mid-window, after the selection."""
 
-APPLIED = (0.0, 1e-40, 1e-25, 1e10, 1e17)
-SKIPPED = (math.nan, math.inf, -math.inf, 3e18, 1e20, 1e25, 1e38)
+APPLIED = (0.0, 1e-40, 1e17)
+SKIPPED = (math.nan, -math.inf, 3e18, 1e38)
 """Factors on the loss of one step, and with it on its gradients, whose norm is 30 before: above 1.8e19 its square is not in float32."""
 
 BASE = Case(model="LinearLossModule", steps=9, topk_ratio=0.3, strategy_options=APPROXIMATE, loop="direct")
@@ -43,22 +43,12 @@ VECTOR = replace(
     model_options={"frozen_in": {3: (2, 6)}, "not_finite": {(1, 0): math.inf}, "not_finite_in": 3},
     max_norm=1.0,
 )
-BF16_CLIPPED = {"precision": "bf16-true", "max_norm": 1.0}
 CASES = {
-    **{f"{factor}, {norm}": hostile(factor, max_norm=norm) for factor in (*APPLIED, *SKIPPED) for norm in (None, 1.0)},
-    **{f"{factor}, bf16": hostile(factor, **BF16_CLIPPED) for factor in (1e-40, 1e17, math.nan, 3e18, 1e38)},
-    **{
-        f"{factor}, everything": hostile(factor, accumulate=2, max_norm=1.0, publish_lag=3).with_keys(select_interval=1)
-        for factor in (math.nan, 3e18)
-    },
+    **{f"{factor}": hostile(factor) for factor in (*APPLIED, *SKIPPED)},
+    **{f"{factor}, bf16": hostile(factor, precision="bf16-true", max_norm=1.0) for factor in (*APPLIED[1:], 3e18)},
+    "nan, everything": hostile(math.nan, accumulate=2, max_norm=1.0, publish_lag=3).with_keys(select_interval=1),
     "never finite": hostile(math.nan, *range(9)),
-    "always zero": hostile(0.0, *range(9)),
-    **{f"one element of {value}": element(value, HOSTILE_STEP, precision="bf16-true") for value in (3e38, 1e30, -2e19)},
-    # In mid-window, two in a row, and one whose window is open at the end.
-    **{
-        f"one element of {value}, top {k}": element(value, 3, 4, 8, topk_ratio=k, steps=10)
-        for value, k in ((math.nan, 0), (math.inf, 0.05), (-math.inf, 1))
-    },
+    **{f"one element of {value}": element(value, HOSTILE_STEP, precision="bf16-true") for value in (3e38, -2e19)},
     **{
         f"S={s}, d={d}, {len(shapes)} shapes": hostile(
             math.nan, model_options={"shapes": shapes}, update_interval=s, publish_lag=d, steps=7
@@ -67,7 +57,7 @@ CASES = {
     },
     # Nothing is left of it in the next steps, in which the vector is frozen.
     **{f"a vector, S={s}, d={d}": replace(VECTOR, update_interval=s, publish_lag=d) for s, d in ((4, 1), (1, 0))},
-    **{f"clipped, top {k}": replace(CLIPPED, topk_ratio=k) for k in (0, 0.05, 1)},
+    "clipped": replace(CLIPPED, topk_ratio=0.05),
 }
 
 
@@ -80,18 +70,13 @@ def test_the_flush_leaves_adamw(name: str) -> None:
         assert run.skipped == (float(name.split(",")[0]) not in APPLIED)
 
 
-def test_lightning_gives_the_same_bits() -> None:
-    case = CASES["nan, everything"]
-    assert_same_run(run_here(case), run_here(replace(case, loop="trainer")))
-
-
 def test_skipped_steps_are_warned_of_once() -> None:
     with pytest.warns(UserWarning, match=r"ZenFlow: 1 of \d steps so far were skipped") as seen:
         run_here(hostile(math.nan, HOSTILE_STEP, HOSTILE_STEP + 2))
     assert sum("were skipped" in str(w.message) for w in seen) == 1
 
 
-@pytest.mark.parametrize("factor", [0.0, 1e17, math.nan, 3e18])
+@pytest.mark.parametrize("factor", [1e17, math.nan])
 def test_deepspeeds_offload_does_the_same(factor: float) -> None:
     """All parameters have gradients in all steps: where there is none, DeepSpeed's offload applies the one before again."""
     shapes = ((31, 29), (53, 7), (37,), (3, 211), (1,))

@@ -40,7 +40,6 @@ def launches(shapes: Shapes, **keys: Any) -> list[Counter[str]]:
     ("shapes", "keys", "ceiling"),
     [
         (WITH_BIASES, {"weight_prediction": 0, "provisional_scale": 0}, 700),
-        (WITH_BIASES, APPROXIMATE, 950),
         (LLAMA, APPROXIMATE, 1450),
     ],
 )

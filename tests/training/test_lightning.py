@@ -18,7 +18,6 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
@@ -85,23 +84,6 @@ class Grouped(Net):
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
-class Parts(Net):
-    """With parametrizations, batch norm and a recurrent layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        linear = [normed(nn.Linear(4, 4)) for normed in (weight_norm, orthogonal, spectral_norm)]
-        self.parts = nn.Sequential(nn.BatchNorm1d(4), *linear, nn.LSTM(4, 5, num_layers=2))
-        with torch.no_grad():
-            for i, t in enumerate([*self.parts.parameters(), *self.parts.buffers()]):
-                t.copy_(0.3 * torch.randn(t.shape, generator=generator(5, i)) + 0.1)
-
-    @override
-    def loss(self, step: int, micro: int, rank: int) -> Tensor:
-        output, _ = self.parts(torch.randn(6, 4, generator=generator(6, step)))
-        return super().loss(step, micro, rank) + output.square().mean()
-
-
 class Partial(Net):
     """Parameters that no group has, which stay as they are, beside a group without any."""
 
@@ -114,7 +96,7 @@ class Partial(Net):
 
 @pytest.mark.parametrize(
     ("make", "other"),
-    [(Adapted, "plain"), (Grouped, "plain"), (Parts, "plain"), (OddNet, "plain"), (TiedNet, "plain"), (TiedNet, "stock"),
+    [(Adapted, "plain"), (Grouped, "plain"), (OddNet, "plain"), (TiedNet, "plain"), (TiedNet, "stock"),
      (Partial, "stock")],
 )  # fmt: skip
 def test_models(make: Any, other: Any) -> None:
@@ -218,11 +200,6 @@ PLATEAU = scheduled(lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.3, thre
 PRUNING: dict[str, Any] = {"parameter_names": ["weight"], "amount": 0.3, "use_lottery_ticket_hypothesis": False}
 ACCUMULATED = {"max_epochs": 3, "accumulate_grad_batches": 3, "gradient_clip_val": 0.1}
 LOOPS: dict[str, tuple[Callable[[Any], dict[str, Any]], Callable[[], Any], dict[str, Any]]] = {
-    "limited epochs of a dict": (
-        EVERY_EPOCH,
-        lambda: {"a": epoch_of(), "b": epoch_of()},
-        {"max_epochs": 3, "limit_train_batches": 0.5},
-    ),
     "max_steps in mid-epoch, without batches": (
         lambda optimizer: {**scheduled(lr_scheduler.ExponentialLR, 0.8)(optimizer), "frequency": 2},
         lambda: DataLoader(range(4), batch_size=None),
@@ -245,7 +222,6 @@ LOOPS: dict[str, tuple[Callable[[Any], dict[str, Any]], Callable[[], Any], dict[
     ),
     "no loader at all": (EVERY_EPOCH, lambda: range(4), {"max_epochs": 2, "barebones": True}),
     "no steps": (EVERY_EPOCH, epoch_of, {"max_steps": 0}),
-    "overfitted": (EVERY_EPOCH, epoch_of, {"max_epochs": 3, "overfit_batches": 2}),
     "a short test run": (CYCLE, epoch_of, {"fast_dev_run": 2}),
     # The module has the pruned weights after `fit`; without `make_pruning_permanent` it keeps the masks.
     **{
@@ -296,22 +272,3 @@ def test_learning_rate_monitor(tmp_path: Path) -> None:
         theirs.last_weight_decay_values,
         {"lr-AdamW/pg1", "lr-AdamW/pg2"},
     )
-
-
-class OwnHooks(Net):
-    """Changes the learning rate after the step by hand; its clipping hook is not what clips: `gradient_clip_val` is."""
-
-    @override
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        optimizer.step(closure=optimizer_closure)
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.9
-
-    @override
-    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
-        """Does nothing."""
-
-
-def test_the_modules_own_hooks() -> None:
-    options = {"max_epochs": 2, "gradient_clip_val": 0.01}
-    compare(lambda: OwnHooks(scheduler=EVERY_EPOCH), lambda: dict(options), others=("plain",))

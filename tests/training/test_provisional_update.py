@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from typing_extensions import override
 
+from between_steps import At
 from direct_step import direct_step
-from harness import APPROXIMATE, AUTO, RESELECTING, Case, Run, fit, run_here
+from harness import APPROXIMATE, AUTO, Case, Run, fit, run_here
 from lightning_zenflow.core.schedule import StalenessCompensation, UpdateSchedule
 from lightning_zenflow.kernels.factored import SecondMoment, factored_step_
 from lightning_zenflow.offload.reference import AdamWState, owned_elements
@@ -26,11 +25,9 @@ pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
 MODELS: dict[str, dict[str, Any]] = {
     "tied weights": {},
-    "non-reentrant checkpointing": {"checkpoint": "non-reentrant"},
     "reentrant checkpointing": {"checkpoint": "reentrant"},
     "tied weights, once in a checkpoint": {"checkpoint": "non-reentrant", "head_in_checkpoint": True},
     "a layer used twice": {"checkpoint": "non-reentrant", "shared": True},
-    "frozen layers": {"frozen": (0, 2)},
     "frozen layers, checkpointing": {"checkpoint": "non-reentrant", "frozen": (1,)},
     "a layer used now and then": {"used_every": 3},
     "a layer never used": {"used_every": 0},
@@ -55,13 +52,8 @@ FREEZING = Case(
     loop="direct",
 ).with_keys(**APPROXIMATE)
 FREEZING_CASES = {
-    "nothing late": replace(FREEZING, topk_ratio=0, update_interval=1, publish_lag=0),
-    "defaults": FREEZING,
     "long lag": replace(FREEZING, update_interval=2, publish_lag=3, flush_after=(5,)),
-    "warm-up, reselection": replace(FREEZING, warm_up=3).with_keys(**RESELECTING),
-    "everything on the device": replace(FREEZING, topk_ratio=1),
     "changes of schedule": replace(FREEZING, schedules=((3, 8, 1), (7, 1, 0), (9, 2, 2))).with_keys(**AUTO),
-    "accumulated, bf16": replace(FREEZING, accumulate=3, precision="bf16-true"),
     "between micro-batches": replace(FREEZING, accumulate=3, model_options={"frozen_in": FROZEN_IN, "micro": 1}),
     "nearly everything": replace(FREEZING, model_options={"frozen_in": ALL_BUT_ONE}),
     "layers in turn": case_of(
@@ -75,9 +67,8 @@ FREEZING_CASES = {
 }
 CASES = {
     **{name: case_of(name) for name in MODELS},
-    **{f"{name}, bf16": case_of(name, precision="bf16-true") for name in MODELS if "checkpoint" not in name},
+    **{f"{name}, bf16": case_of(name, precision="bf16-true") for name in ("tied weights", "a layer used now and then")},
     **{f"freezing: {name}": case for name, case in FREEZING_CASES.items()},
-    "freezing: layers in turn, bf16": replace(FREEZING_CASES["layers in turn"], precision="bf16-true"),
 }
 
 
@@ -87,7 +78,7 @@ def test_the_flush_leaves_adamw_on_the_runs_own_gradients(name: str) -> None:
     assert_is_adamw(CASES[name], run_here(CASES[name]))
 
 
-@pytest.mark.parametrize("name", ["frozen layers, checkpointing", "freezing: long lag"])
+@pytest.mark.parametrize("name", ["frozen layers, checkpointing"])
 def test_lightning_gives_the_same_bits(name: str) -> None:
     """Reduced in mid-backward, where late layers' weights are updated while early ones' activations are still to be computed again."""
     buckets = {"reduce_bucket_size": 50, "allgather_bucket_size": 100}
@@ -101,18 +92,12 @@ def test_a_gradient_that_comes_in_two_parts_is_refused() -> None:
         run_here(case)
 
 
-class Unfreeze(pl.Callback):
-    @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, SmallNet)
-        pl_module.hidden.weight.requires_grad_(trainer.current_epoch == 1)
-
-
 def test_what_was_frozen_at_setup_cannot_be_unfrozen() -> None:
     model = SmallNet(length=2)
     model.hidden.weight.requires_grad_(False)
+    unfreeze = At("on_train_epoch_start", lambda t: model.hidden.weight.requires_grad_(t.current_epoch == 1))
     with pytest.raises(MisconfigurationException, match=r"hidden.weight.requires_grad must be False, got True"):
-        fit(model, steps=5, callbacks=[Unfreeze()])
+        fit(model, steps=5, callbacks=[unfreeze])
 
 
 PLAIN = Case(steps=10, topk_ratio=0.3, loop="direct")
@@ -176,7 +161,7 @@ def test_the_second_moment_is_of_clipped_gradients() -> None:
 
 @pytest.mark.parametrize(
     ("s", "d", "scale"),
-    [(1, 1, "auto"), (1, 2, "auto"), (4, 1, "auto"), (4, 1, 0.5), (2, 2, "auto"), (16, 1, "auto")],
+    [(4, 1, 0.5), (16, 1, "auto")],
 )
 def test_a_publish_undoes_no_later_update(s: int, d: int, scale: float | Literal["auto"]) -> None:
     """A weight has all updates since the step that it is exact for: the last d at least, and S - 1 more before its next publish.
@@ -219,19 +204,19 @@ def test_a_publish_undoes_no_later_update(s: int, d: int, scale: float | Literal
 @functools.cache
 def distance(s: int, d: int, weight_prediction: float | str, provisional_scale: float | str) -> float:
     """Of shown weights from AdamW's, root of the mean square over matrices and late steps."""
-    case = replace(PLAIN, steps=24, topk_ratio=0, update_interval=s, publish_lag=d)
+    case = replace(PLAIN, steps=18, topk_ratio=0, update_interval=s, publish_lag=d)
     run = run_here(case.with_keys(weight_prediction=weight_prediction, provisional_scale=provisional_scale))
     weights, gradients, groups = case.fixed_gradients()
     state, squares = AdamWState.start(weights, torch.float64), list[Tensor]()
     for step in range(case.steps):
         pairs = zip(run.shown[step], state.weights, strict=True)
-        squares += [(a.double() - b).square().flatten() for a, b in pairs if step > 12 and b.dim() > 1]
+        squares += [(a.double() - b).square().flatten() for a, b in pairs if step > 9 and b.dim() > 1]
         state.step(gradients[step], groups[step])
     return float(torch.cat(squares).mean().sqrt())
 
 
-@pytest.mark.parametrize(("s", "d"), [(1, 1), (4, 1)])
-def test_shown_weights_are_near_adamws(s: int, d: int) -> None:
+def test_shown_weights_are_near_adamws() -> None:
+    s, d = 4, 1
     auto = distance(s, d, "auto", "auto")
     assert auto < 0.75 * distance(s, d, 0, 0)
     assert auto < 0.75 * distance(s, d, s + d - 1, 0.5)

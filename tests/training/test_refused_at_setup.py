@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
+from between_steps import At
 from harness import fit
 from lightning_zenflow import ZenFlowStrategy
 from models import TINY, LinearLossModule
@@ -69,11 +70,9 @@ def with_an_empty_group(parameters: list[nn.Parameter]) -> dict[str, Any]:
     return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.LinearLR(optimizer)}
 
 
-class ReplacesMemory(pl.Callback):
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        weight = next(pl_module.parameters())
-        weight.data = weight.data.clone()
+def replace_memory(trainer: pl.Trainer) -> None:
+    weight = next(trainer.lightning_module.parameters())
+    weight.data = weight.data.clone()
 
 
 class WithoutLoss(LinearLossModule):
@@ -118,7 +117,7 @@ OURS: Refused = [
     ),
     (lambda: fit(WithoutLoss(shapes=TINY), accumulate_grad_batches=4), r"training_step must return a loss, got None"),
     (
-        lambda: fit(Model(), callbacks=[ReplacesMemory()]),
+        lambda: fit(Model(), callbacks=[At("on_train_batch_end", replace_memory)]),
         r"weights.0 must keep its memory, got another one since set-up, .* use deepspeed.utils.safe_set_full_fp32_param",
     ),
     (lambda: fit(Model(manual=True)), r"automatic_optimization must be True, got False"),
@@ -151,6 +150,10 @@ OURS: Refused = [
         lambda: fit(Model(), ZenFlowStrategy(stage=3), callbacks=[EMAWeightAveraging()]),
         "EMAWeightAveraging must be absent with stage=3",
     ),
+    (
+        lambda: fit(Model(), ZenFlowStrategy(config={"data_types": {"grad_accum_dtype": "bf16"}})),
+        "does not support data_types.grad_accum_dtype other than",
+    ),
     (lambda: fit(Model(nn.Linear(3, 2).double())), r"part.weight must .* at most 32 bits, got torch.float64"),
 ]
 
@@ -179,3 +182,17 @@ OTHERS: Refused = [
 def test_refused_by_lightning_deepspeed_or_the_machine(refused: Callable[[], Any], message: str) -> None:
     with pytest.raises((MisconfigurationException, NotImplementedError, RuntimeError, ValueError), match=message):
         refused()
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["zero_optimization.stage", "zero_optimization.overlap_comm", "zero_optimization.zenflow.topk_ratio", "optimizer.type",
+     "optimizer.params.lr", "zero_optimization.offload_optimizer.device", "bf16.enabled", "steps_per_print"],
+)  # fmt: skip
+def test_auto_without_a_meaning(path: str) -> None:
+    *folders, key = path.split(".")
+    config: dict[str, Any] = {key: "auto"}
+    for folder in reversed(folders):
+        config = {folder: {"type": "AdamW", **config} if folder == "optimizer" else config}
+    with pytest.raises((MisconfigurationException, ValueError), match=f"{key} must be .* got 'auto'"):
+        ZenFlowStrategy(config=config)

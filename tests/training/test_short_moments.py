@@ -3,7 +3,6 @@ those of the run itself."""
 
 import math
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,13 +13,12 @@ from deepspeed.utils import safe_get_full_optimizer_state
 from torch import Tensor
 from typing_extensions import override
 
-from gpu_cases import optimizer_of
-from harness import APPROXIMATE, EVERYTHING, UP_TO_TWO, Case, Run, run_here
+from harness import APPROXIMATE, EVERYTHING, UP_TO_TWO, Case, Run, optimizer_of, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint
 from lightning_zenflow.core.schedule import blocks_wanted
 from models import SHAPES, LinearLossModule, hyperparameters
-from replay_reference import coded, noise_of, noise_seed, other_noise_of, round_stochastically
+from replay_reference import coded, noise_of, noise_seed, round_stochastically
 from same_bits import assert_is_adamw, assert_same_run, assert_same_tensors
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -39,14 +37,12 @@ NOT_FINITE = {**CASE.model_options, "not_finite": {(4, 0): math.nan, (6, 0): mat
 CASES = {
     "S=4, d=1, accumulated": case_of(4, 1, accumulate=2),
     "S=2, d=0, columns on the device": case_of(2, 0, topk_ratio=0.3),
-    **{f"S={s}, d={d}": case_of(s, d) for s in (1, 2, 4) for d in (0, 1)},
-    **{f"S={s}, d=0, clipped": case_of(s, 0, max_norm=0.5) for s in (1, 2, 4)},
+    "S=1, d=1": case_of(1, 1),
+    **{f"S={s}, d=0, clipped": case_of(s, 0, max_norm=0.5) for s in (1, 4)},
     "at the end of the step": case_of(4, 0).with_keys(optimizer_in_backward=False),
     "columns on the device": case_of(4, 1, topk_ratio=0.3, max_norm=0.5),
-    "flushes": case_of(4, 1, flush_after=(3, 4, 8)),
     "flushes, one behind": case_of(2, 0, flush_after=(3, 4, 8), max_norm=0.5),
     "not finite": case_of(1, 0, model_options=NOT_FINITE, max_norm=0.5),
-    "not finite, S=4": case_of(4, 1, model_options=NOT_FINITE),
     "bf16": case_of(4, 1, precision="bf16-true", max_norm=0.5),
     "freezing": case_of(1, 0, model_options={**CASE.model_options, "frozen_in": {0: (2, 4), 3: (3, 100)}}),
     "two threads": case_of(1, 0).with_keys(worker_cores=UP_TO_TWO),
@@ -57,26 +53,33 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", SHORT)
-@pytest.mark.parametrize("name", CASES)
+ALTERNATING = [
+    pytest.param(name, dtype, marks=() if number % 2 == of_dtype else pytest.mark.slow)
+    for number, name in enumerate(CASES)
+    for of_dtype, dtype in enumerate(SHORT)
+]
+"""Each case with one type in the fast tests, with the other in the slow ones."""
+
+
+@pytest.mark.parametrize(("name", "dtype"), ALTERNATING)
 def test_the_bits_of_the_oracle(name: str, dtype: str) -> None:
     case = CASES[name].with_keys(moments_dtype=dtype)
     assert_is_adamw(case, run_here(case))
 
 
-DISTURBED = Case(topk_ratio=0.3, steps=18, max_norm=0.5)
+DISTURBED = Case(topk_ratio=0.3, steps=11, max_norm=0.5)
 NETWORK = replace(DISTURBED, model="SmallNet", update_interval=1, publish_lag=0).with_keys(reduce_bucket_size=200)
 """Its gradients depend on the weights that it is shown."""
 RESUMED = {
     "under Lightning": NETWORK,
-    "in backward": replace(NETWORK, loop="direct"),
     "everything": replace(DISTURBED, loop="direct").with_keys(**EVERYTHING),
     "S=2, d=0": replace(NETWORK, update_interval=2, precision="bf16-true", loop="direct").with_keys(**APPROXIMATE),
 }
 
 
-@pytest.mark.parametrize("dtype", SHORT)
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("under Lightning", "bfloat16"), ("everything", "int8"), ("S=2, d=0", "int8")]
+)
 def test_a_resumed_run_continues_bit_for_bit(name: str, dtype: str, tmp_path: Path) -> None:
     case, path = RESUMED[name].with_keys(moments_dtype=dtype), str(tmp_path / "half.ckpt")
     whole = run_here(replace(case, save_at=7, checkpoint=path))
@@ -156,7 +159,7 @@ def test_checkpoints_hold_float32_and_runs_with_any_type_load_them(
         assert_same_tensors(finds.found, [x.float() for x in saved[dtype].exp_avg_sq], "what DeepSpeed finds")
     n_blocks = blocks_wanted([CASE.update_interval], in_backward=False, numel=0)
     _, _, scales = CASE.make_oracle(world_size=1).places(n_blocks)
-    for ours, theirs in product(dtypes, dtypes):
+    for ours, theirs in (("float32", "int8"), ("bfloat16", "float32"), ("int8", "bfloat16"), ("int8", "int8")):
         run = run_here(replace(short, checkpoint=str(tmp_path / theirs)).with_keys(moments_dtype=ours))
         assert_same_tensors(run.master, saved[theirs].master, "master")
         assert_loaded(run, saved[theirs], scales, ours)
@@ -177,18 +180,6 @@ def test_why_not_to_nearest() -> None:
     assert nearest.mean() > 5 * exact.mean()
     assert ours.mean() == pytest.approx(exact.mean().item(), rel=0.005)
     assert (ours / exact - 1).square().mean().sqrt() < 0.1
-
-
-def test_first_moments_without_gradients_end() -> None:
-    """With beta1 above 1 - 2^-8 bfloat16's nearest neighbour of beta1 * m is m; rounded stochastically the mean shrinks as in 32 bits."""
-    element = torch.arange(4096)
-    nearest = ours = torch.full((len(element),), -1.0078125)
-    for step in range(1, 1001):
-        nearest = (0.999 * nearest).bfloat16().float()
-        noise = other_noise_of(noise_seed(step), element)
-        ours = -round_stochastically((0.999 * ours).abs(), noise)
-    assert (nearest == -1.0078125).all()
-    assert ours.mean().item() == pytest.approx(-1.0078125 * 0.999**1000, rel=0.01)
 
 
 KINDS = ("dead", "rare", "shrinking")
@@ -248,6 +239,7 @@ def in_32_bits() -> tuple[dict[str, float], dict[str, float]]:
     return trained("float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", SHORT)
 def test_weights_without_gradients_stay(dtype: str, in_32_bits: tuple[dict[str, float], dict[str, float]]) -> None:
     """Of dead, rare and shrinking inputs beside dense ones, whose moments share scales."""

@@ -28,15 +28,11 @@ BUCKETS = {"reduce_bucket_size": 200, "worker_cores": 1}
 CASE = Case(model="TiedNet", steps=9, topk_ratio=0.3, update_interval=1, publish_lag=0, strategy_options=BUCKETS)
 CASES = {
     "S=1, d=0": CASE,
-    "S=2, d=0": replace(CASE, update_interval=2),
-    "S=4, d=0": replace(CASE, update_interval=4, steps=13),
     "S=1, d=0, at the end": CASE.with_keys(optimizer_in_backward=False),
-    "S=1, d=1": replace(CASE, publish_lag=1),
     "S=4, d=1": replace(CASE, update_interval=4, publish_lag=1, steps=13),
     "S=2, d=3": replace(CASE, update_interval=2, publish_lag=3).with_keys(**APPROXIMATE),
 }
 COMMIT_EARLY = {
-    "accumulation on the host": replace(CASE, accumulate=2).with_keys(accumulate_on="host"),
     "accumulation on the host, S=4": replace(CASE, update_interval=4, steps=13, accumulate=2).with_keys(
         accumulate_on="host", **APPROXIMATE
     ),
@@ -49,20 +45,12 @@ COMMIT_EARLY = {
 }
 """Steps in which windows hold gradients that are shown already, and more blocks than usual need a slot at once."""
 
-LATE = Case(steps=14, topk_ratio=0.3, max_norm=1.0, loop="direct").with_keys(**APPROXIMATE)
+LATE = Case(steps=11, topk_ratio=0.3, max_norm=1.0, loop="direct").with_keys(**APPROXIMATE)
 PUBLISHED = {
-    "S=4, d=1": LATE,
     "S=2, d=3, bf16": replace(LATE, update_interval=2, publish_lag=3, precision="bf16-true"),
-    "many blocks, accumulation": replace(LATE, update_interval=16, accumulate=2, steps=20),
     "reselection": LATE.with_keys(**EVERYTHING),
-    "flush in between": replace(LATE, flush_after=(5, 6)),
-    "nothing late": replace(LATE, publish_lag=0),
-    "tied weights, checkpointing": replace(
-        LATE, model="TiedNet", model_options={"checkpoint": "non-reentrant", "head_in_checkpoint": True}
-    ),
     # Whose backward passes read weights that jobs in flight will overwrite only steps later.
     "a network, long lag": replace(LATE, model="TiedNet", update_interval=2, publish_lag=3),
-    "frozen layers": replace(LATE, model="LinearLossModule", model_options={"frozen_in": {0: (4, 8), 3: (2, 100)}}),
     "changes of schedule": replace(LATE, schedules=((3, 8, 1), (7, 1, 0), (9, 2, 2))).with_keys(**AUTO),
 }
 """With weights that are copied to the model in backward, as soon as nothing reads them any more and the worker is done."""
@@ -149,9 +137,9 @@ def test_as_many_as_the_schedule_says_are_enough_and_are_needed(name: str) -> No
     assert_same_run(watched.run, without_limits(name))
 
 
-@pytest.mark.parametrize("answers", [False, True, None], ids=["late", "early", "as it is"])
+@pytest.mark.parametrize("answers", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["late", "early"])
 @pytest.mark.parametrize("name", COMMIT_EARLY)
-def test_the_same_bits_where_windows_commit_early(name: str, answers: bool | None) -> None:
+def test_the_same_bits_where_windows_commit_early(name: str, answers: bool) -> None:
     watched = watch(COMMIT_EARLY[name], answers=answers)
     assert watched.slots <= watched.schedule.n_slots
     assert watched.causes["early commit"] > 0
@@ -186,7 +174,7 @@ def test_the_same_bits_whenever_the_worker_is_done(name: str) -> None:
     )
     early = [sum(in_backward for in_backward, _ in run.h2d_bytes) for run in (never, sometimes, always)]
     # Where slots are few (d = 0, submitted in backward), answers are waited for during backward.
-    assert early[0] == 0 or name in ("nothing late", "changes of schedule")
+    assert early[0] == 0 or name == "changes of schedule"
     assert early[0] <= early[1] and early[0] < early[2]
     for run in (sometimes, always):
         assert_same_run(run, never)

@@ -1,4 +1,5 @@
-"""ZeRO stage 3: cases of other tests with pieces of every parameter, several sub-groups, and small parameters that stay gathered.
+"""ZeRO stage 3: cases of other tests with pieces of every parameter, several sub-groups, and small parameters that stay gathered; and with
+the parameters in host memory, in place: the bits of parameters on the device, whatever happens, in less memory.
 
 All cases of a number of ranks run in the same processes, as in test_ranks.
 """
@@ -11,8 +12,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from deepspeed.runtime.zero import GatheredParameters
+from lightning.pytorch.callbacks import ModelCheckpoint
 from test_equivalence import ACCUMULATED, BF16, FLUSHES, MIXED, case_of
-from test_state_on_ranks import State, found
+from test_foreign_state import State, assert_found
 from test_training import CASES as LATE
 from test_training import compare_with_oracle
 from torch import Tensor, nn
@@ -20,10 +22,16 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from harness import AUTO, EVERYTHING, Case, Run, make_trainer
+from between_steps import At
+from harness import AUTO, EVERYTHING, Case, Run, make_trainer, optimizer_of, run_here
+from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
+from lightning_zenflow.core.partition import Slice
+from lightning_zenflow.core.schedule import blocks_wanted
+from lightning_zenflow.deepspeed.build import MemoryPlan, ZeroPartition
 from models import OptimizerOptions, generator
 from rank_processes import Runs, run_each, run_on_ranks
 from same_bits import assert_close_to_adamw, assert_is_adamw, assert_same_run, assert_same_state, assert_same_tensors
+from worker_killer import KillsWorker
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
@@ -35,11 +43,8 @@ def in_stage_3(case: Case, **options: Any) -> Case:
 OF_ADAMW = {
     name: in_stage_3(case)
     for name, case in {
-        "S=1, d=0": case_of("fp32", 0, 1, 0),
-        "S=1, d=0, clipped": case_of(BF16, 0, 1, 0),
+        "in host memory, clipped": case_of(BF16, 0, 1, 0, offload_parameters=True),
         "S=4, d=1, top-k": case_of("fp32", 0.05, 4, 1).with_keys(reduce_bucket_size=400),
-        "S=4, d=1, top-k, flushes": case_of(BF16, 0.05, 4, 1, **FLUSHES),
-        "S=1, d=0, accumulated": case_of(ACCUMULATED, 0, 1, 0),
         "bf16-mixed, Adam": case_of(MIXED, 0.5, 4, 1),
         "everything": case_of(ACCUMULATED, 0.3, 4, 2, flush_after=(5,)).with_keys(**EVERYTHING),
         "changes of schedule": case_of(
@@ -49,49 +54,84 @@ OF_ADAMW = {
         "freezing": case_of("fp32", 0.3, 4, 1, model_options={"frozen_in": {0: (2, 4), 3: (3, 100)}}).with_keys(
             **EVERYTHING
         ),
-        "bf16 moments": case_of("fp32", 0, 1, 0).with_keys(moments_dtype="bfloat16"),
-        "int8 moments": case_of("fp32", 0, 1, 0).with_keys(moments_dtype="int8"),
         "int8 moments, tiny": case_of("fp32", 0, 1, 0, model_options={"shapes": ((2, 1), (1,))}).with_keys(
             moments_dtype="int8"
         ),
     }.items()
 }
 LATE_ONES = OF_ADAMW["S=4, d=1, top-k"]
-STEP_BY_STEP = {name: in_stage_3(LATE[name]) for name in ("defaults", "flushes", "in backward")}
+STEP_BY_STEP = {name: in_stage_3(LATE[name]) for name in ("flushes", "in backward")}
 
 FP16 = Case(precision="16-true", topk_ratio=0, update_interval=1, publish_lag=0, stage=3)
 """Its first steps overflow. The gradients of this model do not depend on the weights."""
 
 # With another learning rate rounding grows: to 2e-6 within 20 steps at 1e-3.
 SLOW = OptimizerOptions(lr=3e-4)
-NETWORK = Case(model="TiedNet", optimizer=SLOW, steps=20, topk_ratio=0, update_interval=1, publish_lag=0, stage=3)
+NETWORK = Case(model="TiedNet", optimizer=SLOW, steps=8, topk_ratio=0, update_interval=1, publish_lag=0, stage=3)
 PLAIN = {
-    "tied weights": NETWORK,
     "clipped": replace(NETWORK, max_norm=0.3).with_keys(optimizer_in_backward=False),
-    "checkpointing": replace(NETWORK, model_options={"checkpoint": "non-reentrant"}),
     "convolution, embedding": replace(NETWORK, model="SmallNet"),
+    "in host memory": replace(NETWORK, offload_parameters=True),
 }
+LATE_NETWORK = replace(NETWORK, topk_ratio=0.3, update_interval=4, publish_lag=1, strategy_options=EVERYTHING)
+
+NOT_CLIPPED = {
+    name: in_stage_3(case)
+    for name, case in {
+        "fp32": case_of("fp32", 0, 1, 0, **FLUSHES),
+        "bf16": case_of(BF16, 0, 1, 0, max_norm=None),
+        "accumulated on the host": case_of(ACCUMULATED, 0, 1, 0, max_norm=None).with_keys(accumulate_on="host"),
+        "freezing": case_of("fp32", 0, 1, 0, model_options={"frozen_in": {0: (2, 4), 3: (3, 100)}}),
+    }.items()
+}
+SAME: dict[str, Case] = {
+    **NOT_CLIPPED,
+    "frozen at setup": replace(NETWORK, model_options={"frozen": (1,)}),
+    "clipped, synchronous": replace(NETWORK, max_norm=0.3).with_keys(optimizer_in_backward=False),
+    "fp16, synchronous": FP16.with_keys(optimizer_in_backward=False),
+}
+"""Whose bits do not depend on how the partition is cut into blocks, as predicted factors do, and bf16 moments of unused parameters."""
+CLIPPED = replace(NETWORK, max_norm=0.3)
+
+
+UNWATCHED = "accumulated on the host"
+
+
+def on_host(case: Case) -> Case:
+    return replace(case, offload_parameters=True)
+
+
 RESUMED = {
-    "S=1, d=0": NETWORK,
-    "S=4, d=1, top-k": replace(NETWORK, topk_ratio=0.3, update_interval=4, publish_lag=1, strategy_options=EVERYTHING),
+    "late": (LATE_NETWORK, False),
+    "device to host": (NETWORK, True),
+    "host to device": (on_host(NETWORK), False),
+    "int8": (on_host(CLIPPED).with_keys(moments_dtype="int8"), True),
 }
+"""What is saved, and whether it goes on in host memory."""
 
 
 def cases(folder: Path) -> dict[str, Case]:
     """All that run on several ranks, in the order in which they run."""
-    found = {**OF_ADAMW, **STEP_BY_STEP}
-    for name, case in PLAIN.items():
-        found |= {f"ours: {name}": case, f"plain: {name}": replace(case, stock=True)}
-    for name, case in RESUMED.items():
-        saved = replace(case, steps=9, checkpoint=str(folder / name))
-        found |= {f"saved: {name}": replace(saved, save_at=5), f"resumed: {name}": saved}
-    return found | {
+    found = {
+        **OF_ADAMW,
+        **STEP_BY_STEP,
         "fp16": FP16,
         "fp16, stage 2": replace(FP16, stage=2),
         "fabric": replace(LATE_ONES, loop="fabric"),
         "states": replace(LATE_ONES, callbacks=(State(folder, read_after=3),)),
         "states in the middle": replace(LATE_ONES, steps=3),
+        "host, not watched": replace(on_host(SAME[UNWATCHED]), watched=False),
+        "killed": replace(on_host(CLIPPED), callbacks=(KillsWorker(seed=3),)).with_keys(max_worker_restarts=1000),
+        "clipped": on_host(CLIPPED),
     }
+    for name, case in SAME.items():
+        found |= {f"device: {name}": case, f"host: {name}": on_host(case)}
+    for name, case in PLAIN.items():
+        found |= {f"ours: {name}": case, f"plain: {name}": replace(case, stock=True)}
+    for name, (case, to) in RESUMED.items():
+        saved = replace(case, save_at=5, checkpoint=str(folder / name))
+        found |= {f"saved: {name}": saved, f"resumed: {name}": replace(saved, save_at=0, offload_parameters=to)}
+    return found
 
 
 @dataclass(frozen=True)
@@ -107,7 +147,7 @@ class Group:
         return self.runs[name]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=lambda n: f"ranks{n}")
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=lambda n: f"ranks{n}")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Group:
     folder = tmp_path_factory.mktemp(f"ranks{request.param}")
     return Group(request.param, folder, run_each(cases(folder), ranks=request.param))
@@ -134,8 +174,33 @@ def test_weights_are_those_of_plain_zero_3(name: str, runs: Group) -> None:
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_has_the_same_bits(name: str, runs: Group) -> None:
     for saved, resumed in zip(runs[f"saved: {name}"], runs[f"resumed: {name}"], strict=True):
-        assert len(resumed.losses) == 4
+        assert len(resumed.losses) == RESUMED[name][0].steps - 5
         assert_same_run(resumed, replace(saved, shown=saved.shown[5:], losses=saved.losses[5:]))
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_bits_of_parameters_on_the_device(name: str, runs: Group) -> None:
+    for ours, theirs in zip(runs[f"host: {name}"], runs[f"device: {name}"], strict=True):
+        assert_same_run(ours, theirs)
+        assert (ours.skipped > 0) == ("fp16" in name)
+
+
+@pytest.mark.parametrize("name", NOT_CLIPPED)
+def test_every_forward_pass_sees_adamws_weights(name: str, runs: Group) -> None:
+    assert_is_adamw(NOT_CLIPPED[name], *runs[f"host: {name}"], shown=True)
+
+
+def test_nothing_but_the_model_reads_the_weights(runs: Group) -> None:
+    """So the worker's answers are awaited where the model's layers are fetched."""
+    for ours, theirs in zip(runs["host, not watched"], runs[f"device: {UNWATCHED}"], strict=True):
+        assert_same_run(ours, replace(theirs, shown=[]))
+
+
+def test_every_forward_pass_sees_the_true_clip_factor(runs: Group) -> None:
+    """Although blocks are submitted in backward, and workers die."""
+    for name in ("clipped", "killed"):
+        for ours, theirs in zip(runs[name], runs["device: clipped, synchronous"], strict=True):
+            assert_same_run(ours, theirs)
 
 
 class Sharded(pl.LightningModule):
@@ -205,20 +270,13 @@ def test_fabric_gives_the_same_bits(runs: Group) -> None:
 
 
 def test_states_and_gradients_of_whole_parameters(runs: Group) -> None:
-    for name, run in (("end", runs["states"][0]), ("middle", runs["states in the middle"][0])):
-        for kind, tensors in zip(
-            ("master", "exp_avg", "exp_avg_sq"), found(runs.folder, name, runs.ranks), strict=True
-        ):
-            assert_same_tensors(tensors, getattr(run, kind), kind)
-    _, wanted, _ = LATE_ONES.fixed_gradients(world_size=runs.ranks)
-    for ours, theirs in zip(found(runs.folder, "gradients", runs.ranks), wanted, strict=True):
-        assert_same_tensors(ours, theirs, "gradient")
+    assert_found(LATE_ONES, runs["states"], runs["states in the middle"][0], runs.folder)
 
 
 @pytest.mark.slow
 def test_four_ranks() -> None:
     """More than one piece of a parameter may be padding."""
-    names, plain = ("S=1, d=0", "S=4, d=1, top-k", "tiny"), PLAIN["tied weights"]
+    names, plain = ("S=4, d=1, top-k", "tiny"), PLAIN["convolution, embedding"]
     runs = run_on_ranks(
         {**{name: OF_ADAMW[name] for name in names}, "ours": plain, "plain": replace(plain, stock=True)}, ranks=4
     )
@@ -228,3 +286,121 @@ def test_four_ranks() -> None:
             assert_close_to_adamw(run, OF_ADAMW[name].adamw(world_size=4))
     for a, b in zip(runs["ours"][0].weights, runs["plain"][0].weights, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("max_norm", [None, pytest.param(0.3, marks=pytest.mark.slow)])
+def test_an_interrupted_fit_saves_and_goes_on(max_norm: float | None, tmp_path: Path) -> None:
+    """By Ctrl-C between backward and step, where blocks have been submitted and the worker is writing weights."""
+
+    def interrupts(trainer: pl.Trainer) -> None:
+        if trainer.global_step == 4:
+            raise KeyboardInterrupt
+
+    case = on_host(replace(NETWORK, max_norm=max_norm))
+    model, expected = case.make_model(), run_here(case)
+    saves = ModelCheckpoint(dirpath=tmp_path, filename="a", every_n_train_steps=1000, save_on_exception=True)
+    trainer = make_trainer(
+        case.make_strategy(),
+        max_steps=case.steps,
+        gradient_clip_val=max_norm,
+        enable_checkpointing=True,
+        callbacks=[saves, At("on_before_optimizer_step", interrupts)],
+    )
+    with pytest.raises(SystemExit):
+        trainer.fit(model)
+    (saved,) = tmp_path.glob("*.ckpt")
+    resumed = run_here(replace(case, checkpoint=str(saved)))
+    with GatheredParameters(list(model.parameters())):
+        assert_same_tensors([p for group in model.parameter_groups() for p in group], resumed.shown[0])
+    assert len(resumed.losses) == case.steps - 4
+    if max_norm is None:
+        assert_same_run(resumed, replace(expected, shown=expected.shown[4:], losses=expected.losses[4:]))
+
+
+def assert_in_place(trainer: pl.Trainer) -> None:
+    """Weights are in the arena in a fit."""
+    optimizer: Any = optimizer_of(trainer)
+    pieces = [p.ds_tensor for p in optimizer.module.parameters()]
+    places = {t.untyped_storage().data_ptr() for t in (*pieces, *optimizer.fp16_partitioned_groups_flat)}
+    assert places == {optimizer.parts.rank.arena.publish.untyped_storage().data_ptr()}
+    assert optimizer.param_groups_fp16_flat_cpu_memory == []
+    assert optimizer.counters.read().h2d_bytes == 0
+
+
+class Validated(Sharded):
+    """Fetches its weights between two steps as well."""
+
+    validation_step = Sharded.training_step
+    val_dataloader = Sharded.train_dataloader
+
+
+def test_weights_outlive_the_training(tmp_path: Path) -> None:
+    """Of a model that is made in pieces: they are gathered, saved and tested."""
+    runs = []
+    for case in (NETWORK, on_host(NETWORK)):
+        model = Validated()
+        callbacks = [At("on_train_batch_end", assert_in_place)] if case.offload_parameters else []
+        limits = {"max_epochs": 1, "val_check_interval": 3, "limit_val_batches": 2, "limit_test_batches": 3}
+        trainer = make_trainer(case.make_strategy(), callbacks=callbacks, **limits)
+        trainer.fit(model)
+        with GatheredParameters(list(model.parameters())):
+            torch.save(model.state_dict(), tmp_path / "weights.pt")
+        losses = trainer.test(model, verbose=False)
+        saved = torch.load(tmp_path / "weights.pt", weights_only=True)
+        with GatheredParameters(list(model.parameters())):
+            assert_same_tensors(list(model.state_dict().values()), list(saved.values()))
+        runs.append((losses, saved))
+    (losses, weights), (losses_on_host, weights_on_host) = runs
+    assert losses_on_host == losses
+    assert_same_tensors(list(weights_on_host.values()), list(weights.values()))
+
+
+def test_a_deepspeed_json_is_enough() -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu", "pin_memory": True}}
+    by_keyword = ZenFlowStrategy(stage=3, offload_parameters=True)
+    by_config = ZenFlowStrategy({"zero_optimization": {**zero, "zenflow": {"update_interval": "auto"}}})
+    for strategy in (
+        by_keyword,
+        by_config,
+        ZenFlowStrategy({"zero_optimization": {"stage": 3, "cpu_offload_param": True}}),
+    ):
+        assert strategy.zenflow_config.is_immediate
+        assert strategy.config["zero_optimization"]["offload_param"]["device"] == "cpu"
+    given = ZenFlowConfig(worker_cores=1)
+    assert ZenFlowStrategy(given, stage=3, offload_parameters=True).zenflow_config.worker_cores == 1
+    with pytest.raises(ValueError, match="publish_lag must be 0 or 'auto' where parameters are in host memory, got 1"):
+        ZenFlowStrategy(stage=3, offload_parameters=True, publish_lag=1)
+
+
+@pytest.mark.parametrize(("moments", "largest"), [("float32", 16.7), ("bfloat16", 12.7), ("int8", 10.8)])
+def test_bytes_of_host_memory(moments: Any, largest: float) -> None:
+    """Of a Llama of 7B: states, weights, gradients, by formula. DeepSpeed's takes 20 a parameter."""
+    shapes = [*[(4096, 4096)] * 4, *[(11008, 4096)] * 2, (4096, 11008), (4096,), (4096,)] * 32
+    slices: list[Slice] = []
+    for number, shape in enumerate([(32000, 4096), *shapes, (4096,), (32000, 4096)]):
+        begin = slices[-1].begin + slices[-1].numel if slices else 0
+        numel, is_matrix = torch.Size(shape).numel(), len(shape) == 2
+        columns = shape[-1] if is_matrix else 1
+        slices.append(
+            Slice(
+                parameter=number, param_group=0, begin=begin, start=0, numel=numel, columns=columns, is_matrix=is_matrix
+            )
+        )
+    numel = slices[-1].begin + slices[-1].numel
+    config = ZenFlowConfig(moments_dtype=moments).with_weights_on_host()
+    zero: Any = replace(
+        ZeroPartition(
+            optimizer=None,  # type: ignore[arg-type]
+            masters=[torch.empty(numel, device="meta")],
+            slices=slices,
+            weights=[torch.empty(numel, dtype=torch.bfloat16, device="meta")],
+            device=torch.device("cuda"),
+            shapes=[],
+            group=None,  # type: ignore[arg-type]
+        ),
+        in_place=True,
+    )
+    n_blocks = blocks_wanted([1], in_backward=True, numel=numel, awaited_singly=True)
+    partition = zero.publisher.cut_partition(slices, [numel], n_blocks, torch.bfloat16)
+    plan = MemoryPlan(config=config, zero=zero, partition=partition, n_threads=16)
+    assert largest - 0.5 < plan.n_bytes(plan.candidates) / numel < largest

@@ -21,6 +21,7 @@ from side_by_side import Net
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
 
+@pytest.mark.slow  # imports everything anew
 def test_the_name_is_known_to_trainer_and_fabric_before_deepspeed_is_imported() -> None:
     code = (
         "import sys, lightning_zenflow; assert 'deepspeed' not in sys.modules;"
@@ -51,6 +52,8 @@ def test_config_and_keywords(tmp_path: Path) -> None:
 
 DEEPSPEED_JSON = {
     "train_batch_size": 8,
+    "gradient_accumulation_steps": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
     "scheduler": {
         "type": "WarmupLR",
@@ -61,12 +64,14 @@ DEEPSPEED_JSON = {
         "stage": 2,
         "offload_optimizer": {"device": "cpu", "pin_memory": True},
         "zenflow": {
-            "topk_ratio": 0.3,
+            "topk_ratio": 0.01,
             "select_strategy": "auto",
             "select_interval": "auto",
             "update_interval": 1,
             "full_warm_up_rounds": 1,
             "overlap_step": False,
+            "offload": False,
+            "auto_ratio": 0.99,
         },
     },
 }
@@ -106,9 +111,7 @@ def test_the_environment_variable_names_a_yaml_file(
     assert strategy.config.get("bf16") == (deepspeed or {}).get("bf16")
 
 
-@pytest.mark.parametrize(
-    ("config", "clip", "said"), [({"bf16": {}}, None, True), ({"bf16": {}}, 0.5, False), (None, None, False)]
-)
+@pytest.mark.parametrize(("config", "clip", "said"), [({"bf16": {}}, None, True), ({"bf16": {}}, 0.5, False)])
 def test_clipping_that_plain_deepspeed_would_do_is_mentioned(
     config: Any, clip: float | None, said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

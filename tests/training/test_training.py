@@ -15,23 +15,16 @@ from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.rank_state import Block
 from models import OptimizerOptions
-from same_bits import assert_same_run
 
-BASE = Case(model="SmallNet", optimizer=OptimizerOptions(lr=3e-3), steps=20, topk_ratio=0.3, loop="direct")
+BASE = Case(model="SmallNet", optimizer=OptimizerOptions(lr=3e-3), steps=14, topk_ratio=0.3, loop="direct")
 CASES = {
     "defaults": replace(BASE, topk_ratio=0.05),
-    "nothing on the device": replace(BASE, topk_ratio=0),
     "everything on the device": replace(BASE, topk_ratio=1, publish_lag=3),
     "long windows": replace(BASE, topk_ratio=0.5, update_interval=7, publish_lag=3),
-    "short windows, warm-up": replace(BASE, update_interval=2, publish_lag=0, warm_up=3).with_keys(
-        optimizer_in_backward=False
-    ),
     "in backward": replace(BASE, update_interval=2, publish_lag=0),
     "one step late": replace(BASE, update_interval=1, max_norm=0.5),
     "flushes": replace(BASE, publish_lag=3, warm_up=2, flush_after=(3, 9, 10)),
     "accumulated, clipped": replace(BASE, topk_ratio=0.2, accumulate=3, max_norm=0.5),
-    "lag without selection": replace(BASE, topk_ratio=0, update_interval=3, publish_lag=2, max_norm=0.5),
-    "warm-up to the end": replace(BASE, warm_up=100),
     # Of the step that decides the selection; the next one that is finite does instead.
     **{
         f"steps {steps} are not finite": Case(
@@ -41,7 +34,7 @@ CASES = {
             model_options={"not_finite": {(step, 0): math.nan for step in steps}},
             loop="direct",
         )
-        for steps, warm_up in (((0,), 0), ((0, 1), 0), ((2,), 3))
+        for steps, warm_up in (((0, 1), 0), ((2,), 3))
     },
 }
 for name, precision in (
@@ -140,11 +133,6 @@ def test_every_step_has_the_predicted_factors(name: str, monkeypatch: pytest.Mon
     compare_with_oracle(case, [run], predicted)
     with pytest.raises(AssertionError):
         compare_with_oracle(case, [run])
-
-
-@pytest.mark.parametrize("name", ["flushes", "accumulated, clipped, bf16-true"])
-def test_lightning_gives_the_same_bits(name: str) -> None:
-    assert_same_run(run_here(replace(CASES[name], loop="trainer")), run_here(CASES[name]))
 
 
 def test_the_oracle_tells_settings_apart() -> None:
