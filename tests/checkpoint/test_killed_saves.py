@@ -14,8 +14,10 @@ SCRIPT = Path(__file__).parents[1] / "support" / "killed_saves.py"
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("n_points", [4, pytest.param(41, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("format_", ["deepspeed", "lightning"])
+@pytest.mark.parametrize(
+    ("format_", "n_points"),
+    [("deepspeed", 3), *(pytest.param(name, 41, marks=pytest.mark.slow) for name in ("deepspeed", "lightning"))],
+)
 def test_killed_at_points_of_a_save(format_: str, n_points: int, tmp_path: Path) -> None:
     """`checkpoint.atomic` alone is killed at each call in `test_atomic.py`."""
     done = subprocess.run(

@@ -57,17 +57,22 @@ def fit(steps: int, *, resume: str | None = None, strategy: Any = None, **option
     return model, trainer
 
 
+@pytest.fixture(scope="module")
+def whole() -> SmallNet:
+    """After all steps."""
+    return fit(8)[0]
+
+
 def assert_same(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("plugins", [[], [AsyncCheckpointIO()]], ids=["", "asynchronous"])
-def test_a_store(plugins: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store(plugins: list[Any], whole: SmallNet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As under `strategy="auto"`: the callback keeps the best there, removes others, finds the last one; a run goes on bit for bit."""
     monkeypatch.chdir(tmp_path)
     root, store = "memory://bucket", fsspec.filesystem("memory")
-    whole, _ = fit(8)
     for steps, resume in ((4, None), (8, "last")):
         files = ModelCheckpoint(
             dirpath=f"{root}/runs", every_n_train_steps=2, save_last=True, enable_version_counter=False
@@ -99,8 +104,8 @@ class Unpicklable(SmallNet):
 
 
 def test_what_cannot_be_pickled_is_named_for_a_store_too() -> None:
-    trainer = make_trainer(ZenFlowStrategy(**LIMIT), max_steps=2)
-    trainer.fit(Unpicklable(length=2))
+    trainer = make_trainer(ZenFlowStrategy(**LIMIT), max_steps=1)
+    trainer.fit(Unpicklable(length=1))
     with pytest.raises(
         OSError, match=r"could not be saved: cannot pickle '_thread.lock' object; training can continue\.$"
     ):
@@ -146,9 +151,8 @@ class Noting(TorchCheckpointIO):
         super().remove_checkpoint(path)
 
 
-def test_a_plugin_saves_loads_and_removes(tmp_path: Path) -> None:
+def test_a_plugin_saves_loads_and_removes(whole: SmallNet, tmp_path: Path) -> None:
     """That of the present Trainer, where one strategy is given to several in turn."""
-    whole, _ = fit(8)
     strategy, path = ZenFlowStrategy(**LIMIT), tmp_path / "a.ckpt"
     first, second = Noting(), Noting()
     _, trainer = fit(4, strategy=strategy, plugins=[first])

@@ -34,29 +34,27 @@ def assert_same(ours: pl.LightningModule, theirs: pl.LightningModule) -> None:
 
 
 class SaveAfterBatch(pl.Callback):
-    """Saves after a batch of the epoch, counted from 0."""
+    """Saves in mid-accumulation."""
 
-    def __init__(self, batch: int, path: Path) -> None:
-        self._batch = batch
+    def __init__(self, path: Path) -> None:
         self._path = path
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx == self._batch:
+        if batch_idx == 10:
             trainer.save_checkpoint(self._path)
 
 
-@pytest.mark.parametrize("batch", [8, 10, 11])
-def test_a_save_between_micro_batches_does_what_it_does_without_deepspeed(batch: int, tmp_path: Path) -> None:
+def test_a_save_between_micro_batches_does_what_it_does_without_deepspeed(tmp_path: Path) -> None:
     """What the step has of gradients is not in the checkpoint; the step ends with the batch with which it would have ended."""
     results = []
     for name, strategy in (("ours", limit), ("theirs", lambda: "auto")):
         path = tmp_path / name
         options: dict[str, Any] = {"max_steps": 6, "accumulate_grad_batches": 4, "gradient_clip_val": 0.5}
         whole = SmallNet(length=24, accumulate=4)
-        make_trainer(strategy(), callbacks=[SaveAfterBatch(batch, path)], **options).fit(whole)
+        make_trainer(strategy(), callbacks=[SaveAfterBatch(path)], **options).fit(whole)
         rest = SmallNet(length=24, accumulate=4)
         make_trainer(strategy(), **options).fit(rest, ckpt_path=path)
         results.append((whole, rest))
@@ -107,8 +105,7 @@ def test_checkpoints_of_everything_and_of_weights_only(tmp_path: Path) -> None:
     assert_same(fresh, model)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("format_", ["deepspeed", "lightning"])
+@pytest.mark.parametrize(("format_", "stage"), [("deepspeed", 2), ("lightning", 3)])
 def test_a_save_after_an_evaluation(format_: Any, stage: int, tmp_path: Path) -> None:
     """It has the optimizer's state, as without one."""
 
@@ -122,9 +119,9 @@ def test_a_save_after_an_evaluation(format_: Any, stage: int, tmp_path: Path) ->
     for number in range(2):
         trainer.test(rest, verbose=False)
         trainer.save_checkpoint(tmp_path / f"{number}.ckpt")
-        resumed = LinearLossModule(length=5)
-        make_trainer(make(), max_steps=5).fit(resumed, ckpt_path=tmp_path / f"{number}.ckpt")
-        assert_same(resumed, whole)
+    resumed = LinearLossModule(length=5)
+    make_trainer(make(), max_steps=5).fit(resumed, ckpt_path=tmp_path / "1.ckpt")
+    assert_same(resumed, whole)
 
 
 class Configured(LinearLossModule):

@@ -40,15 +40,6 @@ void in_a_thread(const std::function<void()>& action) {
     if (failure) std::rethrow_exception(failure);
 }
 
-TEST(cores, parses_lists) {
-    CHECK(parse_cores("2,3,5") == std::vector<int>({2, 3, 5}));
-    CHECK(parse_cores("0") == std::vector<int>({0}));
-    for (const char* text : {"", ",", "1,", ",1", "1,,2", "a", "1-3", "1 ,2", "-1", "99999", "1.5", "99999999999999999999"}) {
-        CHECK_CONTAINS(error_of([text] { parse_cores(text); }), "'" + std::string(text) + "'");
-    }
-    CHECK_CONTAINS(error_of([] { parse_cores("1,2,1"); }), "must be distinct, got 1 twice");
-}
-
 // Of all cores, also where it has inherited a narrower mask.
 TEST(cores, pins_one_thread_to_each) {
     in_a_thread([] {

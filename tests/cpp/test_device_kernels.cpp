@@ -178,30 +178,6 @@ TEST(device_kernels, factored_step) {
     for (const Shape shape : kShapes) check_factored_step(shape);
 }
 
-template <typename T>
-void check_columns(T, Shape shape) {
-    const int64_t rows = shape.rows, width = shape.columns;
-    const std::vector<T> whole = random_values<T>(rows * width, 1);
-    for (const std::vector<int64_t>& indices : {std::vector<int64_t>{0}, {width - 1}, {0, width / 2}}) {
-        const auto n = static_cast<int64_t>(indices.size());
-        const std::vector<T> selected = random_values<T>(rows * n, 2);
-        std::vector<T> target(whole.size()), copy(whole.size()), expected(whole.size());
-        const zenflow_columns columns[] = {{target.data(), rows, width, indices.data(), n, selected.data()},
-                                           {copy.data(), rows, width, nullptr, width, whole.data()}};
-        zenflow_scatter_columns(columns, 2, static_cast<uint32_t>(kTypeOf<T>));
-        CHECK(same_bits(copy, whole));
-        for (int64_t i = 0; i < rows * n; ++i) {
-            const int64_t at = i / n * width + indices[static_cast<size_t>(i % n)];
-            expected[static_cast<size_t>(at)] = selected[static_cast<size_t>(i)];
-        }
-        CHECK(same_bits(target, expected));
-    }
-}
-
-TEST(device_kernels, columns) {
-    for_each_type_and_shape([](auto zero, Shape shape) { check_columns(zero, shape); });
-}
-
 TEST(device_kernels, adamw_is_the_replay_kernel) {
     const size_t n = 1031;
     const Hyperparameters& h = test::kDecoupled;

@@ -128,8 +128,8 @@ TEST(moments_in_8_bits, without_gradient_updates_shrink_until_they_are_zero) {
     constexpr size_t kN = kTileElements;
     for (const InstructionSet instruction_set : test::instruction_sets()) {
         const ReplayKernel kernel = replay_kernel(DataType::kFloat32, DataType::kFloat32, instruction_set, DataType::kInt8);
-        for (const auto& [beta1, beta2] : std::vector<std::pair<double, double>>{{0.9, 0.95}, {0.9, 0.999}, {0.99, 0.999}}) {
-            for (const uint8_t code : {1, 2, 9, 80, 255}) {
+        for (const auto& [beta1, beta2] : std::vector<std::pair<double, double>>{{0.9, 0.95}, {0.99, 0.999}}) {
+            for (const uint8_t code : {1, 9, 255}) {
                 std::vector<float> master(kN), published(kN), gradient(kN);
                 std::vector<int8_t> exp_avg(kN);
                 std::vector<uint8_t> exp_avg_sq(kN, code);

@@ -167,21 +167,6 @@ def tiny_module(task: str = "SST-2", **overrides: Any) -> GlueClassifier:
     return GlueClassifier(task=task, **(settings | overrides))
 
 
-def test_padding_does_not_change_the_outputs() -> None:
-    model = tiny_module().eval().model
-    ids = torch.tensor([ByteEncoder().encode("a short one", None, 64)])
-    mask = torch.ones_like(ids)
-    padded, padded_mask = torch.nn.functional.pad(ids, (0, 9), value=256), torch.nn.functional.pad(mask, (0, 9))
-    (outputs, hidden), (outputs_padded, hidden_padded) = model(ids, mask), model(padded, padded_mask)
-    assert outputs.shape == (1, 2)
-    torch.testing.assert_close(outputs_padded, outputs)
-    losses = [
-        model.language_model_loss(hidden, ids, mask),
-        model.language_model_loss(hidden_padded, padded, padded_mask),
-    ]
-    torch.testing.assert_close(*losses)
-
-
 def test_pretrained_weights_are_taken_and_checked(tiny_gpt2: Path) -> None:
     from transformers import GPT2Model
 

@@ -17,7 +17,7 @@ from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
 from lightning_zenflow.worker.cores import allowed_cores
 from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
 from processes import leaves_no_file_open
-from small_arena import fill_slot, make_arena, write_step
+from small_arena import make_arena
 
 
 @pytest.fixture
@@ -88,25 +88,6 @@ def test_nothing_is_left_open(partition: Partition) -> None:
     with leaves_no_file_open():
         for fail in (False, True):
             start_and_close(fail=fail)
-
-
-def test_close_lets_the_worker_finish(arena: Arena, partition: Partition, worker: Worker) -> None:
-    write_step(arena, 1)
-    before = arena.master.clone()
-    for block in range(len(partition.blocks)):
-        fill_slot(arena, partition, block, block, 1)
-        worker.submit(JobMessage(job_id=1 + block, block=block, first_step=1, slots=[block], publish_buffer=block))
-    worker.close()
-    for s in partition.slices:
-        assert (arena.master[s.begin : s.end] != before[s.begin : s.end]).all()
-
-
-def test_the_state_outlives_the_arena(partition: Partition) -> None:
-    arena = make_arena(partition)
-    master, expected = arena.master, arena.master.clone()
-    arena.close(keep_state=True)
-    del arena
-    assert torch.equal(master, expected)
 
 
 def test_the_shared_memory_has_a_fixed_size(partition: Partition, arena: Arena) -> None:

@@ -6,7 +6,6 @@ import torch
 from lightning_zenflow.kernels.base import Destination
 from lightning_zenflow.kernels.cpu import CpuKernels
 from lightning_zenflow.native import protocol
-from lightning_zenflow.worker.process import JobMessage
 
 
 def test_tensors_that_the_library_would_misread() -> None:
@@ -38,20 +37,3 @@ def test_another_default_type() -> None:
 def test_integers_that_a_field_cannot_hold(kind: type[protocol.Structure], values: dict[str, int]) -> None:
     with pytest.raises(AssertionError, match="cannot hold"):
         kind(**values)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"job_id": 0},
-        {"first_step": 0},
-        {"prediction_steps": float("nan")},
-        {"slots": [], "tentative": protocol.Tentative.PREDICTED},
-        {"slots": [1, 2], "tentative": protocol.Tentative.CORRECTION},
-    ],
-)
-def test_jobs_that_the_worker_would_refuse(wrong: dict[str, object]) -> None:
-    right = {"job_id": 1, "block": 0, "first_step": 1, "slots": [1], "publish_buffer": 0}
-    assert bytes(JobMessage(**right))  # type: ignore[arg-type]
-    with pytest.raises(AssertionError):
-        JobMessage(**{**right, **wrong})  # type: ignore[arg-type]
