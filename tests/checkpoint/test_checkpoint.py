@@ -1,8 +1,9 @@
 """A run that is saved, ended, loaded and continued is the run that went on: the same weights in every step, bit for bit."""
 
 import logging
-from copy import deepcopy
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ import torch
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 from typing_extensions import override
 
-from direct_step import direct_step
-from harness import APPROXIMATE, AUTO, EVERYTHING, Case, Run, StockStrategy, run_here
+from checkpoint_files import RANK_FILE, assert_continues, edit, in_order
+from harness import APPROXIMATE, AUTO, EVERYTHING, Case, StockStrategy, run_here
 from models import SHAPES
 from rank_processes import run_on_ranks
-from same_bits import assert_same_run, assert_same_state, assert_same_tensors
+from same_bits import assert_same_state, assert_same_tensors
 
 FREEZING: dict[str, Any] = {
     "model": "LinearLossModule",
@@ -53,19 +54,13 @@ def resuming(case: Case, path: Path) -> Case:
     return replace(case, steps=STEPS, checkpoint=str(path), schedules=((STEPS, 1, 1),) if case.schedules else ())
 
 
-def assert_continues(whole: Run, rest: Run, saved_at: int) -> None:
-    assert len(rest.shown) == len(whole.shown) - saved_at
-    assert rest.schedules == whole.schedules[saved_at:]
-    assert_same_run(rest, replace(whole, shown=whole.shown[saved_at:], losses=whole.losses[saved_at:]))
-
-
 # After step 6 of "random selection, not finite", blocks are in the midst of a change of columns.
 @pytest.mark.parametrize("saved_at", [6, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 11))])
 @pytest.mark.parametrize("name", CASES)
 def test_a_resumed_run_continues_bit_for_bit(name: str, saved_at: int, tmp_path: Path) -> None:
     case, path = CASES[name], tmp_path / "half.ckpt"
     whole, rest = run_here(saving(case, saved_at, path)), run_here(resuming(case, path))
-    assert_continues(whole, rest, saved_at)
+    assert_continues(rest, whole, saved_at)
 
 
 def test_two_ranks(tmp_path: Path) -> None:
@@ -83,31 +78,17 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert_same_state(runs["other sub-groups"][0], runs["sub-groups"][0])
     for name in names:
         for whole, rest in zip(runs[f"{name}: whole"], runs[f"{name}: rest"], strict=True):
-            assert_continues(whole, rest, 12)
+            assert_continues(rest, whole, 12)
 
 
 def test_another_configuration_starts_over_from_adamws_state(tmp_path: Path) -> None:
     whole = run_here(saving(EXACT, 6, path := tmp_path / "half.ckpt"))
     # Gradients do not depend on weights, so the exact state is the same whatever the configuration.
     assert_same_state(run_here(resuming(replace(EXACT, topk_ratio=0.1, update_interval=2), path)), whole)
-
-
-def test_a_run_with_a_tail_starts_over_from_adamws_state() -> None:
-    """Of a former release, in which the device owned whole blocks."""
-    weights, gradients = [torch.randn(40, 30)], [torch.randn(40, 30)]
-    with direct_step([weights], **AUTO) as direct:
-        direct.backward(gradients)
-        direct.step.step()
-        direct.step.flush()
-        saved, count = deepcopy(direct.step.state_dict()), int(direct.count)
-    saved["layout"]["config"]["tail"] = "auto"
-    saved["planner"]["schedule"] |= {"tail": 0.25, "tail_blocks": [0, 1, 2]}
-    saved["ownership"]["wanted"][:3] = [0, 0, 0]
-    with direct_step([weights], **AUTO) as direct:
-        reason = direct.step.load_state_dict(saved, count)
-        assert reason == "it was saved with tail='auto', a key that no longer exists"
-        direct.backward(gradients)
-        direct.step.step()
+    # Of a former release, with a key that no longer exists.
+    of_config = "optimizer_state_dict", "zenflow", "layout", "config"
+    edit(RANK_FILE, lambda content: reduce(getitem, of_config, content).update(tail="auto"))(path)
+    assert_same_state(run_here(resuming(EXACT, path)), whole)
 
 
 def test_other_frozen_parameters_start_over_from_adamws_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -150,11 +131,8 @@ def test_it_opens_in_plain_deepspeed_and_the_other_way_round(precision: str, mom
     # The same bits in DeepSpeed's optimizer and in the file that its tool writes.
     exact = run_here(replace(case, steps=6)).master
     state = convert_zero_checkpoint_to_fp32_state_dict(ours, str(tmp_path / "weights.pt"))["state_dict"]
-    model = case.make_model()
-    names = {id(p): name for name, p in model.named_parameters()}
-    groups = model.parameter_groups()
-    assert_same_tensors([state[names[id(p)]] for group in groups for p in group], exact, "master")
-    for group, flat in zip(groups, masters.found, strict=True):
+    assert_same_tensors(in_order(case, state), exact, "master")
+    for group, flat in zip(case.make_model().parameter_groups(), masters.found, strict=True):
         ours_flat = torch.cat([exact.pop(0).flatten() for _ in group])
         # Without the padding.
         assert torch.equal(flat[: len(ours_flat)], ours_flat)

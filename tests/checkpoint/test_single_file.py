@@ -14,16 +14,16 @@ from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from checkpoint_files import change_byte
+from checkpoint_files import assert_continues, change_byte, in_order
 from fabric_runs import set_up, train_step
-from harness import EVERYTHING, Case, Run, make_trainer, run_here
+from harness import EVERYTHING, Case, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.checkpoint.files import CheckpointError
 from lightning_zenflow.checkpoint.single_file import FILE_KEY
 from models import TestModule
 from networks import SmallNet
 from rank_processes import run_on_ranks
-from same_bits import assert_same_run, assert_same_state, assert_same_tensors
+from same_bits import assert_same_state, assert_same_tensors
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
@@ -50,16 +50,11 @@ def halves(case: Case, path: Path) -> tuple[Case, Case]:
     return replace(case, save_at=SAVED), case
 
 
-def assert_continues(whole: Run, rest: Run) -> None:
-    assert len(rest.losses) == STEPS - SAVED
-    assert_same_run(rest, replace(whole, shown=whole.shown[SAVED:], losses=whole.losses[SAVED:]))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_resumed_run_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
     path = tmp_path / "half.ckpt"
     whole, rest = map(run_here, halves(CASES[name], path))
-    assert_continues(whole, rest)
+    assert_continues(rest, whole, SAVED)
     assert [file.name for file in tmp_path.iterdir()] == ["half.ckpt"] and path.is_file()
     # Without the user's own objects nothing but tensors, numbers and texts; each tensor has its own memory.
     content = torch.load(path, weights_only=True)
@@ -69,11 +64,7 @@ def test_a_resumed_run_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
     if name not in ("bf16", "stage 3"):
         return
     exact = run_here(replace(CASES[name], steps=SAVED))
-    model = CASES[name].make_model()
-    names = {id(p): name for name, p in model.named_parameters()}
-    assert_same_tensors(
-        [content["state_dict"][names[id(p)]] for g in model.parameter_groups() for p in g], exact.master
-    )
+    assert_same_tensors(in_order(CASES[name], content["state_dict"]), exact.master)
     moments = [state["state"][i] for i in sorted(state["state"])]
     for key, theirs in (("exp_avg", exact.exp_avg), ("exp_avg_sq", exact.exp_avg_sq)):
         assert_same_tensors([of_one[key] for of_one in moments], [t.float() for t in theirs], key)
@@ -112,23 +103,19 @@ def test_several_ranks(tmp_path: Path) -> None:
     assert_same_state(runs["of one"][0], saved)
     for stage in (2, 3):
         for whole, rest in zip(runs[f"whole {stage}"], runs[f"rest {stage}"], strict=True):
-            assert_continues(whole, rest)
+            assert_continues(rest, whole, SAVED)
         assert (tmp_path / f"folder {stage}" / "latest").is_file() and (tmp_path / f"small {stage}.ckpt").is_file()
         # By the other stage.
         case = replace(cases[f"rest {stage}"], stage=5 - stage, callbacks=())
         half = run_here(replace(case, steps=SAVED))
         content = torch.load(tmp_path / f"{stage}.ckpt", weights_only=True)
-        model = case.make_model()
-        names = {id(p): name for name, p in model.named_parameters()}
-        in_order = [content["state_dict"][names[id(p)]] for g in model.parameter_groups() for p in g]
-        assert_same_tensors(half.master, in_order)
+        assert_same_tensors(half.master, in_order(case, content["state_dict"]))
         end = torch.load(tmp_path / f"weights {stage}.ckpt", weights_only=True)
         assert "optimizer_states" not in end and FILE_KEY not in end
-        in_order = [end["state_dict"][names[id(p)]] for g in model.parameter_groups() for p in g]
-        assert_same_tensors(in_order, runs[f"rest {stage}"][0].master)
+        assert_same_tensors(in_order(case, end["state_dict"]), runs[f"rest {stage}"][0].master)
         # Frozen from the beginning: gathered from its pieces.
-        frozen = next(iter(model.parameters()))
-        assert torch.equal(content["state_dict"][names[id(frozen)]], frozen)
+        name, frozen = next(case.make_model().named_parameters())
+        assert torch.equal(content["state_dict"][name], frozen)
 
 
 class Losses(pl.Callback):
