@@ -7,8 +7,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 from typing_extensions import override
 
 from harness import make_trainer
@@ -63,22 +61,6 @@ def test_a_save_between_micro_batches_does_what_it_does_without_deepspeed(tmp_pa
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_going_on_from_the_last_checkpoint_of_model_checkpoint(tmp_path: Path) -> None:
-    def run(folder: str, steps: int) -> tuple[LinearLossModule, ModelCheckpoint]:
-        model = LinearLossModule(length=9)
-        checkpoints = ModelCheckpoint(dirpath=tmp_path / folder, every_n_train_steps=2, save_last=True, save_top_k=1)
-        trainer = make_trainer(defaults(), max_steps=steps, enable_checkpointing=True, callbacks=[checkpoints])
-        trainer.fit(model, ckpt_path="last")
-        return model, checkpoints
-
-    whole, _ = run("whole", 9)
-    run("parts", 5)
-    rest, checkpoints = run("parts", 9)
-    assert_same(rest, whole)
-    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == ["epoch=0-step=8.ckpt", "last.ckpt"]
-    assert Path(checkpoints.best_model_path).name == "epoch=0-step=8.ckpt"
-
-
 class MappedFiles(pl.Callback):
     """Checks when training begins that the process holds no file of a checkpoint, which would take up the disk after it was deleted."""
 
@@ -122,24 +104,3 @@ def test_a_save_after_an_evaluation(format_: Any, stage: int, tmp_path: Path) ->
     resumed = LinearLossModule(length=5)
     make_trainer(make(), max_steps=5).fit(resumed, ckpt_path=tmp_path / "1.ckpt")
     assert_same(resumed, whole)
-
-
-class Configured(LinearLossModule):
-    """Has hyperparameters that `load_from_checkpoint` needs."""
-
-    def __init__(self, rows: int) -> None:
-        super().__init__(shapes=((rows, 7), (3,)))
-        self.save_hyperparameters()
-
-
-def test_a_folder_exported_to_a_single_file(tmp_path: Path) -> None:
-    model = Configured(rows=11)
-    trainer = make_trainer(ZenFlowStrategy(checkpoint_format="deepspeed"), max_steps=4)
-    trainer.fit(model)
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "a.ckpt", tmp_path / "single.ckpt")
-    # Lightning's loader refuses what is no tensor; the file is the user's own.
-    loaded = Configured.load_from_checkpoint(tmp_path / "single.ckpt", weights_only=False)
-    assert loaded.hparams == {"rows": 11}
-    assert_same(loaded, model)
-    make_trainer("auto", max_steps=1).fit(loaded)

@@ -126,9 +126,9 @@ void check_one_behind(DataType type, DataType moments) {
 }
 
 TEST(block_replay, one_behind_shows_the_tentative_step_and_commits_the_true_one) {
-    for (const DataType type : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) {
-        for (const DataType moments : {DataType::kFloat32, DataType::kBFloat16, DataType::kInt8}) check_one_behind(type, moments);
-    }
+    check_one_behind(DataType::kFloat32, DataType::kFloat32);
+    check_one_behind(DataType::kBFloat16, DataType::kInt8);
+    check_one_behind(DataType::kFloat16, DataType::kBFloat16);
 }
 
 // As after a kill in mid-segment: tiles before the position are updated, and the rest has scales of its own.
@@ -222,7 +222,7 @@ TEST(block_replay, successive_jobs_do_not_race) {
     const Arena& arena = fixture.arena;
     const Block block = spec.blocks[2];
     auto* const published = reinterpret_cast<float*>(arena.publish_buffer(0));
-    for (int64_t step = 1; step <= 20; ++step) {
+    for (int64_t step = 1; step <= 10; ++step) {
         fixture.trainer.set_hyperparameters(step, {kDecoupled, kDecoupled});
         fixture.trainer.write_word(step, 1.0f);
         const auto weight = static_cast<float>(step);

@@ -109,10 +109,8 @@ def test_the_command_line(tmp_path: Path) -> None:
 
     keys = {"worker_cores": [0], "update_interval": "auto", "topk_ratio": 0}
     options = [f".{key}={value}" for key, value in keys.items()]
-    made = strategy(".stage=3", ".offload_parameters=true", *options)
-    zero = made.config["zero_optimization"]
+    zero = strategy(".stage=3", ".offload_parameters=true").config["zero_optimization"]
     assert (zero["stage"], zero["offload_param"]["device"]) == (3, "cpu")
-    assert made.zenflow_config == ZenFlowConfig(**keys)
     assert strategy(f".config={path}", *options).zenflow_config == ZenFlowConfig(provisional_scale=0.3, **keys)
 
 

@@ -138,6 +138,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 REPORT_IMPORTS = """
 import sys
+sys.argv[0] = "/bin/lightning-zenflow"
 from lightning_zenflow.cli import main
 for options in sys.argv[1:]:
     try:
