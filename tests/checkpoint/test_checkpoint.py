@@ -64,11 +64,9 @@ def test_a_resumed_run_continues_bit_for_bit(name: str, saved_at: int, tmp_path:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    names = ("bf16, accumulated, clipped, in warm-up", "auto")
-    cases: dict[str, Case] = {}
-    for name in names:
-        path = tmp_path / f"{name}.ckpt"
-        cases |= {f"{name}: whole": saving(CASES[name], 12, path), f"{name}: rest": resuming(CASES[name], path)}
+    path = tmp_path / "half.ckpt"
+    case = replace(CASES["auto"], precision="bf16-true", accumulate=2, max_norm=1.0)
+    cases = {"whole": saving(case, 12, path), "rest": resuming(case, path)}
     # Rank 1 has nothing of the last sub-group, a single element, and finds all its slices where they were.
     single = replace(EXACT, stage=3, model_options={"shapes": ((31, 29), (37,), (1,))})
     several, one = (single.with_keys(config={"zero_optimization": {"stage": 3, "sub_group_size": n}}) for n in (19, 99))
@@ -76,9 +74,8 @@ def test_two_ranks(tmp_path: Path) -> None:
     cases |= {"sub-groups": saving(several, 7, path), "other sub-groups": resuming(one, path)}
     runs = run_on_ranks(cases)
     assert_same_state(runs["other sub-groups"][0], runs["sub-groups"][0])
-    for name in names:
-        for whole, rest in zip(runs[f"{name}: whole"], runs[f"{name}: rest"], strict=True):
-            assert_continues(rest, whole, 12)
+    for whole, rest in zip(runs["whole"], runs["rest"], strict=True):
+        assert_continues(rest, whole, 12)
 
 
 def test_another_configuration_starts_over_from_adamws_state(tmp_path: Path) -> None:

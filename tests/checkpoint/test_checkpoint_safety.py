@@ -148,7 +148,7 @@ def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "full.ckpt" / MODEL_FILE, weights_only=False)["global_step"] == 2
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_one_of_two_ranks_has_a_full_disk_or_a_damaged_file(stage: int, tmp_path: Path) -> None:
     case = CASE if stage == 2 else in_pieces(CASE)
     damaged = {

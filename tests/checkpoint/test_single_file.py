@@ -88,23 +88,19 @@ def test_several_ranks(tmp_path: Path) -> None:
         case = replace(LATE, stage=stage, model_options=FROZEN)
         cases[f"whole {stage}"], rest = halves(case, tmp_path / f"{stage}.ckpt")
         cases[f"rest {stage}"] = replace(rest, callbacks=(SavesWeights(tmp_path / f"weights {stage}.ckpt"),))
-        # A folder by default; weights only are a file whatever the format.
-        cases[f"folder {stage}"] = replace(
-            case,
-            steps=1,
-            save_at=1,
-            checkpoint=str(tmp_path / f"folder {stage}"),
-            callbacks=(SavesWeights(tmp_path / f"small {stage}.ckpt"),),
-        ).with_keys(checkpoint_format="auto")
+    # A folder by default; weights only are a file whatever the format.
+    small = (SavesWeights(tmp_path / "small.ckpt"),)
+    case = replace(LATE, stage=3, steps=1, save_at=1, checkpoint=str(tmp_path / "folder"), callbacks=small)
+    cases["folder"] = case.with_keys(checkpoint_format="auto")
     one, _ = halves(replace(LATE, model_options=FROZEN), tmp_path / "one.ckpt")
     saved = run_here(replace(one, steps=SAVED))
     cases["of one"] = replace(one, steps=SAVED, save_at=0)
     runs = run_on_ranks(cases)
     assert_same_state(runs["of one"][0], saved)
+    assert (tmp_path / "folder" / "latest").is_file() and (tmp_path / "small.ckpt").is_file()
     for stage in (2, 3):
         for whole, rest in zip(runs[f"whole {stage}"], runs[f"rest {stage}"], strict=True):
             assert_continues(rest, whole, SAVED)
-        assert (tmp_path / f"folder {stage}" / "latest").is_file() and (tmp_path / f"small {stage}.ckpt").is_file()
         # By the other stage.
         case = replace(cases[f"rest {stage}"], stage=5 - stage, callbacks=())
         half = run_here(replace(case, steps=SAVED))
