@@ -1,7 +1,6 @@
 """The convergence benchmark: its reports, its tasks and optimizers, and two short runs from end to end."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,40 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from benchmarks.convergence import __main__ as convergence
-from benchmarks.convergence import records, report
+from benchmarks.convergence import records
 from benchmarks.convergence.optimizers import DelayedOptimizer
-from benchmarks.convergence.records import Record, Spec
-from benchmarks.convergence.settings import SETTINGS
 from benchmarks.convergence.threshold_tasks import TASKS
-
-
-def record(method: str, seed: int, val_loss: float | None, setting: str, **fields: object) -> Record:
-    spec = Spec(setting=setting, method=method, lr=1e-3, seed=seed, steps=SETTINGS[setting].steps)
-    loss = [2.0, 1.5, 1.0]
-    return Record(spec=spec, commit="abc", versions={"torch": "2"}, val_loss=val_loss, train_loss=loss, **fields)
-
-
-@pytest.mark.parametrize("setting", ["delay_small", "recall", "fast"])
-def test_every_kind_of_setting_has_table_and_plot(setting: str, tmp_path: Path) -> None:
-    losses = {"adamw": 2.0, "delayed_1": 2.4, "zenflow_s1": 1.99, "zenflow_s4": 2.01}
-    runs = [
-        record(method, i, loss, setting, steps_to_threshold=None if method == "delayed_1" else 100 * (i + 1))
-        for method, loss in losses.items()
-        for i in (0, 1)
-    ]
-    shortened = replace(runs[0], spec=replace(runs[0].spec, setting="glue", steps=5))
-    failed = record("zenflow_auto", 1, None, setting, error="RuntimeError: a | b\nc")
-    tables = report.write_reports([*runs, shortened, failed], tmp_path)
-    assert "RuntimeError: a / b c" in tables[setting]
-    assert set(tables) == {setting, "delay"} - ({"delay"} if setting == "fast" else set())
-    if "delay" in tables:
-        (late,) = [line for line in tables["delay"].splitlines() if "AdamW, 1 step late  " in line]
-        assert ("not reached" if setting == "recall" else "+20.0 %") in late
-    assert (tmp_path / f"convergence_{setting}.md").read_text() == tables[setting] + "\n"
-    assert (tmp_path / f"convergence_{setting}.png").read_bytes().startswith(b"\x89PNG")
-    runs[0].initial_weights = "others"
-    with pytest.raises(ValueError, match=f"{setting}, seed 0: runs must begin from the same weights"):
-        report.write_reports(runs, tmp_path)
 
 
 @pytest.mark.parametrize("feedback", [False, True])

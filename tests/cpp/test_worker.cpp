@@ -217,10 +217,10 @@ void wait_for_looks(TrainerArena& arena, int64_t step, uint32_t block) {
 TEST(worker, waits_for_words_after_an_idle_time) {
     TrainerArena arena;
     arena.header().newest_first = 1;
-    WorkerProcess worker(arena, first_core(), {"--word-timeout-ms", "1500"});
+    WorkerProcess worker(arena, first_core(), {"--word-timeout-ms", "900"});
     worker.receive_ready();
     for (int64_t step = 1; step <= 2; ++step) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(1600));
+        std::this_thread::sleep_for(std::chrono::milliseconds(1000));
         worker.submit(tentative(job_of(0, step, step, 1)), {0});
         wait_for_looks(arena, step, 0);
         arena.write_block_word(0, step, 1.0f);

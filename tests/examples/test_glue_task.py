@@ -59,15 +59,6 @@ def test_official_layout_of_every_task(tmp_path: Path, file: str) -> None:
     assert (example.index, example.first, example.second, example.label) == expected
 
 
-def test_few_bad_lines_are_left_out_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    lines = [f"sentence {i}\t{i % 2}" for i in range(400)]
-    lines[10], lines[20] = "only one field", "no such label\t7"
-    path = write(tmp_path / "train.tsv", "sentence\tlabel", *lines)
-    assert len(read_tsv(path, TASKS["SST-2"], "train")) == 398
-    assert "2 of 400 lines cannot be read" in caplog.text
-    assert "line 12: 1 fields instead of 2; line 22: label '7' is none of 0, 1" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("file", "lines", "message"),
     [

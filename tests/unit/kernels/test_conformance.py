@@ -34,7 +34,7 @@ def test_squared_norms(on: Implementation, shape: tuple[int, int], dtype: torch.
     assert total_only.row_parts is None and total_only.column_parts is None
 
 
-@pytest.mark.parametrize("on", [parameter(INTERPRETED)], indirect=True)
+@pytest.mark.parametrize("on", [parameter(INTERPRETED, slow=True)], indirect=True)
 def test_programs_of_large_matrices_have_more_rows(on: Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
     gradient = on.random(700, 300)
     expected = on.kernels.squared_norms(gradient, per_axis=True)
