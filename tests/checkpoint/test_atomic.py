@@ -52,7 +52,12 @@ def content_of(path: Path) -> str:
 
 @pytest.mark.parametrize(
     ("name", "are_files"),
-    [(name, (old, new)) for name, old in (("last.ckpt", False), ("b" * 200, True)) for new in (False, True)],
+    [
+        ("last.ckpt", (False, False)),
+        ("b" * 200, (True, True)),
+        pytest.param("last.ckpt", (False, True), marks=pytest.mark.slow),
+        pytest.param("b" * 200, (True, False), marks=pytest.mark.slow),
+    ],
 )
 def test_killed_at_any_call(name: str, are_files: tuple[bool, bool], tmp_path: Path) -> None:
     """A replacement leaves one of both checkpoints, which Lightning finds as the last one, and a removal none that is incomplete; the next
