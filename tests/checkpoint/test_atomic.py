@@ -197,6 +197,7 @@ def test_all_is_on_the_disk_before_it_has_its_name(sync: bool, tmp_path: Path, m
 FOLDERS: dict[str, list[str]] = {
     "results": ["table.csv", "plots/a.png"],
     "a checkpoint with notes": ["latest", "checkpoint/mp_rank_00_model_states.pt", "notes.txt"],
+    "notes among its files": ["latest", "checkpoint/mp_rank_00_model_states.pt", "checkpoint/notes.txt"],
     "several of DeepSpeed's": ["latest", "step1/mp_rank_00_model_states.pt", "step2/mp_rank_00_model_states.pt"],
     "checkpoints": ["a.ckpt"],
     "folders": ["checkpoint/a_states.pt/file"],

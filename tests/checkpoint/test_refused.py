@@ -49,6 +49,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         "the folder 'other', named by its file `latest`, is missing",
     ),
     "a long name": (lambda p: (p / "latest").write_text("c" * 300), "the folder '(c{60})', named by its file `latest`"),
+    "a name that is none": (lambda p: (p / "latest").write_bytes(b"\0\xff"), "named by its file `latest`, is missing"),
     "its own folder": (
         lambda p: (p / "latest").write_text("/"),
         "the file .* is missing: the checkpoint is incomplete",
@@ -163,6 +164,8 @@ def wrong_model(**entries: Any) -> Callable[[Path], None]:
 SHAPES = ((31, 29), (8, 3, 3, 5), (53, 7), (37,), (3, 211), (1,), (5, 2, 2))
 IN_TRAINING: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
     "optimizer, no groups": (of_state(lambda s: s["base_optimizer_state"].pop("param_groups")), {}, ""),
+    "optimizer, no stage": (of_state(lambda s: s.pop("zero_stage")), {}, ""),
+    "model, ranks": (wrong_model(dp_world_size="two"), {}, ""),
     "optimizer, layout": (of_state(lambda s: s["zenflow"].pop("layout")), {}, ""),
     "optimizer, columns": (of_state(lambda s: s["zenflow"].update(ownership={})), {}, ""),
     "model, shapes": (wrong_model(param_shapes=[None, None]), {}, ""),

@@ -102,11 +102,14 @@ TEST(requests, an_export_refuses_what_leaves_the_partition_or_the_section) {
     };
     const std::vector<Change> changes = {
         {"tiles", [](Case&, Export& r) { r.tiles_offset = 0; }},
+        {"tiles", [](Case&, Export& r) { r.tiles_offset += 4; }},
         {"tiles", [](Case&, Export& r) { r.n_tiles = UINT32_MAX; }},
         {"partition", [](Case& c, Export&) { c.tiles()[0].rows = 308; }},
+        {"partition", [](Case& c, Export&) { c.tiles()[0].rows = UINT64_MAX / 41; }},
         {"partition", [](Case& c, Export&) { c.tiles()[1].begin = UINT64_MAX; }},
         {"partition", [](Case& c, Export&) { c.tiles()[1].width = 0; }},
         {"n_columns", [](Case& c, Export&) { c.tiles()[0].n_columns = 0; }},
+        {"n_columns", [](Case& c, Export&) { c.tiles()[0].n_columns = 42; }},
         {"columns", [](Case& c, Export&) { c.tiles()[0].columns_offset = 0; }},
         {"columns", [](Case& c, Export&) { c.tiles()[2].width = 4; }},
         {"target", [](Case& c, Export&) { c.tiles()[0].target_offset = c.arena().header().master_offset; }},

@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -13,8 +13,10 @@ from lightning_zenflow.core.auto_policy import (
     candidates_of,
     load_and_stall,
     relative_cost,
+    that_fit,
+    with_changes,
 )
-from lightning_zenflow.core.schedule import StaggeredSchedule
+from lightning_zenflow.core.schedule import StaggeredSchedule, UpdateSchedule
 
 INTERVALS, LAGS = [1, 2, 4, 8, 16], [0, 1]
 N_BLOCKS = 16
@@ -150,6 +152,17 @@ def test_times_of_steps_are_summed_up_without_the_slowest() -> None:
     assert load_and_stall(steps) == (0.5, 0.25 / 6.25)
 
 
+def test_it_starts_with_the_least_stale_that_may_hide() -> None:
+    for intervals, lags, hides_in_backward, (s, d) in (
+        (INTERVALS, LAGS, True, (1, 0)),
+        (INTERVALS, LAGS, False, (1, 1)),
+        ([8], LAGS, True, (8, 0)),
+        ([1], [3], True, (1, 3)),
+    ):
+        auto = SchedulePolicy(candidates_of(intervals, lags), hides_in_backward=hides_in_backward)
+        assert auto.schedule == UpdateSchedule(update_interval=s, publish_lag=d)
+
+
 def looks(*seen: tuple[float, float], auto: SchedulePolicy | None = None) -> list[tuple[int, int]]:
     """S and d after each look at (load, stall) of a run that submits in backward."""
     auto = auto or SchedulePolicy(candidates_of(INTERVALS, LAGS), hides_in_backward=True)
@@ -173,6 +186,10 @@ def test_steps_must_wait_in_two_looks_in_a_row() -> None:
     assert looks(does_not, waits, waits) == [(1, 0), (1, 0), (1, 1)]
 
 
+def test_a_lag_is_not_left_for_a_longer_window_while_the_work_hides() -> None:
+    assert looks((0.9, 0.3), (0.9, 0.3), (0.7, 0.2), (0.7, 0.2), (0.7, 0.2))[1:] == [(1, 1)] * 4
+
+
 def test_it_comes_back_when_the_load_has_halved() -> None:
     """The load of S = 1, d = 0 counts one gradient more than that of S = 1, d = 1."""
     left = 0.9 / relative_cost(1, tentative=True)
@@ -181,3 +198,19 @@ def test_it_comes_back_when_the_load_has_halved() -> None:
     assert seen[1:] == [(1, 1), (1, 1), (1, 0)]
     # It goes again where it has to, and then comes back at half of that load.
     assert looks((0.4, 0.1), (0.4, 0.1), (0.26, 0.0), (0.17, 0.0), auto=auto)[1:] == [(1, 1), (1, 1), (1, 0)]
+
+
+def test_the_less_stale_ones_are_kept_where_memory_is_short() -> None:
+    def kept(n: int) -> list[tuple[int, int]]:
+        """With room for `n` gradient slots."""
+
+        def fits(schedules: Sequence[UpdateSchedule]) -> bool:
+            staggered = (StaggeredSchedule.of(s, n_blocks=16, in_backward=True) for s in with_changes(schedules))
+            return max(s.n_slots for s in staggered) <= n
+
+        return [(s.update_interval, s.publish_lag) for s in that_fit(candidates_of([1, 2, 4], [0, 1]), fits)]
+
+    assert kept(1000) == [(1, 0), (2, 0), (1, 1), (2, 1), (4, 0), (4, 1)]
+    assert (kept(19), kept(20), kept(32)) == ([], [(1, 0)], [(1, 0), (2, 0)])
+    # Not S = 4, d = 0: a change from it to d = 1 would need the slots of S = 4, d = 1.
+    assert kept(44) == [(1, 0), (2, 0), (1, 1), (2, 1)]

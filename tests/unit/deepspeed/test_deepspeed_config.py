@@ -90,10 +90,13 @@ def test_deepspeed_reads_it(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("config", "trainer", "result"),
     [
+        ({"gradient_accumulation_steps": 1}, {"accumulate_grad_batches": 4}, {}),
         ({"gradient_accumulation_steps": 4}, {"accumulate_grad_batches": 4}, {}),
         ({"gradient_accumulation_steps": 4}, {}, {"gradient_accumulation_steps": 4}),
         ({"gradient_clipping": 1.0}, {"gradient_clip_val": 1}, {"gradient_clipping": 1.0}),
+        ({"gradient_clipping": 0}, {}, {"gradient_clipping": 0}),
         ({"fp16": {"enabled": True}}, {"precision": "16-mixed"}, {"fp16": {"enabled": True}}),
+        ({"bf16": {"enabled": False}}, {"precision": "32-true"}, {"bf16": {"enabled": False}}),
     ],
 )
 def test_agrees_with_the_trainer(config: dict[str, Any], trainer: dict[str, Any], result: dict[str, Any]) -> None:

@@ -108,7 +108,7 @@ def test_parameters_of_no_module() -> None:
         validate_optimizer(torch.optim.AdamW([parameter(2)]), nn.Linear(2, 2), scheduled=False)
 
 
-@pytest.mark.parametrize("key", ["lr", "beta2"])
+@pytest.mark.parametrize("key", ["lr", "eps", "weight_decay", "beta1", "beta2"])
 def test_number_out_of_range_is_refused(key: str) -> None:
     upper = 1.0 if key.startswith("beta") else math.inf
     for value in [-0.1, math.nan, upper, None, "0.1", True, torch.tensor([0.1, 0.1]), torch.zeros((), device="meta")]:

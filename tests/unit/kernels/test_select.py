@@ -29,7 +29,10 @@ def test_each_device_has_its_own_and_the_variable_overrules_it(monkeypatch: pyte
         kernels_for(META)
 
 
-@pytest.mark.parametrize("name", ["squared_norms", "adamw_"])
+PASSES = ["squared_norms", "factored_step_", "provisional_update_", "gather_columns", "column_writer", "adamw_"]
+
+
+@pytest.mark.parametrize("name", PASSES)
 def test_where_a_kernel_cannot_be_compiled_torch_takes_over(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

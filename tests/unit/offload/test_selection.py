@@ -92,6 +92,7 @@ def test_one_copy_has_all_that_a_selection_reads() -> None:
         ({"interval": 400}, [1, 2, 3, 403, 803, 1203]),
         ({"interval": "auto"}, [1, 2, 3, 3 + AUTO_INTERVAL, 3 + 2 * AUTO_INTERVAL]),
         ({"interval": 2, "by_epoch": True}, [1, 2, 3, 1001]),
+        ({"interval": "auto", "by_epoch": True}, [1, 2, 3, 501, 1001]),
     ],
 )
 def test_when_it_selects(options: dict[str, Any], steps: list[int]) -> None:

@@ -36,6 +36,7 @@ FOUR_GPUS = [place(range(32), near) for near in (FIRST, FIRST, SECOND, SECOND)]
         ("auto", [place(range(8))] * 3, 0.0, [[0, 1], [2, 3, 4], [5, 6, 7]]),
         ("auto", [place(range(2))] * 4, 0.5, [[0], [1], [0], [1]]),
         # Numbers and lists.
+        (2, [place(range(8))] * 2, 0.5, [[2, 3], [6, 7]]),
         (8, [place(range(8))] * 2, 0.5, [list(range(8))] * 2),
         ([3, 1], [place(range(4))], 0.5, [[3, 1]]),
         ([0, 2, 4, 6], [place(range(8))] * 2, 0.5, [[0, 2], [4, 6]]),
@@ -51,9 +52,11 @@ FOUR_GPUS = [place(range(32), near) for near in (FIRST, FIRST, SECOND, SECOND)]
         ("auto", [place([4 * i, 4 * i + 1], FIRST) for i in range(2)], 0.0, [[0, 1], [4, 5]]),
         # A number reaches beyond the share: cores of the node, then of the other one.
         (9, FOUR_GPUS[:2], 0.0, [[*range(8), 23], [7, *range(16, 24)]]),
+        (17, FOUR_GPUS[1:2], 0.0, [[*range(8), *range(16, 24), 31]]),
         # Control groups; the host's ranks share a limit.
         ("auto", [place(range(16), cpu_limit=3.5)], 0.0, [[13, 14, 15]]),
         ("auto", [place(range(16), cpu_limit=4)] * 2, 0.0, [[6, 7], [14, 15]]),
+        ("auto", [place(range(16), cpu_limit=0.5)], 0.0, [[15]]),
         (3, [place(range(16), cpu_limit=2)], 0.0, [[13, 14, 15]]),
     ],
 )  # fmt: skip

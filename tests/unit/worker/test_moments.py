@@ -43,7 +43,7 @@ def tiles_of_all_codes() -> tuple[Tensor, Tensor]:
     return tuple(torch.cat([filled.view(2, n_tiles, -1), ends], 2))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("fraction", [1.0, 1.37, 2.0 - 2.0**-15])
+@pytest.mark.parametrize("fraction", [1.0, 1.0 + 2.0**-15, 1.37, 2.0 - 2.0**-15])
 def test_what_is_read_gets_its_codes_again(fraction: float) -> None:
     """All codes, all exponents of both scales whose first moments are finite; over moments of another training."""
     q, c = tiles_of_all_codes()

@@ -30,6 +30,7 @@ GPU = "sys/bus/pci/devices/0000:3b:00.0/"
         ({GPU + "numa_node": "-1\n", GPU + "local_cpulist": "0-15\n"}, ()),
         # A node of memory only.
         ({GPU + "numa_node": "2\n", GPU + "local_cpulist": "\n"}, ()),
+        ({}, ()),
     ],
 )
 def test_cores_of_a_gpus_node(
