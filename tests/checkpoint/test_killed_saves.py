@@ -10,18 +10,19 @@ import torch
 
 from benchmarks.common.processes import fresh_environment
 
+# `checkpoint.atomic` alone is killed at each call in `test_atomic.py`.
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[1] / "support" / "killed_saves.py"
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("n_points", [4, pytest.param(41, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("format_", ["deepspeed", "lightning"])
-def test_killed_at_points_of_a_save(format_: str, n_points: int, tmp_path: Path) -> None:
-    """`checkpoint.atomic` alone is killed at each call in `test_atomic.py`."""
+def test_killed_at_points_of_a_save(format_: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [
             *(sys.executable, str(SCRIPT), str(tmp_path)),
-            *(json.dumps([i / (n_points - 1) for i in range(n_points)]), format_),
+            *(json.dumps([i / 40 for i in range(41)]), format_),
         ],
         env=fresh_environment(OMP_NUM_THREADS="1"),
         stdout=subprocess.PIPE,

@@ -15,7 +15,6 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from fabric_runs import set_up, train_step
 from harness import make_trainer
 from lightning_zenflow import ZenFlowStrategy
 from models import LinearLossModule
@@ -57,17 +56,22 @@ def fit(steps: int, *, resume: str | None = None, strategy: Any = None, **option
     return model, trainer
 
 
+@pytest.fixture(scope="module")
+def whole() -> SmallNet:
+    """After all steps."""
+    return fit(8)[0]
+
+
 def assert_same(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("plugins", [[], [AsyncCheckpointIO()]], ids=["", "asynchronous"])
-def test_a_store(plugins: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store(plugins: list[Any], whole: SmallNet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As under `strategy="auto"`: the callback keeps the best there, removes others, finds the last one; a run goes on bit for bit."""
     monkeypatch.chdir(tmp_path)
     root, store = "memory://bucket", fsspec.filesystem("memory")
-    whole, _ = fit(8)
     for steps, resume in ((4, None), (8, "last")):
         files = ModelCheckpoint(
             dirpath=f"{root}/runs", every_n_train_steps=2, save_last=True, enable_version_counter=False
@@ -79,6 +83,13 @@ def test_a_store(plugins: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyP
         ]
     assert_same(rest, whole)
     trainer.save_checkpoint(f"{root}/own.ckpt", weights_only=True)
+    if not plugins:
+        trainer.lightning_module.on_save_checkpoint = lambda checkpoint: checkpoint.update(lock=threading.Lock())
+        with pytest.raises(
+            OSError, match=r"could not be saved: cannot pickle .*lock' object; training can continue\.$"
+        ):
+            trainer.save_checkpoint(f"{root}/lock.ckpt")
+        del trainer.lightning_module.on_save_checkpoint
     trainer.strategy.teardown()
     trainer.strategy.remove_checkpoint(files.best_model_path)
     assert store.exists(f"{root}/own.ckpt") and not store.exists(files.best_model_path)
@@ -88,23 +99,6 @@ def test_a_store(plugins: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyP
     trainer.strategy.teardown()
     rest, _ = fit(8, resume=f"file://{tmp_path}/own.ckpt")
     assert_same(rest, whole)
-
-
-class Unpicklable(SmallNet):
-    """Gives checkpoints what no file can hold."""
-
-    @override
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["lock"] = threading.Lock()
-
-
-def test_what_cannot_be_pickled_is_named_for_a_store_too() -> None:
-    trainer = make_trainer(ZenFlowStrategy(**LIMIT), max_steps=2)
-    trainer.fit(Unpicklable(length=2))
-    with pytest.raises(
-        OSError, match=r"could not be saved: cannot pickle '_thread.lock' object; training can continue\.$"
-    ):
-        trainer.save_checkpoint("memory://bucket/lock.ckpt")
 
 
 def test_folders_for_a_store_or_a_plugin_are_refused_before_training(tmp_path: Path) -> None:
@@ -146,9 +140,8 @@ class Noting(TorchCheckpointIO):
         super().remove_checkpoint(path)
 
 
-def test_a_plugin_saves_loads_and_removes(tmp_path: Path) -> None:
+def test_a_plugin_saves_loads_and_removes(whole: SmallNet, tmp_path: Path) -> None:
     """That of the present Trainer, where one strategy is given to several in turn."""
-    whole, _ = fit(8)
     strategy, path = ZenFlowStrategy(**LIMIT), tmp_path / "a.ckpt"
     first, second = Noting(), Noting()
     _, trainer = fit(4, strategy=strategy, plugins=[first])
@@ -163,23 +156,3 @@ def test_a_plugin_saves_loads_and_removes(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="storage_options must be None without a plugin"):
         trainer.save_checkpoint(path, storage_options=7)
     assert len(first.calls) + len(second.calls) == 3
-
-
-def test_a_store_under_fabric() -> None:
-    def run(steps: range, *, load: bool, save: bool) -> list[torch.Tensor]:
-        fabric, model, optimizer = set_up(SmallNet(), **LIMIT)[:3]
-        state = {"model": model, "optimizer": optimizer}
-        if load:
-            fabric.load("memory://fabric/a.ckpt", state)
-        for step in steps:
-            train_step(fabric, model, optimizer, step)
-        if save:
-            fabric.save("memory://fabric/a.ckpt", state)
-        weights = [p.detach().clone() for p in model.parameters()]
-        fabric.strategy.teardown()
-        return weights
-
-    whole = run(range(6), load=False, save=False)
-    run(range(3), load=False, save=True)
-    rest = run(range(3, 6), load=True, save=False)
-    assert all(torch.equal(a, b) for a, b in zip(whole, rest, strict=True))

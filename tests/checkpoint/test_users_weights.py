@@ -1,6 +1,7 @@
 """A checkpoint that is one file has what users make of weights: hooks that change entries, averaged weights that are put in for a while."""
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero import GatheredParameters
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
@@ -113,33 +115,48 @@ def halves(make: Callable[[], Any], model: type[Net], path: Path, **options: Any
     return torch.load(path, weights_only=True)["state_dict"], [p.detach().clone() for p in rest.parameters()]
 
 
-@pytest.mark.parametrize("model", [InHooks, InStateDict, OfTorch, RenamedAndCast, Flat])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_what_hooks_make_of_weights(model: type[Net], precision: Any, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], list[Tensor]]:
+    """Weights of the resumed run without hooks."""
+    return cache(lambda precision: halves(limit, Net, tmp_path_factory.mktemp("a") / "a", precision=precision)[1])
+
+
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    [
+        (InHooks, "32-true"),
+        (InHooks, "bf16-true"),
+        (InStateDict, "bf16-true"),
+        (OfTorch, "32-true"),
+        (RenamedAndCast, "bf16-true"),
+        (Flat, "32-true"),
+        (Flat, "bf16-true"),
+    ],
+)
+def test_what_hooks_make_of_weights(
+    model: type[Net], precision: Any, plain: Callable[[Any], list[Tensor]], tmp_path: Path
+) -> None:
     """The file is that of `strategy="auto"`; the resumed run has the bits of one without hooks, in 16 bits too."""
     file, rest = halves(limit, model, tmp_path / "ours", precision=precision)
-    _, plain = halves(limit, Net, tmp_path / "plain", precision=precision)
+    if model is RenamedAndCast:
+        assert all(name.startswith("net.") and weight.dtype == torch.float32 for name, weight in file.items())
     # In 16 bits, the hook itself rounds.
     its = {"rtol": 0, "atol": 1e-6 if precision == "32-true" else 1e-2} if model is Flat else {"rtol": 0, "atol": 0}
-    torch.testing.assert_close(rest, plain, **its)
+    torch.testing.assert_close(rest, plain(precision), **its)
     if precision == "32-true":
         theirs = halves(lambda: "auto", model, tmp_path / "theirs")
         torch.testing.assert_close((dict(file), rest), (dict(theirs[0]), theirs[1]), rtol=1e-5, atol=2e-6)
 
 
 def test_hooks_that_change_pieces_are_refused(tmp_path: Path) -> None:
-    class Scales(Net):
-        @override
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            checkpoint["state_dict"] = {name: 2 * w for name, w in checkpoint["state_dict"].items()}
-
     class Saves(pl.Callback):
         @override
         def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             trainer.save_checkpoint(tmp_path / "a.ckpt")
 
-    with pytest.raises(MisconfigurationException, match=r"got 'layers.0.weight', which was renamed or changed"):
-        make_trainer(limit(stage=3), max_steps=1, callbacks=[Saves()]).fit(Scales())
+    for model, name in ((InHooks, "layers.0.weight"), (RenamedAndCast, "net.layers.0.weight")):
+        with pytest.raises(MisconfigurationException, match=f"under stage 3 the entries .* got '{name}'"):
+            make_trainer(limit(stage=3), max_steps=1, callbacks=[Saves()]).fit(model())
     assert not list(tmp_path.iterdir())
 
 
@@ -169,7 +186,28 @@ class Averages(pl.Callback):
                 p.copy_(trained)
 
 
-@pytest.mark.parametrize("options", [{}, {"stage": 3}, {"stage": 3, "offload_parameters": True}], ids=str)
+def test_lightnings_averaged_weights(tmp_path: Path) -> None:
+    """The file has them in the place of the model's, and the model's beside them; after training they are the model's."""
+    results = []
+    for make in (limit, lambda: "auto"):
+        model = Net()
+        files = ModelCheckpoint(
+            dirpath=tmp_path, filename="half", every_n_train_steps=SAVED, enable_version_counter=False
+        )
+        callbacks = [EMAWeightAveraging(decay=0.5), files]
+        trainer = make_trainer(make(), max_steps=SAVED, enable_checkpointing=True, callbacks=callbacks)
+        trainer.fit(model)
+        rest = Net()
+        trainer = make_trainer(make(), max_steps=STEPS, callbacks=[EMAWeightAveraging(decay=0.5)])
+        trainer.fit(rest, ckpt_path=tmp_path / "half.ckpt")
+        trainer.save_checkpoint(tmp_path / "end.ckpt")
+        half, end = (torch.load(tmp_path / name, weights_only=True) for name in ("half.ckpt", "end.ckpt"))
+        results.append([rest.state_dict(), half["current_model_state"], half["state_dict"], end["state_dict"]])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(dict(ours), dict(theirs), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"stage": 3, "offload_parameters": True}], ids=str)
 def test_averaged_weights_of_a_validation(options: dict[str, Any], tmp_path: Path) -> None:
     """The file has what was validated, as under `strategy="auto"`, and training goes on with its own weights."""
     results = []
@@ -191,8 +229,7 @@ def test_averaged_weights_of_a_validation(options: dict[str, Any], tmp_path: Pat
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"stage": 3}], ids=str)
-@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize(("options", "weights_only"), [({}, True), ({"stage": 3}, False)], ids=str)
 def test_what_hooks_see_is_what_is_written(options: dict[str, Any], weights_only: bool, tmp_path: Path) -> None:
     seen: dict[str, dict[str, Tensor]] = {}
 

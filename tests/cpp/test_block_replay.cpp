@@ -126,48 +126,9 @@ void check_one_behind(DataType type, DataType moments) {
 }
 
 TEST(block_replay, one_behind_shows_the_tentative_step_and_commits_the_true_one) {
-    for (const DataType type : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) {
-        for (const DataType moments : {DataType::kFloat32, DataType::kBFloat16, DataType::kInt8}) check_one_behind(type, moments);
-    }
-}
-
-// As after a kill in mid-segment: tiles before the position are updated, and the rest has scales of its own.
-TEST(block_replay, continues_in_the_middle_of_a_segment) {
-    ArenaSpec spec;
-    spec.ranges = {{0, 1000, 0, 0}};
-    spec.blocks = {{0, 1000}};
-    spec.numel = 1000;
-    spec.moments_dtype = DataType::kInt8;
-    Fixture whole(spec), rest(spec);
-    const auto prepare = [&spec](TrainerArena& trainer) {
-        trainer.set_state(test::random_state(spec.numel, 7));
-        trainer.set_hyperparameters(1, {kDecoupled, kDecoupled});
-        trainer.set_gradient(0, test::random_gradient(spec.numel, 8));
-        trainer.write_word(1, 0.5f);
-    };
-    prepare(whole.trainer);
-    whole.run(job_of(0, 1, 1, 1), {0});
-    prepare(rest.trainer);
-    const ArenaHeader& header = rest.trainer.header();
-    constexpr uint64_t kTiles = 3, kDone = kTiles * kTileElements;
-    for (const auto& [offset, bytes] : {std::pair{header.master_offset, kDone * sizeof(float)},
-                                        {header.exp_avg_offset, kDone},
-                                        {header.exp_avg_sq_offset, kDone},
-                                        {header.scales_offset, kTiles * sizeof(MomentScales)},
-                                        {header.publish_offset, kDone * sizeof(float)}}) {
-        std::copy_n(whole.trainer.memory() + offset, bytes, rest.trainer.memory() + offset);
-    }
-    rest.trainer.header().begun_job = 1;
-    rest.trainer.header().n_shares = 1;
-    JournalEntry& entry = rest.trainer.journal_entry(0);
-    entry.begin = 0;
-    entry.end = spec.numel;
-    entry.position = kDone;
-    entry.saved_at = kNothingSaved;
-    rest.run(job_of(0, 1, 1, 1), {0});
-    const State expected = whole.trainer.read_state();
-    test::check_same_state("state", rest.trainer.read_state().view(), expected);
-    rest.trainer.check_published(0, 0, expected);
+    check_one_behind(DataType::kFloat32, DataType::kFloat32);
+    check_one_behind(DataType::kBFloat16, DataType::kInt8);
+    check_one_behind(DataType::kFloat16, DataType::kBFloat16);
 }
 
 // Weights that show the true step already are left as they are.
@@ -222,7 +183,7 @@ TEST(block_replay, successive_jobs_do_not_race) {
     const Arena& arena = fixture.arena;
     const Block block = spec.blocks[2];
     auto* const published = reinterpret_cast<float*>(arena.publish_buffer(0));
-    for (int64_t step = 1; step <= 20; ++step) {
+    for (int64_t step = 1; step <= 10; ++step) {
         fixture.trainer.set_hyperparameters(step, {kDecoupled, kDecoupled});
         fixture.trainer.write_word(step, 1.0f);
         const auto weight = static_cast<float>(step);

@@ -2,7 +2,6 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
-#include <random>
 
 #include "check.h"
 #include "common/half.h"
@@ -62,21 +61,17 @@ void check_from_float(Format format) {
     for (const uint32_t nan : {0x7fc00000u, 0xffc00000u, 0x7f800001u, 0xff800001u, 0x7fffffffu, 0xffffffffu}) {
         CHECK(std::isnan(to_float(from_float<T>(float_from_bits(nan)))));
     }
-    std::mt19937 random(1);
-    for (int i = 0; i < 100000; ++i) {
-        // A number is nearest if the value lies between the borders to its neighbours.
-        const float value = float_from_bits(static_cast<uint32_t>(random()) & 0x7fffffffu);
-        const uint32_t bits = from_float<T>(value).bits;
-        if (std::isnan(value) || bits == format.infinity()) continue;
-        const double number = value_of(format, bits), below = bits == 0 ? 0.0 : value_of(format, bits - 1);
-        CHECK(value >= (below + number) / 2 && value <= (number + value_of(format, bits + 1)) / 2);
-    }
 }
 
-TEST(half, bfloat16_to_float) { check_to_float<BFloat16>(kBFloat16Format); }
-TEST(half, float16_to_float) { check_to_float<Float16>(kFloat16Format); }
-TEST(half, float_to_bfloat16) { check_from_float<BFloat16>(kBFloat16Format); }
-TEST(half, float_to_float16) { check_from_float<Float16>(kFloat16Format); }
+TEST(half, to_float) {
+    check_to_float<BFloat16>(kBFloat16Format);
+    check_to_float<Float16>(kFloat16Format);
+}
+
+TEST(half, from_float) {
+    check_from_float<BFloat16>(kBFloat16Format);
+    check_from_float<Float16>(kFloat16Format);
+}
 
 // The same bits, but for signalling NaNs, which no arithmetic gives.
 TEST(half, result_to_bfloat16) {

@@ -171,9 +171,7 @@ TEST(kill, at_any_instant) {
     constexpr auto kPredicted = Tentative::kPredicted;
     constexpr auto kFloat = DataType::kFloat32;
     const Scenario scenarios[] = {
-        {"one update", 1},
         {"a tentative update", 1, 0.0f, kPredicted},
-        {"one behind", 2, 0.0f, kPredicted},
         {"a window one behind", 3, 2.0f, kPredicted},
         {"one behind with short moments", 2, 0.0f, kPredicted, DataType::kBFloat16},
         {"a window with short moments", 3, 2.0f, Tentative::kNone, DataType::kBFloat16},

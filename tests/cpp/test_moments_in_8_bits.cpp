@@ -122,45 +122,5 @@ TEST(moments_in_8_bits, roots_are_between_those_of_code_1_and_the_largest) {
     CHECK(root_share(large, 1.0f / large) >= 1.0f - 0x1p-22f);  // the inverse is subnormal
 }
 
-// A tile in the worker's form whose element 0 has gradients; the others have all codes of first moments, beside one second
-// moment.
-TEST(moments_in_8_bits, without_gradient_updates_shrink_until_they_are_zero) {
-    constexpr size_t kN = kTileElements;
-    for (const InstructionSet instruction_set : test::instruction_sets()) {
-        const ReplayKernel kernel = replay_kernel(DataType::kFloat32, DataType::kFloat32, instruction_set, DataType::kInt8);
-        for (const auto& [beta1, beta2] : std::vector<std::pair<double, double>>{{0.9, 0.95}, {0.9, 0.999}, {0.99, 0.999}}) {
-            for (const uint8_t code : {1, 2, 9, 80, 255}) {
-                std::vector<float> master(kN), published(kN), gradient(kN);
-                std::vector<int8_t> exp_avg(kN);
-                std::vector<uint8_t> exp_avg_sq(kN, code);
-                for (size_t i = 1; i < kN; ++i) exp_avg[i] = static_cast<int8_t>(i % 2 == 0 ? i : -static_cast<int>(i));
-                exp_avg[0] = 127, exp_avg_sq[0] = 255, gradient[0] = 0.1f;
-                MomentScales scales{2.0f, 0.01f};
-                const AnyState state{master.data(), exp_avg.data(), exp_avg_sq.data(), &scales};
-                const void* gradients[] = {gradient.data()};
-                const Hyperparameters hyperparameters{1.0, beta1, beta2, 0.0, 0.0, 1, 0};
-                float largest = kInfinity;
-                for (int64_t step = 1000; step < 4000; ++step) {
-                    const StepCoefficients coefficients = step_coefficients(hyperparameters, step, 1.0f);
-                    const std::vector<float> before = master;
-                    const WindowView view{1, gradients, &coefficients, 0.0f, false, {noise_seed(static_cast<uint64_t>(step)), 0}};
-                    kernel(state, kN, view, published.data(), nullptr);
-                    float now = 0.0f;
-                    for (size_t i = 1; i < kN; ++i) {
-                        CHECK(exp_avg_sq[i] >= 1);
-                        const float moved = master[i] - before[i];
-                        CHECK(i % 2 == 0 ? moved <= 0.0f : moved >= 0.0f);
-                        now = std::max(now, std::fabs(moved));
-                    }
-                    CHECK(now <= 2.0f);
-                    largest = now;
-                }
-                CHECK_EQ(largest, 0.0f);
-                for (size_t i = 1; i < kN; ++i) CHECK_EQ(exp_avg[i], 0);
-            }
-        }
-    }
-}
-
 }  // namespace
 }  // namespace zenflow

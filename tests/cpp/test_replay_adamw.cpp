@@ -153,18 +153,18 @@ void check_all(size_t n, size_t n_steps, const Hyperparameters& hyperparameters,
 }
 
 TEST(replay_adamw, equals_reference_for_all_sizes_steps_and_types) {
-    for (const size_t n : {0, 1, 15, 16, 17, 255, 513, 4097}) {
-        for (const size_t n_steps : {0, 1, 2, 4, 7, 9}) check_all(n, n_steps, kDecoupled);
+    for (const size_t n : {0, 1, 15, 17, 513}) {
+        for (const size_t n_steps : {0, 1, 2, 4, 9}) check_all(n, n_steps, kDecoupled);
     }
-    check_all(70001, 4, kDecoupled);
+    check_all(4097, 2, kDecoupled);
 }
 
 TEST(replay_adamw, equals_reference_for_each_kind_of_decay) {
-    for (const Hyperparameters& hyperparameters : {kNoDecay, kDecoupled, kGradientDecay}) check_all(1003, 4, hyperparameters);
-    for (const double beta1 : {0.996, 0.99609375, 0.9962, 0.9999}) {
+    for (const Hyperparameters& hyperparameters : {kNoDecay, kGradientDecay}) check_all(403, 3, hyperparameters);
+    for (const double beta1 : {0.99609375, 0.9962}) {
         Hyperparameters slow = kDecoupled;
         slow.beta1 = beta1;
-        check_all(1003, 2, slow);
+        check_all(403, 2, slow);
     }
     Window mixed(600, 3, kNoDecay, DataType::kFloat32);
     mixed.hyperparameters = {kDecoupled, kNoDecay, kGradientDecay};
@@ -173,7 +173,7 @@ TEST(replay_adamw, equals_reference_for_each_kind_of_decay) {
 }
 
 TEST(replay_adamw, equals_reference_at_misaligned_starts) {
-    for (size_t offset = 1; offset < 16; ++offset) check_all(517, 2, kDecoupled, offset);
+    for (const size_t offset : {1, 3, 8, 15}) check_all(267, 2, kDecoupled, offset);
 }
 
 TEST(replay_adamw, special_values_equal_the_reference) {

@@ -51,43 +51,14 @@ TEST(stochastic_rounding, noise_is_uniform_and_uncorrelated) {
         CHECK(std::fabs(products / kN) < bound(1.0 / 12, kN));
         for (const int n : n_in) CHECK(std::fabs(n / (kN / 64.0) - 1.0) < bound(1.0, kN / 64));
     };
-    for (const uint64_t step : {1, 2, 1000, 1000000}) {
+    for (const uint64_t step : {1, 1000000}) {
         const uint32_t seed = noise_seed(step);
         check([seed](size_t i) { return noise_of(noise_counter(seed, static_cast<uint32_t>(i))); });
         check([seed](size_t i) { return other_noise_of(noise_counter(seed, static_cast<uint32_t>(i))); });
     }
-    for (const uint32_t element : {0u, 1u, 4095u, 0xffffffffu}) {
+    for (const uint32_t element : {0u, 0xffffffffu}) {
         check([element](size_t i) { return noise_of(noise_counter(noise_seed(i), element)); });
         check([element](size_t i) { return other_noise_of(noise_counter(noise_seed(i), element)); });
-    }
-}
-
-// The two numbers of one element, also with those of its neighbours: all pairs of ranges are equally frequent.
-TEST(stochastic_rounding, both_noises_are_independent) {
-    constexpr size_t kN = 1 << 20, kRanges = 16;
-    const auto check = [](auto counter_at, auto other_counter_at) {
-        std::vector<double> n_in(kRanges * kRanges);
-        for (size_t i = 0; i < kN; ++i) {
-            n_in[noise_of(counter_at(i)) * kRanges / 65536 * kRanges + other_noise_of(other_counter_at(i)) * kRanges / 65536] +=
-                1;
-        }
-        double chi_squared = 0.0;
-        const double expected = static_cast<double>(kN) / static_cast<double>(n_in.size());
-        for (const double n : n_in) chi_squared += (n - expected) * (n - expected) / expected;
-        // Mean 255, deviation 22.6.
-        CHECK(chi_squared < 255 + 5 * 22.6);
-    };
-    for (const uint64_t step : {1, 2, 1000, 1000000}) {
-        for (const uint32_t distance : {0u, 1u, 7u, 128u}) {
-            const auto counter_at = [step](size_t i) { return noise_counter(noise_seed(step), static_cast<uint32_t>(i)); };
-            check(counter_at, [=](size_t i) { return counter_at(i + distance); });
-        }
-    }
-    for (const uint32_t element : {0u, 1u, 4095u, 0xffffffffu}) {
-        for (const size_t distance : {0, 1, 7}) {
-            const auto counter_at = [element](size_t i) { return noise_counter(noise_seed(i), element); };
-            check(counter_at, [=](size_t i) { return counter_at(i + distance); });
-        }
     }
 }
 

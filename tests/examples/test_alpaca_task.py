@@ -1,69 +1,27 @@
 """The Alpaca example's parts: records, prompts, tokens, packed batches, metrics, network, answers, printed steps."""
 
-import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpaca_task.data import Batch, Collator, InstructionData
-from alpaca_task.generation import answer
+from alpaca_task.data import Batch, Collator
 from alpaca_task.metrics import ResponseMetrics
 from alpaca_task.module import InstructionTuner
 from alpaca_task.packing import pack
 from alpaca_task.prompts import TEMPLATES
-from alpaca_task.records import Record, read_records
-from alpaca_task.step_printer import StepPrinter
+from alpaca_task.records import Record
 from alpaca_task.tokenized import TokenizedExample, tokenize
-from alpaca_task.tokenizers import ByteEncoder, build_encoder
-from example_runs import ALPACA_SAMPLE
+from alpaca_task.tokenizers import ByteEncoder
 
 # --- records and prompts -----------------------------------------------------------------------------------------------------
 
 
-def test_json_and_json_lines_are_read_and_other_forms_refused(tmp_path: Path) -> None:
-    def read(name: str, text: str) -> list[Record]:
-        (tmp_path / name).write_text(text, encoding="utf-8")
-        return read_records(str(tmp_path / name))
-
-    rows = [{"instruction": "a", "input": "", "output": "b"}, {"instruction": "c\u2028", "output": "d"}]
-    expected = [Record(instruction="a", input="", output="b"), Record(instruction="c\u2028", input="", output="d")]
-    assert read("list.json", json.dumps(rows)) == expected
-    lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    assert read("lines.jsonl", lines + "\n\n") == expected
-    with pytest.raises(ValueError, match="must hold a list of objects, got a dict"):
-        read("dict.json", json.dumps(rows[0]))
-    with pytest.raises(ValueError, match="row 1: output must be text, got None"):
-        read("list.json", json.dumps([rows[0], {"instruction": "a"}]))
-
-
-def test_prompts_end_where_the_response_begins() -> None:
-    alpaca = TEMPLATES["alpaca"]
-    with_input = alpaca.fill(Record(instruction="Add {these}.", input="1 2", output="3"))
-    assert "further context" in with_input
-    assert with_input.endswith("### Instruction:\nAdd {these}.\n\n### Input:\n1 2\n\n### Response:\n")
-    without = alpaca.fill(Record(instruction="Hi.", input="", output=""))
-    assert without.endswith("request.\n\n### Instruction:\nHi.\n\n### Response:\n")
-
-
 # --- tokens and batches ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["bytes", "pretrained"])
-def test_pairs_have_the_prompts_tokens_and_come_back_as_text(kind: str, tiny_llama: Path) -> None:
-    encoder = build_encoder("bytes" if kind == "bytes" else str(tiny_llama))
-    prompts, responses = ["Say this again.\nn\u00fc\n", "Say"], ["n\u00fc", " this again."]
-    pairs = encoder.encode_pairs(prompts, responses)
-    assert [prompt for prompt, _ in pairs] == encoder.encode_prompts(prompts)
-    for (prompt, response), text in zip(pairs, map("".join, zip(prompts, responses, strict=True)), strict=True):
-        assert encoder.decode([*prompt, *response, encoder.end_token_id]) == text
-        assert max(*prompt, *response, encoder.end_token_id, encoder.pad_token_id) < encoder.vocab_size
 
 
 def test_only_response_and_end_are_learned_and_long_examples_cut(caplog: pytest.LogCaptureFixture) -> None:
@@ -165,60 +123,4 @@ def test_pretrained_weights_are_taken_and_checked(tiny_llama: Path) -> None:
         built(**settings | {"tokenizer": "bytes", "vocab_size": 260})
 
 
-def test_answers_do_not_depend_on_the_batch_and_continue_the_prompt() -> None:
-    module, encoder = built().eval(), ByteEncoder()
-
-    def answers(*prompts: str) -> list[str]:
-        return answer(module.model, encoder, prompts, max_prompt=64, max_new_tokens=6)
-
-    prompts = "Say this again.\nn", "Count.\n> "
-    together = answers(*prompts)
-    assert together == [text for prompt in prompts for text in answers(prompt)]
-    ids = encoder.encode_prompts(prompts)[0]
-    for _ in range(6):
-        logits = module(collate([TokenizedExample(input_ids=ids, prompt_length=1)]))
-        ids = [*ids, int(logits[0, len(ids) - 1].argmax())]
-    generated = ids[-6:]
-    assert together[0] == encoder.decode(generated[: [*generated, 259].index(259)])
-
-
 # --- printed steps, half precision -------------------------------------------------------------------------------------------
-
-
-class Losses(pl.Callback):
-    """Loss of each micro-batch."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
-        self.seen.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
-
-
-@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_steps_are_printed_with_their_loss_and_time(capsys: pytest.CaptureFixture[str], accelerator: str) -> None:
-    """In half precision too, in which the model's frequencies stay float32."""
-    losses = Losses()
-    trainer = pl.Trainer(
-        accelerator=accelerator,
-        devices=1,
-        precision="bf16-true",
-        max_steps=4,
-        accumulate_grad_batches=2,
-        val_check_interval=2,
-        limit_val_batches=1,
-        callbacks=[StepPrinter(every_n_steps=2), losses],
-        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
-    )
-    module = tiny_tuner()
-    validation = str(ALPACA_SAMPLE / "val.json")
-    trainer.fit(
-        module, InstructionData(train_file=validation, val_size=8, template="short", max_length=64, batch_size=2)
-    )
-    lines = re.findall(r"^Step (\d+), Loss: (\d+\.\d{4}), Time: (\d+\.\d\d)ms$", capsys.readouterr().out, re.MULTILINE)
-    assert [int(number) for number, _, _ in lines] == [2, 4]
-    means = [sum(losses.seen[i : i + 2]) / 2 for i in (2, 6)]
-    assert [float(loss) for _, loss, _ in lines] == pytest.approx(means, abs=1e-4)
-    assert all(float(time) > 0 for _, _, time in lines)
-    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
-    assert module.model.model.rotary_emb.inv_freq.dtype == trainer.callback_metrics["val/loss"].dtype == torch.float32

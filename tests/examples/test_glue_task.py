@@ -59,15 +59,6 @@ def test_official_layout_of_every_task(tmp_path: Path, file: str) -> None:
     assert (example.index, example.first, example.second, example.label) == expected
 
 
-def test_few_bad_lines_are_left_out_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    lines = [f"sentence {i}\t{i % 2}" for i in range(400)]
-    lines[10], lines[20] = "only one field", "no such label\t7"
-    path = write(tmp_path / "train.tsv", "sentence\tlabel", *lines)
-    assert len(read_tsv(path, TASKS["SST-2"], "train")) == 398
-    assert "2 of 400 lines cannot be read" in caplog.text
-    assert "line 12: 1 fields instead of 2; line 22: label '7' is none of 0, 1" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("file", "lines", "message"),
     [
@@ -165,21 +156,6 @@ def tiny_module(task: str = "SST-2", **overrides: Any) -> GlueClassifier:
     torch.manual_seed(0)
     settings = {"vocab_size": 260, "pad_token_id": 256, "max_length": 64, "layers": 1, "width": 16, "heads": 2}
     return GlueClassifier(task=task, **(settings | overrides))
-
-
-def test_padding_does_not_change_the_outputs() -> None:
-    model = tiny_module().eval().model
-    ids = torch.tensor([ByteEncoder().encode("a short one", None, 64)])
-    mask = torch.ones_like(ids)
-    padded, padded_mask = torch.nn.functional.pad(ids, (0, 9), value=256), torch.nn.functional.pad(mask, (0, 9))
-    (outputs, hidden), (outputs_padded, hidden_padded) = model(ids, mask), model(padded, padded_mask)
-    assert outputs.shape == (1, 2)
-    torch.testing.assert_close(outputs_padded, outputs)
-    losses = [
-        model.language_model_loss(hidden, ids, mask),
-        model.language_model_loss(hidden_padded, padded, padded_mask),
-    ]
-    torch.testing.assert_close(*losses)
 
 
 def test_pretrained_weights_are_taken_and_checked(tiny_gpt2: Path) -> None:

@@ -1,10 +1,15 @@
-"""Files of checkpoints, and changes to them."""
+"""Files of checkpoints, changes to them, and what a run that was resumed from one must be."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from harness import Case, Run
+from same_bits import assert_same_run
 
 MODEL_FILE = "checkpoint/mp_rank_00_model_states.pt"
 RANK_FILE = "checkpoint/zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -26,3 +31,17 @@ def edit(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path],
         torch.save(content, path / name)
 
     return apply
+
+
+def in_order(case: Case, entries: Mapping[str, Tensor]) -> list[Tensor]:
+    """The trained weights of a state dict, in the order of the parameter groups."""
+    model = case.make_model()
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [entries[names[id(p)]].contiguous() for group in model.parameter_groups() for p in group]
+
+
+def assert_continues(rest: Run, whole: Run, saved: int) -> None:
+    """A run that was resumed after a number of steps is the run that went on: the same weights in every step, bit for bit."""
+    assert len(rest.losses) == len(whole.losses) - saved
+    assert rest.schedules == whole.schedules[saved:]
+    assert_same_run(rest, replace(whole, shown=whole.shown[saved:], losses=whole.losses[saved:]))

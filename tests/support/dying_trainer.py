@@ -2,7 +2,7 @@
 
 Arguments, of each process: how its fits end, one after the other (see `Ends`), how many processes load data, and the descriptor that it
 prints to. It prints its number, and the worker's once a training is under way. One that waits to be killed prints, before Python takes
-itself apart, what is left.
+itself apart, what is left. "loop" is one under Fabric that nothing tears down.
 """
 
 import atexit
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from fabric_runs import set_up, train_step
 from harness import fit, workers
 from lightning_zenflow import ZenFlowStrategy
 from models import TINY, LinearLossModule
@@ -54,7 +55,21 @@ class Ends(LinearLossModule):
         return super().training_step(batch, batch_idx)
 
 
+LEFT: list[object] = []
+"""As global variables of a script: they are there until Python takes itself apart."""
+
+
+def loop() -> None:
+    os.dup2(1, 2)
+    fabric, model, optimizer, _ = set_up(LinearLossModule(shapes=TINY), update_interval=4, publish_lag=1)
+    LEFT.extend((fabric, model, optimizer))
+    train_step(fabric, model, optimizer, 0)
+    print(*workers(), flush=True)
+
+
 def main(ways: list[str], n_loaders: int) -> None:
+    if ways == ["loop"]:
+        return loop()
     model = Ends(shapes=TINY)
     model.n_loaders = n_loaders
     for how in ways:
@@ -80,6 +95,7 @@ if __name__ == "__main__":
             print(os.getpid(), flush=True)
             main(ways.split(","), int(n_loaders))
             break
+        os.close(int(output))
     else:
         for _ in sys.argv[1:]:
             os.wait()

@@ -14,10 +14,10 @@ from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.deepspeed import build as assembly
 from lightning_zenflow.deepspeed.host_state import HostState
 from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
-from lightning_zenflow.worker.cores import allowed_cores
+from lightning_zenflow.worker.cores import allowed_cores, running_on
 from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
 from processes import leaves_no_file_open
-from small_arena import fill_slot, make_arena, write_step
+from small_arena import make_arena
 
 
 @pytest.fixture
@@ -63,11 +63,16 @@ def test_a_worker_that_receives_nothing(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize(("limit", "value"), [("OMP_THREAD_LIMIT", "1"), ("OMP_MAX_ACTIVE_LEVELS", "0")])
-def test_limits_on_the_trainers_threads(
+def test_limits_on_the_trainers_threads_and_cores(
     arena: Arena, two_cores: list[int], monkeypatch: pytest.MonkeyPatch, limit: str, value: str
 ) -> None:
+    """They do not hold for the worker, of which each core has a thread."""
     monkeypatch.setenv(limit, value)
-    Worker(arena, cores=two_cores, timeout_s=30).close()
+    with running_on(two_cores[:1]):
+        worker = Worker(arena, cores=two_cores, timeout_s=30)
+    threads = Path(f"/proc/{worker.pid}/task").iterdir()
+    assert sorted([*os.sched_getaffinity(int(thread.name))] for thread in threads) == [[core] for core in two_cores]
+    worker.close()
 
 
 def test_nothing_is_left_open(partition: Partition) -> None:
@@ -88,25 +93,6 @@ def test_nothing_is_left_open(partition: Partition) -> None:
     with leaves_no_file_open():
         for fail in (False, True):
             start_and_close(fail=fail)
-
-
-def test_close_lets_the_worker_finish(arena: Arena, partition: Partition, worker: Worker) -> None:
-    write_step(arena, 1)
-    before = arena.master.clone()
-    for block in range(len(partition.blocks)):
-        fill_slot(arena, partition, block, block, 1)
-        worker.submit(JobMessage(job_id=1 + block, block=block, first_step=1, slots=[block], publish_buffer=block))
-    worker.close()
-    for s in partition.slices:
-        assert (arena.master[s.begin : s.end] != before[s.begin : s.end]).all()
-
-
-def test_the_state_outlives_the_arena(partition: Partition) -> None:
-    arena = make_arena(partition)
-    master, expected = arena.master, arena.master.clone()
-    arena.close(keep_state=True)
-    del arena
-    assert torch.equal(master, expected)
 
 
 def test_the_shared_memory_has_a_fixed_size(partition: Partition, arena: Arena) -> None:

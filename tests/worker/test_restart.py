@@ -88,7 +88,7 @@ class Start:
 
     def __call__(self) -> Worker:
         self.n += 1
-        options: dict[str, Any] = {"cores": allowed_cores()[:1], "timeout_s": 30.0}
+        options: dict[str, Any] = {"cores": allowed_cores()[:1], "timeout_s": 30.0, "word_timeout_s": 1800.0}
         return (KilledAtStart if self.n - 1 in self._killed else Worker)(self._arena, **options)
 
 
@@ -134,7 +134,7 @@ def expected(partition: Partition) -> Iterator[list[Tensor]]:
     arena.close(keep_state=False)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_unread_acknowledgements_do_not_repeat_work(
     seed: int, arena: Arena, partition: Partition, expected: list[Tensor]
 ) -> None:
@@ -231,6 +231,7 @@ def test_one_that_is_stopped_is_waited_for(arena: Arena, partition: Partition) -
 def test_one_that_waits_for_other_ranks_is_waited_for(arena: Arena, partition: Partition) -> None:
     """Beyond `worker_timeout`, until the word arrives; not if it hangs meanwhile."""
     worker, _ = supervised(Start(arena))
+    assert "--word-timeout-ms 1800000" in " ".join(psutil.Process(worker.pid).cmdline())
     worker._worker._timeout_s = 0.3
     (job, *_) = jobs_of(arena, partition)
     arena.step_words.reset()
@@ -293,22 +294,3 @@ def test_words_are_waited_for_as_long_as_collectives(
         ZenFlowConfig(), torch.device("cpu"), ranks_on_host=1, world_size=world_size, timeout=timeout
     )
     assert found.word_timeout_s == expected
-
-
-def test_the_worker_has_the_limit_of_words(arena: Arena) -> None:
-    worker = Worker(arena, cores=allowed_cores()[:1], timeout_s=30, word_timeout_s=1800)
-    assert "--word-timeout-ms 1800000" in " ".join(psutil.Process(worker.pid).cmdline())
-    worker.close()
-
-
-def test_a_slow_worker_counts_as_stall() -> None:
-    """Every step waits for its own job."""
-    with direct_step([[torch.ones(8, 8)]], update_interval=1, publish_lag=0) as direct:
-        pid, stalls = direct.parts.worker.pid, direct.parts.step.rank.telemetry.stalls
-        os.kill(pid, signal.SIGSTOP)
-        threading.Timer(0.3, os.kill, (pid, signal.SIGCONT)).start()
-        direct.backward([torch.ones(8, 8)])
-        direct.join()
-        direct.step.step()
-        assert sum(stalls.seconds.values()) > 0.1
-        assert stalls.worker_restarts == 0

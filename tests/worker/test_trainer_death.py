@@ -41,9 +41,11 @@ class Trainer:
 
 
 @pytest.fixture(scope="module")
-def trainers() -> Iterator[dict[signal.Signals | None, Trainer]]:
-    """A trainer for each signal, with two loaders, and one whose fits end early."""
-    ends: dict[signal.Signals | None, str] = {**dict.fromkeys(SIGNALS, "waits:2"), None: "error,stops,end:0"}
+def trainers() -> Iterator[dict[signal.Signals | str, Trainer]]:
+    """A trainer for each signal, with two loaders, one whose fits end early, and one under Fabric."""
+    # The first: of its pipe, no process that is forked later holds an end.
+    loop: dict[signal.Signals | str, str] = {"loop": "loop:0"}
+    ends = {**loop, **dict.fromkeys(SIGNALS, "waits:2"), "several": "error,stops,end:0"}
     pipes = {how: os.pipe() for how in ends}
     written = [write for _, write in pipes.values()]
     command = [sys.executable, str(_SCRIPT), *(f"{ends[how]}:{write}" for how, (_, write) in pipes.items())]
@@ -75,7 +77,7 @@ def holders(pids: set[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("how", SIGNALS)
-def test_a_killed_trainer(how: signal.Signals, trainers: dict[signal.Signals | None, Trainer]) -> None:
+def test_a_killed_trainer(how: signal.Signals, trainers: dict[signal.Signals | str, Trainer]) -> None:
     """Worker and memory are gone before Python takes itself apart, and at once where it has no time for that. Loaders may live on."""
     trainer = trainers[how]
     worker = int(trainer.line())
@@ -99,9 +101,17 @@ def test_a_killed_trainer(how: signal.Signals, trainers: dict[signal.Signals | N
             os.kill(loader, signal.SIGKILL)
 
 
-def test_fits_that_end_early(trainers: dict[signal.Signals | None, Trainer]) -> None:
+def test_a_loop_that_tears_nothing_down_ends_cleanly(trainers: dict[signal.Signals | str, Trainer]) -> None:
+    trainer = trainers["loop"]
+    worker = int(trainer.line())
+    printed = trainer.output.read()
+    assert "Traceback" not in printed and "Exception ignored" not in printed, printed
+    wait_for(lambda: not is_alive(worker))
+
+
+def test_fits_that_end_early(trainers: dict[signal.Signals | str, Trainer]) -> None:
     """By an error and by a callback; another one works in the same process, and none leaves anything."""
-    trainer = trainers[None]
+    trainer = trainers["several"]
     workers = [int(trainer.line()) for _ in range(3)]
     assert len(set(workers)) == 3
     assert trainer.line() == "through"

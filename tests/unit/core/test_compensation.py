@@ -6,24 +6,19 @@ import pytest
 from lightning_zenflow.core.schedule import StalenessCompensation, UpdateSchedule, gradient_steps, momentum_steps
 
 Multiples = tuple[float, list[float]]
-SCHEDULES = [(1, 1), (1, 2), (2, 1), (4, 0), (4, 1), (4, 2), (8, 1), (16, 1)]
 
 
 def schedule_of(s: int, d: int) -> UpdateSchedule:
     return UpdateSchedule(update_interval=s, publish_lag=d)
 
 
-def passes(s: int, d: int) -> range:
-    """Number of gradients since the end of the window, at each forward pass that sees its weights."""
-    return range(d, d + s)
-
-
-@pytest.mark.parametrize(("s", "d"), SCHEDULES)
-@pytest.mark.parametrize("beta1", [0.0, 0.8, 0.9, 0.95])
+@pytest.mark.parametrize(("s", "d"), [(1, 1), (1, 2), (4, 0), (4, 2), (16, 1)])
+@pytest.mark.parametrize("beta1", [0.0, 0.9])
 def test_the_multiples_are_means_of_adamws_own(s: int, d: int, beta1: float) -> None:
     momentum: list[float] = []
     gradients: dict[int, list[float]] = {}
-    for n in passes(s, d):
+    # The number of gradients since the end of the window, at each forward pass that sees its weights.
+    for n in range(d, d + s):
         # AdamW's momentum and step as multiples of m and g_1, ..., g_n.
         m, moved = np.eye(n + 1)[0], np.zeros(n + 1)
         for i in range(1, n + 1):
@@ -96,8 +91,8 @@ def stable_up_to(multiples: Multiples, schedule: UpdateSchedule, beta1: float) -
     return float(grows[0]) if grows else float("inf")
 
 
-@pytest.mark.parametrize("beta1", [0.8, 0.9, 0.95])
-@pytest.mark.parametrize(("s", "d"), [(1, 1), (2, 1), (4, 0), (4, 1), (8, 1), (16, 1)])
+@pytest.mark.parametrize("beta1", [0.8, 0.95])
+@pytest.mark.parametrize(("s", "d"), [(1, 1), (4, 0), (4, 1), (16, 1)])
 def test_late_gradients_leave_training_stable(s: int, d: int, beta1: float) -> None:
     schedule = schedule_of(s, d)
     adamw = 2 * (1 + beta1) / (1 - beta1)

@@ -78,6 +78,15 @@ def test_keywords_instances_and_nothing(tmp_path: Path) -> None:
     assert resolve_config(None, {"topk_ratio": 0.5}) == (ZenFlowConfig(topk_ratio=0.5), None)
     config = ZenFlowConfig(update_interval=2)
     assert resolve_config(config, {"topk_ratio": 0.5}) == (ZenFlowConfig(update_interval=2, topk_ratio=0.5), None)
+    # A keyword before a section before the block before the default.
+    block = with_block(topk_ratio=7, update_interval=3, full_warm_up_rounds=3)
+    found = resolve_config(
+        {"zenflow": {"topk_ratio": 0.2, "update_interval": 2}, "deepspeed": block}, {"topk_ratio": 0.1}
+    )
+    config = ZenFlowConfig(topk_ratio=0.1, update_interval=2, full_warm_up_rounds=3)
+    assert found == (config, {"zero_optimization": {"stage": 2}})
+    with pytest.raises(ValueError, match=r"^ZenFlowConfig: update_interval must be .*, got 0"):
+        resolve_config({"topk_ratio": 0.5}, {"update_interval": 0})
     for empty in ("", "zenflow:\n", "zenflow: {}\ndeepspeed:\n", "{}"):
         assert resolve_config(write(tmp_path / "c.yaml", empty), {}) == (ZenFlowConfig(), None)
     objects = {"data_types": {"grad_accum_dtype": torch.float32}, "fp16": {}}
@@ -95,16 +104,6 @@ def test_interpolations_and_numbers_of_yaml(tmp_path: Path, monkeypatch: pytest.
     assert resolve_config({"update_interval": "${oc.decode:${oc.env:S}}"}, {})[0].update_interval == 2
 
 
-def test_keyword_over_section_over_block_over_default() -> None:
-    content = {
-        "zenflow": {"topk_ratio": 0.2, "update_interval": 2},
-        "deepspeed": with_block(topk_ratio=7, update_interval=3, full_warm_up_rounds=3),
-    }
-    config, deepspeed = resolve_config(content, {"topk_ratio": 0.1})
-    assert config == ZenFlowConfig(topk_ratio=0.1, update_interval=2, full_warm_up_rounds=3)
-    assert deepspeed == {"zero_optimization": {"stage": 2}}
-
-
 def test_deepspeeds_block(tmp_path: Path) -> None:
     """Its tutorial works unchanged; the block may have all of our keys."""
     config, deepspeed = resolve_config(write(tmp_path / "zf_config.json", json.dumps(TUTORIAL)), {})
@@ -120,9 +119,7 @@ def test_deepspeeds_block(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ({"topk_ration": 0.1}, r"unknown key 'topk_ration' \(did you mean 'topk_ratio'\?\); keys are topk_ratio"),
-        ({"zero_optimisation": {}}, r"unknown key 'zero_optimisation' \(did you mean 'zero_optimization'\?\)"),
         ({"zenflow": {"topk_rate": 1}}, r"section zenflow: unknown key 'topk_rate' \(did you mean 'topk_ratio'\?\)"),
-        ({"zenflow": {}, "deep_speed": {}}, r"unknown key 'deep_speed' \(did you mean 'deepspeed'\?\)"),
         ({"zenflow": {}, "fp16": {}}, "unknown key 'fp16'; keys are zenflow, deepspeed"),
         (
             {"fp16": {}, "gradient_cliping": 1.0},
@@ -130,15 +127,11 @@ def test_deepspeeds_block(tmp_path: Path) -> None:
         ),
         ({"deepspeed": {"zero_optimisation": {}}}, r"unknown key 'zero_optimisation' \(did you mean 'zero_optimization'"),
         ({"zenflow": 3}, "zenflow must be a mapping, got 3"),
-        ({"deepspeed": "zf.json"}, "deepspeed must be a mapping, got 'zf.json'"),
         ({"topk_ratio": 0.1, "fp16": {}}, "'topk_ratio' is a key of ZenFlow; .* move it into zero_optimization.zenflow"),
-        ({"deepspeed": {"topk_ratio": 0.1}}, "'topk_ratio' is a key of ZenFlow"),
         (with_block(lag=1), "zero_optimization.zenflow: unknown key 'lag'"),
         ({"zero_optimization": {"zenflow": True}}, r"zero_optimization\.zenflow must be a mapping, got True"),
         ({"topk_ratio": "${nowhere}"}, "nowhere"),
-        ({"topk_ratio": "???"}, "topk_ratio"),
         ({"topk_ratio": 1.5}, r"ZenFlowConfig: topk_ratio must be a number from 0 to 1, got 1.5"),
-        (with_block(update_interval=0), "ZenFlowConfig: update_interval must be .*, got 0;"),
     ],
 )  # fmt: skip
 def test_mistakes_name_their_source(content: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -150,22 +143,14 @@ def test_mistakes_name_their_source(content: dict[str, Any], message: str, tmp_p
         assert str(error.value).startswith(name)
 
 
-def test_wrong_keyword_does_not_blame_the_file() -> None:
-    with pytest.raises(ValueError, match=r"^ZenFlowConfig: update_interval must be .*, got 0"):
-        resolve_config({"topk_ratio": 0.5}, {"update_interval": 0})
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("missing.json", None, "missing.json: cannot be read: .*No such file"),
-        ("a.json", "{'topk_ratio': 0.1}", "a.json: cannot be read: "),
         ("a.json", '{"fp16": {}, "fp16": {}}', "cannot be read: Duplicate keys"),
         ("a.json", '{"fp16": "\xff"}', "cannot be read: .*codec"),
         ("a.yaml", "topk_ratio: [0.1", "cannot be read: "),
         ("a.yaml", "topk_ratio: 0.1\ntopk_ratio: 0.2", "cannot be read: .*duplicate"),
-        ("a.yaml", "4", "cannot be read: "),
-        ("a.json", "[1]", r"a.json must be a mapping, .*, got \[1\]"),
         ("a.yaml", "- 1", r"a.yaml must be a mapping, .*, got \[1\]"),
     ],
 )
@@ -176,7 +161,9 @@ def test_files_that_cannot_be_read(name: str, content: str | None, message: str,
         resolve_config(tmp_path / name, {})
 
 
-@pytest.mark.parametrize("config", [3, ["topk_ratio"], OmegaConf.create([1])])
-def test_wrong_type(config: Any) -> None:
-    with pytest.raises(MisconfigurationException, match=r"^config must be a mapping, a ZenFlowConfig, or the path of"):
-        resolve_config(config, {})
+def test_wrong_type() -> None:
+    for config in (3, ["topk_ratio"], OmegaConf.create([1])):
+        with pytest.raises(
+            MisconfigurationException, match="^config must be a mapping, a ZenFlowConfig, or the path of"
+        ):
+            resolve_config(config, {})  # type: ignore[arg-type]

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, refuse_options
@@ -73,28 +72,19 @@ def test_what_it_does_not_know_stays_and_preparing_again_changes_nothing() -> No
     assert prepare_deepspeed_config(once) == once
 
 
-def test_lightnings_default() -> None:
-    zero = prepare_deepspeed_config(DeepSpeedStrategy(reduce_bucket_size=1000).config)["zero_optimization"]
-    assert zero.items() >= {**ZERO, "reduce_bucket_size": 1000}.items()
-
-
-def test_deepspeed_reads_it() -> None:
+def test_deepspeed_reads_it(caplog: pytest.LogCaptureFixture) -> None:
     config = {
         "bfloat16": {"enabled": True},
         "zero_optimization": {"stage": 2, "cpu_offload": True, "offload_param": {"device": "none"}},
         "train_batch_size": 7,
         "train_micro_batch_size_per_gpu": 2,
     }
+    caplog.set_level(logging.INFO)
     read = DeepSpeedConfig(prepare_deepspeed_config(config, precision="bf16-true"))
     assert (read.zero_config.stage, read.zero_config.offload_optimizer.device) == (2, "cpu")
     assert read.zero_config.zenflow is None
+    assert "train_batch_size=7 is not used" in caplog.text  # the data loader's is
     assert (read.train_batch_size, read.bfloat16_config.enabled) == (2, True)
-
-
-def test_train_batch_size_is_the_data_loaders(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        assert "train_batch_size" not in prepare_deepspeed_config({"train_batch_size": 8})
-    assert "train_batch_size=8 is not used" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -212,22 +202,6 @@ def test_keywords_of_lightning_that_it_would_ignore() -> None:
             refuse_options({**options, "offload_parameters": True}, has_config=has_config)
 
 
-def prepared(kind: str, **params: Any) -> dict[str, Any]:
-    optimizer = prepare_deepspeed_config({"optimizer": {"type": kind, "params": params}})["optimizer"]
-    assert optimizer["type"] == kind
-    return optimizer["params"]  # type: ignore[no-any-return]
-
-
-def test_deepspeeds_optimizer_becomes_torchs_with_deepspeeds_defaults() -> None:
-    assert prepared("AdamW", bias_correction=True, fp32_optimizer_states=True, amsgrad=False) == {
-        "amsgrad": False,
-        "weight_decay": 0.0,
-        "torch_adam": True,
-    }
-    assert prepared("AdamW", torch_adam=True) == {"torch_adam": True}
-    assert prepare_deepspeed_config({"optimizer": {"type": "AdamW"}})["optimizer"]["params"]["torch_adam"] is True
-
-
 @pytest.mark.parametrize(
     ("kind", "params", "decoupled"),
     [
@@ -238,11 +212,12 @@ def test_deepspeeds_optimizer_becomes_torchs_with_deepspeeds_defaults() -> None:
     ],
 )
 def test_torch_takes_the_params(kind: str, params: dict[str, Any], decoupled: bool) -> None:
-    """As ``DeepSpeedEngine._configure_basic_optimizer`` reads them."""
-    given = prepared(kind, lr=2e-5, betas=[0.9, 0.99], eps=1e-8, bias_correction=True, **params)
-    adam_w_mode = given.pop("adam_w_mode", True)
-    assert given.pop("torch_adam") is True
+    """As ``DeepSpeedEngine._configure_basic_optimizer`` reads them, with DeepSpeed's defaults."""
+    given = {"lr": 2e-5, "betas": [0.9, 0.99], "eps": 1e-8, "bias_correction": True, "fp32_optimizer_states": True}
+    prepared = prepare_deepspeed_config({"optimizer": {"type": kind, "params": {**given, **params}}})["optimizer"]
+    assert prepared["type"] == kind and prepared["params"].pop("torch_adam") is True
+    adam_w_mode = prepared["params"].pop("adam_w_mode", True)
     constructor = torch.optim.AdamW if kind.lower() == "adamw" or adam_w_mode else torch.optim.Adam
     assert (constructor is torch.optim.AdamW) == decoupled
-    optimizer = constructor([torch.nn.Parameter(torch.zeros(2))], **given)
+    optimizer = constructor([torch.nn.Parameter(torch.zeros(2))], **prepared["params"])
     assert optimizer.param_groups[0]["weight_decay"] == 0.0

@@ -27,9 +27,12 @@ def layout(draw: random.Random, numels: dict[str, int]) -> tuple[Layout, Places]
     return found, {(name, i): divmod(first[name] + i, numel) for name, i in elements}
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_runs_copy_every_element_once(seed: int) -> None:
-    draw = random.Random(seed)
+def test_runs_copy_every_element_once() -> None:
+    for seed in range(40):
+        check_runs(random.Random(seed))
+
+
+def check_runs(draw: random.Random) -> None:
     numels = {f"p{i}": draw.randint(0, 9) for i in range(draw.randint(1, 7))}
     (source, before), (target, after) = layout(draw, numels), layout(draw, numels)
     elements = {place: element for element, place in before.items()}
@@ -58,15 +61,13 @@ def gpt(layers: int, width: int, words: int) -> list[tuple[int, bool]]:
 
 
 MODELS = {
-    "Llama-2 7B": llama(32, 4096, 11008, 32000, 4096),
     "Llama-3 8B": llama(32, 4096, 14336, 128256, 1024),
     "Llama 1.1B": llama(22, 2048, 5632, 32000, 256),
-    "GPT-2 XL": gpt(48, 1600, 50257),
     "GPT-2 medium": gpt(24, 1024, 50257),
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_rank_has_gradients_from_the_beginning_of_backward_to_its_end(model: str, ranks: int) -> None:
     parameters = MODELS[model]

@@ -1,6 +1,7 @@
 """The estimate: against calculations by hand, and against the arena that training allocates."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 from typing import Any
@@ -39,6 +40,13 @@ def test_by_hand() -> None:
     assert c.cpu_s == pytest.approx((34 + 10) * PARTITION / 100e9 / 4)
     assert cost(accumulate_grad_batches=4).device_bytes == pytest.approx(expected + 2 * PARTITION)
     assert cost(EXACT).device_bytes == pytest.approx(WEIGHTS + BUCKETS)
+    # One behind: a committed gradient and a tentative one; and the copies.
+    for moments, n_bytes in (("float32", 30 + 4), ("bfloat16", 22 + 4), ("int8", 18.125 + 4)):
+        exact = cost(ZenFlowConfig(update_interval=1, publish_lag=0, moments_dtype=moments))
+        assert exact.cpu_s == pytest.approx(n_bytes * PARTITION / 100e9)
+    assert exact.host_bytes < 9.1 * PARTITION
+    # Ranks of one host share its memory's bandwidth.
+    assert cost(gpus=8, gpus_per_host=1).cpu_s == pytest.approx(cost(gpus=8).cpu_s / 8)
 
 
 def test_frozen_weights() -> None:
@@ -52,20 +60,6 @@ def test_frozen_weights() -> None:
     assert frozen.host_bytes == pytest.approx(plain.host_bytes + n_bytes)
     assert frozen.h2d_bytes == pytest.approx(plain.h2d_bytes + 2 * n_bytes)
     assert (frozen.device_bytes, frozen.d2h_bytes) == (plain.device_bytes, plain.d2h_bytes)
-
-
-def test_cost_of_a_job() -> None:
-    # One behind: a committed gradient and a tentative one; and the copies.
-    for moments, n_bytes in (("float32", 30 + 4), ("bfloat16", 22 + 4), ("int8", 18.125 + 4)):
-        exact = cost(ZenFlowConfig(update_interval=1, publish_lag=0, moments_dtype=moments))
-        assert exact.cpu_s == pytest.approx(n_bytes * PARTITION / 100e9)
-    keys = {"update_interval": 4, "publish_lag": 1}
-    float32, bfloat16 = (cost(ZenFlowConfig(**keys, moments_dtype=dtype)) for dtype in ("float32", "bfloat16"))
-    assert float32.host_bytes - bfloat16.host_bytes == pytest.approx(4 * PARTITION, rel=1e-5)
-    coded = cost(ZenFlowConfig(update_interval=1, publish_lag=0, moments_dtype="int8"))
-    assert coded.host_bytes < 9.1 * PARTITION
-    # Ranks of one host share its memory's bandwidth.
-    assert cost(gpus=8, gpus_per_host=1).cpu_s == pytest.approx(cost(gpus=8).cpu_s / 8)
 
 
 def test_all_that_the_configuration_allows() -> None:
@@ -91,11 +85,12 @@ def test_stage_3() -> None:
         cost(ZenFlowConfig(publish_lag=1), stage=3, offload_parameters=True)
     with pytest.raises(ValueError, match="stage must be 3 where offload_parameters is true, got 2"):
         cost(offload_parameters=True)
-    with pytest.raises(ValueError, match="stage must be 1, 2 or 3, got 4"):
-        cost(stage=4)
+    for key, value, allowed in (("stage", 4, "1, 2 or 3"), ("gpus", 0, "a finite number > 0")):
+        with pytest.raises(ValueError, match=f"^{key} must be {allowed}, got {value}$"):
+            cost(**{key: value})
 
 
-@pytest.mark.parametrize(("s", "d"), [(1, 0), (1, 1), (4, 1), (16, 2)])
+@pytest.mark.parametrize(("s", "d"), [(1, 0), (4, 1)])
 def test_host_memory_is_the_arena(s: int, d: int) -> None:
     shapes = [(1000, 300), (777, 500), (300,), (2000, 100)] * 3
     slices, begin = [], 0
@@ -119,14 +114,6 @@ def test_host_memory_is_the_arena(s: int, d: int) -> None:
     assert predicted == pytest.approx(arena_bytes(partition, sizes), rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("gpus", 0), ("params", -1.0), ("params", float("nan")), ("cpu_bw", float("inf"))]
-)
-def test_invalid_setups(key: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"^{key} must be a finite number > 0, got {value!r}$"):
-        cost(**{key: value})
-
-
 OPTIONS = "estimate --gpus 4 --cpu-bw 150 --params"
 
 
@@ -134,9 +121,13 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*OPTIONS.split(), "7e9", "update_interval=4", "publish_lag=1", "--dtype", "fp32"]) == 0
     out = capsys.readouterr().out
     assert "S = 4, d = 1" in out and "32.8" in out
+    for text, number in (("1.5b", "1.5e9"), ("350M", "350e6"), ("64k", "64e3"), ("1T", "1e12")):
+        shown = [main([*OPTIONS.split(), params]) or capsys.readouterr().out for params in (text, number)]
+        assert shown[0] == shown[1]
     for wrong, message in {
         ("3",): "gpus must be at most the number of parameters, 3, got 4",
         ("nan",): "params must be a finite number > 0, got nan",
+        ("7Q",): "argument --params: invalid number of parameters value: '7Q'",
         ("7e9", "moments_dtype=fp8"): "moments_dtype must be",
         ("7e9", "topk_ration=1"): "did you mean 'topk_ratio'",
     }.items():
@@ -145,34 +136,21 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["--help"], ["--version"], ["estimate", "--help"], [*OPTIONS.split(), "7e9"]])
-def test_the_command_imports_no_torch(command: list[str]) -> None:
-    """Nor Lightning, whose import takes ten times as long as the whole command."""
-    code = """if True:
-        import sys
-        from lightning_zenflow.cli import main
-        try:
-            main()
-        except SystemExit as end:
-            assert not end.code
-        assert not {"torch", "lightning", "deepspeed"} & sys.modules.keys()
-    """
-    shim = f"import sys; sys.argv = {['/bin/lightning-zenflow', *command]!r}\n"
-    subprocess.run([sys.executable, "-c", shim + code], check=True, timeout=120, capture_output=True)
+REPORT_IMPORTS = """
+import sys
+sys.argv[0] = "/bin/lightning-zenflow"
+from lightning_zenflow.cli import main
+for options in sys.argv[1:]:
+    try:
+        main(options.split())
+    except SystemExit as exit:
+        assert not exit.code
+print("slow:", {"torch", "lightning", "deepspeed"} & sys.modules.keys())
+"""
 
 
-@pytest.mark.parametrize(
-    ("text", "number"), [("7B", 7e9), ("1.5b", 1.5e9), ("350M", 350e6), ("7e9", 7e9), ("64k", 64e3), ("1T", 1e12)]
-)
-def test_numbers_of_parameters(text: str, number: float, capsys: pytest.CaptureFixture[str]) -> None:
-    def shown(params: str) -> str:
-        main([*OPTIONS.split(), params])
-        return capsys.readouterr().out
-
-    assert shown(text) == shown(repr(number))
-
-
-def test_a_number_of_parameters_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([*OPTIONS.split(), "7Q"])
-    assert "argument --params: invalid number of parameters value: '7Q'" in capsys.readouterr().err
+def test_the_command_imports_nothing_slow() -> None:
+    """Lightning's import takes ten times as long as the whole command."""
+    command = [sys.executable, "-c", REPORT_IMPORTS, "--version", "--help", "estimate --help", f"{OPTIONS} 7e9"]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert re.search(r"(?s)^lightning-zenflow \d+\.\d+.*doctor[^|]*estimate.*key=value.*\nslow: set\(\)\n$", printed)

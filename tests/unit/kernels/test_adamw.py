@@ -22,7 +22,7 @@ def learning_rate(step: int) -> float:
     return 1e-2 / (1 + step)
 
 
-@pytest.mark.parametrize(("weight_decay", "decoupled"), [(0.0, True), (0.1, True), (0.1, False)])
+@pytest.mark.parametrize(("weight_decay", "decoupled"), [(0.0, True), (0.1, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_float64(on: Implementation, weight_decay: float, decoupled: bool, dtype: torch.dtype) -> None:
     """With gradients that the factor makes an eighth of."""
@@ -48,27 +48,23 @@ def test_equals_float64(on: Implementation, weight_decay: float, decoupled: bool
 # On the CPU, torch's is what the compiled one is compared with.
 @pytest.mark.parametrize(
     ("on", "n"),
-    [
-        p
-        for p in each_with([1, 17, 513, 2049, 600_000])
-        if (p.values[0].name, p.values[0].device_type) != ("torch", "cpu")
-    ],
+    [p for p in each_with([1, 513, 600_000]) if (p.values[0].name, p.values[0].device_type) != ("torch", "cpu")],
     indirect=["on"],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "h", [group(), group(decoupled=False), group(weight_decay=0.0)], ids=["adamw", "adam", "no decay"]
-)
+@pytest.mark.parametrize("h", [group(), group(decoupled=False)], ids=["adamw", "adam"])
 def test_the_workers_arithmetic(on: Implementation, n: int, dtype: torch.dtype, h: GroupHyperparameters) -> None:
     """Of `CpuKernels`, which is compiled from the worker's kernel, and that one against torch's."""
     other = TORCH if on.name == "cpu" else COMPILED
     state, expected = on.random(3, n).abs(), random(3, n).abs()
-    weights = torch.empty(n, dtype=dtype, device=on.device)
-    for step, factor in ((1, 0.5), (2, 0.5), (2, torch.nan), (3, 0.5)):
+    # The first one is skipped, too: the weights then are the masters.
+    for step, factor in ((0, torch.nan), (1, 0.5), (2, 0.5), (2, torch.nan), (3, 0.5)):
         gradient, before = random(n, seed=step, dtype=dtype), state.clone()
         if factor != factor:
             gradient[0], gradient[n // 2], gradient[-1] = torch.nan, torch.inf, -torch.inf
-        on.adamw_(state, gradient.to(on.device), weights, h, count=step, factor=factor)
+        ours = gradient.to(on.device, copy=True)
+        weights = ours if step == 3 else torch.empty_like(ours)  # they may take the gradient's place
+        on.adamw_(state, ours, weights, h, count=step, factor=factor)
         other.adamw_(expected, gradient, torch.empty(n, dtype=dtype), h, count=step, factor=factor)
         assert factor == factor or torch.equal(state, before)
         # The interpreter truncates to bfloat16.
@@ -77,19 +73,3 @@ def test_the_workers_arithmetic(on: Implementation, n: int, dtype: torch.dtype, 
     # The interpreter rounds between the two operations of a fused multiply-add.
     torch.testing.assert_close(state.cpu(), expected, rtol=2e-6, atol=2e-7)
     assert str(on) != "triton-cuda" or torch.equal(state.cpu(), expected)
-
-
-def test_weights_may_replace_the_gradient(on: Implementation) -> None:
-    state, gradient = on.random(3, 1000).abs(), on.random(1000, seed=1)
-    separate = torch.empty_like(gradient)
-    on.adamw_(state.clone(), gradient, separate, group(), count=1, factor=1.0)
-    on.adamw_(state, gradient, gradient, group(), count=1, factor=1.0)
-    assert torch.equal(gradient, separate)
-
-
-def test_weights_of_a_bad_first_step_are_the_masters(on: Implementation) -> None:
-    state, weights = on.random(3, 15).abs(), torch.zeros(15, device=on.device)
-    expected = state.clone()
-    on.adamw_(state, torch.full_like(weights, torch.nan), weights, group(), count=0, factor=torch.nan)
-    assert torch.equal(state, expected)
-    assert torch.equal(weights, expected[0])

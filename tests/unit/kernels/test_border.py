@@ -6,28 +6,13 @@ import torch
 from lightning_zenflow.kernels.base import Destination
 from lightning_zenflow.kernels.cpu import CpuKernels
 from lightning_zenflow.native import protocol
-from lightning_zenflow.worker.process import JobMessage
 
 
-@pytest.mark.parametrize(
-    "slot",
-    [torch.zeros(4, 6, dtype=torch.float32), torch.zeros(6, 4, dtype=torch.bfloat16).t()],
-    ids=["another type", "transposed"],
-)
-def test_tensors_that_the_library_would_misread(slot: torch.Tensor) -> None:
+def test_tensors_that_the_library_would_misread() -> None:
     gradient = torch.ones(4, 6, dtype=torch.bfloat16)
-    with pytest.raises(AssertionError):
-        CpuKernels().route(gradient, [Destination(begin=0, slot=slot)], per_axis=False)
-
-
-def test_another_default_type() -> None:
-    """The library's outputs are float32: with another type sums would be written behind the end of their memory."""
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        norm = CpuKernels().squared_norms(torch.ones(4, 6, dtype=torch.float32), per_axis=True).parts.sum()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert norm == 24
+    for slot in (torch.zeros(4, 6, dtype=torch.float32), torch.zeros(6, 4, dtype=torch.bfloat16).t()):
+        with pytest.raises(AssertionError):
+            CpuKernels().route(gradient, [Destination(begin=0, slot=slot)], per_axis=False)
 
 
 @pytest.mark.parametrize(
@@ -42,20 +27,3 @@ def test_another_default_type() -> None:
 def test_integers_that_a_field_cannot_hold(kind: type[protocol.Structure], values: dict[str, int]) -> None:
     with pytest.raises(AssertionError, match="cannot hold"):
         kind(**values)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"job_id": 0},
-        {"first_step": 0},
-        {"prediction_steps": float("nan")},
-        {"slots": [], "tentative": protocol.Tentative.PREDICTED},
-        {"slots": [1, 2], "tentative": protocol.Tentative.CORRECTION},
-    ],
-)
-def test_jobs_that_the_worker_would_refuse(wrong: dict[str, object]) -> None:
-    right = {"job_id": 1, "block": 0, "first_step": 1, "slots": [1], "publish_buffer": 0}
-    assert bytes(JobMessage(**right))  # type: ignore[arg-type]
-    with pytest.raises(AssertionError):
-        JobMessage(**{**right, **wrong})  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from kernel_cases import ALL, DTYPES, INTERPRETED, THREADS, TORCH, Implementatio
 from lightning_zenflow.kernels.base import ColumnWrite, Destination, Selection, SquaredNorms
 from lightning_zenflow.kernels.factored import Factors, RoundingNoise
 
-SHAPES = [(1, 1), (1, 7), (3, 1), (5, 16), (33, 17), (7, 515), (2, 2500), (70, 1031), (2, 70001), (700, 1031)]
+SHAPES = [(1, 1), (1, 7), (3, 1), (33, 17), (7, 515), (2, 70001), (700, 1031)]
 ON_EACH_SHAPE = pytest.mark.parametrize(("on", "shape"), each_with(SHAPES), indirect=["on"])
 
 
@@ -34,7 +34,7 @@ def test_squared_norms(on: Implementation, shape: tuple[int, int], dtype: torch.
     assert total_only.row_parts is None and total_only.column_parts is None
 
 
-@pytest.mark.parametrize("on", [parameter(INTERPRETED)], indirect=True)
+@pytest.mark.parametrize("on", [parameter(INTERPRETED, slow=True)], indirect=True)
 def test_programs_of_large_matrices_have_more_rows(on: Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
     gradient = on.random(700, 300)
     expected = on.kernels.squared_norms(gradient, per_axis=True)
@@ -46,8 +46,7 @@ def test_programs_of_large_matrices_have_more_rows(on: Implementation, monkeypat
     torch.testing.assert_close(total(found), total(expected), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("position", [0, 500, 516])
+@pytest.mark.parametrize(("value", "position"), [(float("nan"), 0), (float("-inf"), 516)])
 def test_a_number_that_is_not_finite_shows_in_its_row_its_column_and_the_total(
     on: Implementation, value: float, position: int
 ) -> None:

@@ -43,10 +43,8 @@ def take_step(
     return on.kernels.factored_step_(moment, norms, beta2=beta2, lr=0.1, scale=on.tensor(scale))
 
 
-@pytest.mark.parametrize(
-    ("on", "shape"), each_with([(2, 2), (5, 7), (16, 33), (700, 1031)], interpreted=10_000), indirect=["on"]
-)
-@pytest.mark.parametrize("beta2", [0.0, 0.3, 0.95, 0.9999])
+@pytest.mark.parametrize(("on", "shape"), each_with([(5, 7), (700, 1031)], interpreted=10_000), indirect=["on"])
+@pytest.mark.parametrize("beta2", [0.3, 0.9999])
 def test_factors_are_adafactors(on: Implementation, shape: tuple[int, int], beta2: float) -> None:
     moment = SecondMoment.zeros(*shape, on.device)
     mean_row, mean_col = (torch.zeros(n, dtype=torch.float64, device=on.device) for n in shape)
@@ -79,15 +77,9 @@ def test_a_step_that_is_not_finite_changes_nothing(on: Implementation, value: fl
     torch.testing.assert_close(factors.row_scale, known.row_scale * scale, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(factors.col_scale, known.col_scale)
     weights = on.random(3, 4, seed=1)
-    values = provisional_values(weights, gradient, factors)
-    assert torch.equal(values, weights)
-
-
-def test_rows_and_columns_without_gradient_do_not_move(on: Implementation) -> None:
-    gradient, weights = on.random(4, 6), on.random(4, 6, seed=1)
+    assert torch.equal(provisional_values(weights, gradient, factors), weights)
+    # Rows and columns without gradient do not move either.
+    gradient = on.random(3, 4)
     gradient[1], gradient[:, 2] = 0.0, 0.0
-    factors = take_step(on, SecondMoment.zeros(4, 6, on.device), gradient)
-    values = provisional_values(weights, gradient, factors)
-    assert torch.equal(values[1], weights[1])
-    assert torch.equal(values[:, 2], weights[:, 2])
-    assert torch.isfinite(values).all()
+    moved = provisional_values(weights, gradient, take_step(on, SecondMoment.zeros(3, 4, on.device), gradient))
+    assert torch.equal(moved[1], weights[1]) and torch.equal(moved[:, 2], weights[:, 2]) and moved.isfinite().all()

@@ -137,7 +137,5 @@ def test_summary_by_hand() -> None:
         "ZenFlow: 5 steps, median 500 ms, p99 2500 ms; waits of the device 0.2%, of the training thread 5.0%",
         f"CPU work 2.5 ms a step; {shown}",
     ]
-    late = lines(replace(now, device_stall_s={"publish_wait": 1.0}, worker_busy_s=4.0))
-    assert late[-1] == "The CPU needs 1.3 steps per update: give the worker more cores."
     late = lines(replace(now, device_stall_s={"publish_wait": 1.0}, worker_busy_s=4.0, update_interval=16))
     assert late[-1].endswith(", or raise max_update_interval.")

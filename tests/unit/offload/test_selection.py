@@ -15,26 +15,19 @@ from lightning_zenflow.offload.selector import AUTO_INTERVAL, Selector, column_c
 WAITS = ("cpu", "tolist", "item", "numpy", "__bool__", "__int__", "__float__")
 
 
-@pytest.mark.parametrize(
-    ("columns", "ratio", "count"),
-    [(100, 0.0, 0), (100, 0.05, 5), (100, 1.0, 100), (3, 0.05, 1), (1, 0.05, 1), (7, 0.5, 4), (29, 0.05, 1)],
-)
-def test_column_count(columns: int, ratio: float, count: int) -> None:
-    assert column_count(columns, ratio) == count
-
-
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     squared_norms=st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 1e-30, 1e30]), min_size=1, max_size=40),
     ratio=st.floats(0, 1),
 )
 def test_select_columns_with_ties(squared_norms: list[float], ratio: float) -> None:
+    assert [column_count(n, 0.05) for n in (1, 3, 29, 31, 100)] == [1, 1, 1, 2, 5] and column_count(7, 0.5) == 4
     chosen = select_columns(torch.tensor(squared_norms), ratio).tolist()
     best_first = sorted(range(len(squared_norms)), key=lambda column: (-squared_norms[column], column))
     assert chosen == sorted(best_first[: column_count(len(squared_norms), ratio)])
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.05, 0.3, 1.0])
+@pytest.mark.parametrize("ratio", [0.0, 0.3])
 def test_the_oracle_selects_the_same(ratio: float) -> None:
     gradient = torch.randn(6, 3, 3, 5, generator=torch.Generator().manual_seed(0))
     owned = torch.zeros(6, 45, dtype=torch.bool)
@@ -117,9 +110,3 @@ def test_when_it_selects(options: dict[str, Any], steps: list[int]) -> None:
             selector.load_state_dict(state)
             assert selector.has_selected == (step >= 3)
     assert selected == steps
-
-
-def test_a_model_without_matrices() -> None:
-    selector = selector_of([0, 0])
-    selected = selector.select(selector.new_column_norms(), 1)
-    assert selected is not None and selected[0] == [None, None]

@@ -124,7 +124,7 @@ def test_what_is_page_locked_is_touched_before_and_unlocked_at_the_end(recording
 
 
 def test_memory_that_cannot_be_page_locked_stays_pageable(
-    recording: type[Recording], caplog: pytest.LogCaptureFixture
+    recording: type[Recording], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A warning says so once; the rest is locked and unlocked."""
     arena, recording.refused = recording.arena, {"lock": {1, 3}}
@@ -139,6 +139,18 @@ def test_memory_that_cannot_be_page_locked_stays_pageable(
     arena.close(keep_state=False)
     unlocked = [address for call, address in recording.calls if call == "unlock"]
     assert unlocked == [begin for i, begin in enumerate(begins, 1) if i not in (1, 3)]
+    # Small memory beside the arena.
+    empty = torch.empty
+
+    def refuses(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        if pin_memory:
+            raise RuntimeError("cudaHostAlloc failed")
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", refuses)
+    device.warn_of_pageable_memory.cache_clear()
+    assert recording(torch.device("cuda")).empty_on_host((2, 3), torch.int64).shape == (2, 3)
+    assert "cudaHostAlloc failed" in caplog.text
 
 
 def test_copies_are_page_locked_on_pages_of_their_own(recording: type[Recording]) -> None:
@@ -165,43 +177,18 @@ def test_after_a_fault_of_the_device_everything_is_released(
     arena, recording.refused = recording.arena, {"synchronize": {1}, "unlock": {1, 2, 3, 4}}
     arena.reserve(n_slots=5, n_publish_buffers=1)
     arena.slots.fill_(1.0)
-    watched = os.dup(arena.fd)
-    arena.close(keep_state=False)
+    arena.publish.fill_(2.0)
+    watched, taken = os.dup(arena.fd), list[tuple[Tensor, Tensor]]()
+    arena.close(keep_state=False, take_weights=lambda: taken.append((arena.slots.clone(), arena.publish.clone())))
+    # Weights are taken from the publish buffers when the slots are free.
+    ((slots, weights),) = taken
+    assert (slots == 0).all() and (weights == 2).all()
     assert os.fstat(watched).st_blocks == 0
     os.close(watched)
     assert arena.fd < 0
     assert [call for call, _ in recording.calls if call != "lock"] == ["synchronize", *["unlock"] * 4]
     assert len(caplog.records) == 5
     arena.close(keep_state=False)
-
-
-def test_weights_are_taken_from_the_publish_buffers_when_the_slots_are_free(recording: type[Recording]) -> None:
-    arena, taken = recording.arena, list[tuple[Tensor, Tensor]]()
-    arena.slots.fill_(1.0)
-    arena.publish.fill_(2.0)
-    for _ in range(2):
-        arena.close(keep_state=True, take_weights=lambda: taken.append((arena.slots.clone(), arena.publish.clone())))
-    ((slots, weights),) = taken
-    assert (slots == 0).all()
-    assert (weights == 2).all()
-    assert (arena.publish == 0).all()
-
-
-def test_small_host_memory_that_cannot_be_page_locked(
-    recording: type[Recording], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    empty = torch.empty
-
-    def refuses(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
-        if pin_memory:
-            raise RuntimeError("cudaHostAlloc failed")
-        return empty(*args, **kwargs)
-
-    monkeypatch.setattr(torch, "empty", refuses)
-    device.warn_of_pageable_memory.cache_clear()
-    assert recording(torch.device("cuda")).empty_on_host((2, 3), torch.int64).shape == (2, 3)
-    assert "cudaHostAlloc failed" in caplog.text
-    recording.arena.close(keep_state=False)
 
 
 def test_a_rank_with_only_padding_has_coded_moments() -> None:

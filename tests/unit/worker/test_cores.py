@@ -30,10 +30,8 @@ FOUR_GPUS = [place(range(32), near) for near in (FIRST, FIRST, SECOND, SECOND)]
     [
         # The trainer keeps its share.
         ("auto", [place(range(1))], 0.5, [[0]]),
-        ("auto", [place(range(2))], 0.0, [[0, 1]]),
         ("auto", [place(range(2))], 1.0, [[1]]),
         ("auto", [place(range(8))], 0.25, [[2, 3, 4, 5, 6, 7]]),
-        ("auto", [place([5, 6, 7])], 0.0, [[5, 6, 7]]),
         # Ranks share no core while there are enough.
         ("auto", [place(range(8))] * 3, 0.0, [[0, 1], [2, 3, 4], [5, 6, 7]]),
         ("auto", [place(range(2))] * 4, 0.5, [[0], [1], [0], [1]]),
@@ -47,9 +45,7 @@ FOUR_GPUS = [place(range(32), near) for near in (FIRST, FIRST, SECOND, SECOND)]
         # Ranks share the cores of their GPU's node.
         ("auto", FOUR_GPUS, 0.0, [[*range(8)], [*range(16, 24)], [*range(8, 16)], [*range(24, 32)]]),
         ("auto", FOUR_GPUS, 0.5, [[*range(4, 8)], [*range(20, 24)], [*range(12, 16)], [*range(28, 32)]]),
-        ("auto", [FOUR_GPUS[i] for i in (2, 0, 3)], 0.0, [[*range(8, 16)], [*FIRST], [*range(24, 32)]]),
         # The node is not known, allowed in part, or not allowed: who has the same candidates shares them.
-        ("auto", [place(range(32))], 0.0, [list(range(32))]),
         ("auto", [place(range(6, 11), FIRST)], 0.0, [[6, 7]]),
         ("auto", [place(range(8), p.gpu_cores) for p in FOUR_GPUS], 0.0, [[0, 1], [2, 3], [4, 5], [6, 7]]),
         # As DeepSpeed's --bind_cores_to_rank does: what is bound already is not divided again.

@@ -12,24 +12,20 @@ from lightning_zenflow.core.device import RUNTIMES, HostRuntime
 from lightning_zenflow.worker.cores import (
     Place,
     allowed_cores,
-    parse_core_list,
     places_on_this_host,
     read_place,
     running_on,
 )
 from machine_files import write
 
+UNLIMITED = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}
 GPU = "sys/bus/pci/devices/0000:3b:00.0/"
-
-
-def test_lists_of_cores() -> None:
-    assert [parse_core_list(text) for text in ("", "3", "0-3,8")] == [[], [3], [0, 1, 2, 3, 8]]
 
 
 @pytest.mark.parametrize(
     ("files", "cores"),
     [
-        ({GPU + "numa_node": "1\n", GPU + "local_cpulist": "4-5,12\n"}, (4, 5, 12)),
+        ({GPU + "numa_node": "1\n", GPU + "local_cpulist": "4-5,12\n", **UNLIMITED}, (4, 5, 12)),
         # A virtual machine's: no node, and all cores are local.
         ({GPU + "numa_node": "-1\n", GPU + "local_cpulist": "0-15\n"}, ()),
         # A node of memory only.
@@ -54,7 +50,6 @@ def test_cores_of_a_gpus_node(
 @pytest.mark.parametrize(
     ("files", "cpus"),
     [
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, math.inf),
         (
             {
                 "proc/self/cgroup": "0::/pod/job\n",
@@ -66,7 +61,7 @@ def test_cores_of_a_gpus_node(
         # In a container the group's own path does not exist.
         ({"proc/self/cgroup": "0::/docker/abc\n", "sys/fs/cgroup/cpu.max": "150000 50000\n"}, 3.0),
     ],
-    ids=["without limit", "two limits", "in a container"],
+    ids=["two limits", "in a container"],
 )
 def test_limits_of_cpu_time(files: dict[str, str], cpus: float, tmp_path: Path) -> None:
     place = read_place(torch.device("cpu"), write(tmp_path, files))
