@@ -50,6 +50,7 @@ def test_metrics_by_hand() -> None:
 
 
 AUTO, FIXED = ZenFlowConfig(), ZenFlowConfig(update_interval=2, publish_lag=0)
+TRUE_FACTORS = ZenFlowConfig(update_interval=1, publish_lag=0, clip_prediction=False)
 MORE_CORES, ALONE = "give the worker more cores", "keep other processes off the worker's cores"
 
 
@@ -90,6 +91,14 @@ MORE_CORES, ALONE = "give the worker more cores", "keep other processes off the 
             {},
             AUTO,
             "20% of the time is spent completing updates before validations and checkpoints: have fewer of them.",
+        ),
+        (
+            {"publish_wait": 0.1, "correction": 0.2},
+            0.5,
+            {"at_end": 0.4},
+            TRUE_FACTORS,
+            "20% of the time is spent waiting for the CPU, because gradients were clipped in about 40% of the steps, whose update begins"
+            ' when the norm is known: raise gradient_clip_val, or allow predicted factors (clip_prediction=True, or strategy="zenflow").',
         ),
         *(
             (
