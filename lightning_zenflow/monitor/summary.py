@@ -212,6 +212,11 @@ def summary(step_s: Sequence[float], before: Reading, now: Reading, config: ZenF
     in_backward = now.in_backward_jobs - before.in_backward_jobs
     if in_backward and sum(waits.values()) > _SHOWN:
         details.append(f"{(now.late_jobs - before.late_jobs) / in_backward:.1%} of the blocks late")
+    corrected = now.corrected_steps - before.corrected_steps
+    in_time = now.steps_in_backward - before.steps_in_backward - corrected
+    speculates = config.submits_in_backward and not config.predicts_clipping and now.publish_lag == 0
+    if speculates:
+        details.append(f"update in backward in {in_time / n:.1%} of the steps, corrected in {corrected / n:.1%}")
     lines = [
         f"ZenFlow: {n + 1} steps, median {_ms(quantile(step_s, 0.5))} ms, p99 {_ms(quantile(step_s, 0.99))} ms;"
         f" waits of the device {sum(waits.values()):.1%}, of the training thread {host / seconds:.1%}",
@@ -219,13 +224,12 @@ def summary(step_s: Sequence[float], before: Reading, now: Reading, config: ZenF
     ]
     skipped = (now.skipped_steps - before.skipped_steps) / n
     at_most = config.update_interval == "auto" and now.update_interval >= config.max_update_interval
-    in_time = now.steps_in_backward - before.steps_in_backward - (now.corrected_steps - before.corrected_steps)
     sentence = advice(
         waits,
         config,
         worker=busy_s / seconds,
         skipped=skipped,
-        at_end=0.0 if now.publish_lag else 1.0 - in_time / n,
+        at_end=1.0 - in_time / n if speculates else 0.0,
         longest=at_most,
         fp16=fp16,
     )
@@ -255,7 +259,7 @@ def advice(
         config: what is `auto` is not advised.
         worker: the worker's computation, as a share of the time.
         skipped: share of the steps that were skipped because the gradient norm was not finite.
-        at_end: share of the steps whose update began at their end, at least for a part of the weights.
+        at_end: share of the steps whose update began at their end, at least for a part of the weights, because of clipping.
         longest: whether `update_interval: auto` has reached `max_update_interval`.
         fp16: whether the model's type is float16.
     """
@@ -265,7 +269,7 @@ def advice(
     for cause, share in sorted(waits.items(), key=lambda item: item[1], reverse=True):
         if share < SMALL_STALL:
             break
-        if cause in _WORKER and at_end > _MANY_AT_END and config.submits_in_backward and not config.predicts_clipping:
+        if cause in _WORKER and at_end > _MANY_AT_END:
             return (
                 f"{share:.0%} of the time is spent waiting for the CPU, because gradients were clipped in about {at_end:.0%} of the steps,"
                 " whose update begins when the norm is known: raise gradient_clip_val, or allow predicted factors (clip_prediction=True,"
