@@ -150,3 +150,14 @@ def test_summary_by_hand() -> None:
     assert late[-1] == "The CPU needs 1.3 steps per update: give the worker more cores."
     late = lines(replace(now, device_stall_s={"publish_wait": 1.0}, worker_busy_s=4.0, update_interval=16))
     assert late[-1].endswith(", or raise max_update_interval.")
+    counts = {
+        "steps_in_backward": 3,
+        "corrected_steps": 1,
+        "update_interval": 1,
+        "publish_lag": 0,
+        "in_backward_jobs": 0,
+    }
+    true_factors = summary([0.5, 0.5, 0.5, 2.5], reading(steps=1), replace(now, **counts), TRUE_FACTORS, fp16=False)
+    assert true_factors.splitlines()[1].endswith(
+        "publish_lag=0; update in backward in 50.0% of the steps, corrected in 25.0%"
+    )
