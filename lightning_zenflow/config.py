@@ -87,14 +87,13 @@ class ZenFlowConfig(BaseModel):
 
     optimizer_in_backward: bool = _key(True)
     """Submits each block's gradient in backward as soon as it arrives, where d = 0, so that its update hides behind backward. With
-    clipping, the next forward pass sees weights with a predicted clip factor (clip_prediction); the exact state always has the true one.
+    clipping, the next forward pass may see a predicted clip factor (clip_prediction); the exact state always has the true one.
     If false, each step waits for the worker at its end."""
 
     clip_prediction: bool | _Auto = _key("auto")
-    """Lets forward passes see weights with a predicted clip factor where d = 0. If false, forward passes see AdamW's own weights: no
-    block is submitted in backward while gradients are clipped or have fp16's loss scale; with parameters in host memory, where blocks
-    hide behind the forward pass too, blocks whose predicted factor was wrong are published again. "auto" is false with parameters in
-    host memory, otherwise true."""
+    """Lets forward passes see weights with a predicted clip factor where d = 0. If false, forward passes see AdamW's own weights: blocks
+    with another factor than the true one are published again. With parameters on the device, no block is submitted in backward if the
+    last applied step was clipped. "auto" is false with parameters in host memory, otherwise true."""
 
     full_warm_up_rounds: int = _key(0, ge=0, unit="steps")
     """Synchronous steps at the start, in which the worker updates every weight before columns are selected."""

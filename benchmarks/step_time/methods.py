@@ -27,8 +27,8 @@ class StepMethod:
     """Takes parameters, `lr` and `weight_decay`."""
     max_norm: float | None = 1.0
     """To which gradients are clipped."""
-    unsteady: bool = False
-    """This and the norm: every step clips, by another factor than the one before (`SimulatedAccelerator`)."""
+    large_every: int = 0
+    """Steps from one with a larger gradient to the next; 0: none is larger (`SimulatedAccelerator`)."""
     stage: Literal[2, 3] = 2
     """Of ZeRO."""
     host_bytes: float | None = None
@@ -108,7 +108,16 @@ METHODS = {
     ),
     "zenflow_auto": _zenflow("auto"),
     "zenflow_at_once": _zenflow("S=1, d=0, no clipping", max_norm=None, **_AT_ONCE),
-    "zenflow_adamw": _zenflow("S=1, d=0, no predicted factor", clip_prediction=False, **_AT_ONCE),
+    "zenflow_adamw": _zenflow("S=1, d=0, no predicted factor, every step clips", clip_prediction=False, **_AT_ONCE),
+    "zenflow_adamw_5_percent": replace(
+        _zenflow(
+            "S=1, d=0, no predicted factor, 5 % of the steps clip", max_norm=10, clip_prediction=False, **_AT_ONCE
+        ),
+        large_every=20,
+    ),
+    "zenflow_adamw_unclipped": _zenflow(
+        "S=1, d=0, no predicted factor, no step clips", max_norm=10, clip_prediction=False, **_AT_ONCE
+    ),
     "zenflow_at_the_end": _zenflow(
         "S=1, d=0, submitted after backward, no clipping", optimizer_in_backward=False, max_norm=None, **_AT_ONCE
     ),
@@ -120,7 +129,7 @@ METHODS = {
     ),
     "zenflow3": _zenflow("stage 3, parameters on the host", host_bytes=16.7),
     "zenflow3_clipped": replace(
-        _zenflow("stage 3, the same, every step clips, by another factor", host_bytes=16.7, max_norm=0.1), unsteady=True
+        _zenflow("stage 3, the same, every step clips, by another factor", host_bytes=16.7, max_norm=0.1), large_every=2
     ),
     "zenflow3_bf16": _zenflow(
         "stage 3, parameters on the host, bf16 moments", host_bytes=12.7, moments_dtype="bfloat16"

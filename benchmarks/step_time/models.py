@@ -140,7 +140,8 @@ class SimulatedAccelerator(TimedModule):
         compute_s: seconds a step.
         embedding: make the first layer an embedding of 15 % of the weights, which takes no time to compute; its gradient comes last.
         asynchronous: the device computes while the host works.
-        unsteady: the half of the gradients that comes last is ten times as large in every other step: the whole norm cannot be foretold.
+        large_every: steps from one in which the half of the gradients that comes last is ten times as large, so that the whole norm cannot
+            be foretold, to the next; 0: none. With 150e6 weights the norm is 4, or then 29.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class SimulatedAccelerator(TimedModule):
         compute_s: float,
         embedding: bool = False,
         asynchronous: bool = False,
-        unsteady: bool = False,
+        large_every: int = 0,
     ) -> None:
         super().__init__(steps)
         n_layers = max(1 + embedding, int(params / (ROWS * COLUMNS)))
@@ -162,7 +163,8 @@ class SimulatedAccelerator(TimedModule):
         # Columns of different norms, as in real gradients; buffers, so that they take the model's dtype.
         gradient = torch.randn(max(n_embedding, 1) * ROWS, COLUMNS) * torch.logspace(-5, -3, COLUMNS)
         self.register_buffer("gradient", gradient)
-        self.register_buffer("large", 10 * gradient if unsteady else None)
+        self.register_buffer("large", 10 * gradient if large_every else None)
+        self._large_every = large_every
         self.clock = _AsynchronousClock() if asynchronous else _SynchronousClock()
         layer_s = compute_s / n_layers
         backward_s = PART_OF_STEP["backward"] * layer_s
@@ -172,9 +174,14 @@ class SimulatedAccelerator(TimedModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x = torch.ones(1, requires_grad=True)
         for number, layer in enumerate(self.layers):
-            is_large = self.large is not None and batch_idx % 2 and 2 * number < len(self.layers)
-            x = layer(x, self.large if is_large else self.gradient, self.clock, self._times)
+            x = layer(x, self._gradient(number, batch_idx), self.clock, self._times)
         return x.float().sum()
+
+    def _gradient(self, layer: int, step: int) -> Tensor:
+        is_large = (
+            self._large_every and step % self._large_every == self._large_every - 1 and 2 * layer < len(self.layers)
+        )
+        return self.large if is_large else self.gradient
 
 
 SHAPES = {25e6: (512, 8, 6), 150e6: (1024, 16, 11), 1.5e9: (2048, 16, 28), 3e9: (2560, 20, 37), 7e9: (4096, 32, 32)}

@@ -239,7 +239,7 @@ def make_module(spec: StepSpec) -> TimedModule:
             compute_s=spec.compute_s,
             embedding=spec.embedding,
             asynchronous=spec.asynchronous,
-            unsteady=METHODS[spec.method].unsteady,
+            large_every=METHODS[spec.method].large_every,
         )
     # Billions of random weights take the device a second, one core minutes.
     with torch.device("cuda" if spec.device == "cuda" else "cpu"):

@@ -209,7 +209,7 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
         policy.schedule,
         config.compensation,
         in_backward=config.submits_in_backward,
-        corrects=zero.in_place and not config.predicts_clipping,
+        verifies=config.submits_in_backward and not config.predicts_clipping,
     )
     publisher.fill_weights()
     selector = Selector(
@@ -227,7 +227,7 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
         ownership,
         provisional,
         accumulate_on=config.accumulate_on,
-        predicts_clipping=config.predicts_clipping or jobs.corrects,
+        speculates=not (config.predicts_clipping or zero.in_place),
     )
     control = ScheduleControl(policy, rank, group=zero.group) if config.measures else None
     planner = Planner(config, jobs, control, selector)

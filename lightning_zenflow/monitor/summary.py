@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _WAITS: dict[str, tuple[Cause, ...]] = {
     "worker": ("publish_wait", "slot"),
+    "correction": ("correction",),
     "buffer": ("publish_buffer",),
     "select": ("select",),
     "flush": ("flush",),
@@ -27,10 +28,13 @@ _WAITS: dict[str, tuple[Cause, ...]] = {
 }
 """Waits of the device that have a metric, by the causes that it adds up; each cause in one."""
 
+_WORKER = (*_WAITS["worker"], *_WAITS["correction"])
+
 METRICS: dict[str, str] = {
     "zenflow/stall/device_percent": "share of the step time in which the device was idle because of waits",
     "zenflow/stall/host_percent": "share of the step time in which the training thread waited",
     "zenflow/stall/worker_percent": "part of `device_percent`: the worker's results were not ready, or no slot or buffer was free",
+    "zenflow/stall/correction_percent": "part of `device_percent`: weights were published again with the true clip factor",
     "zenflow/stall/buffer_percent": "part of `device_percent`: the device still read a buffer that was needed again",
     "zenflow/stall/select_percent": "part of `device_percent`: columns were selected",
     "zenflow/stall/flush_percent": "part of `device_percent`: updates were completed before a validation or a checkpoint",
@@ -43,7 +47,10 @@ METRICS: dict[str, str] = {
     "zenflow/overlap/publish_lag_steps": "d",
     "zenflow/overlap/late_blocks_percent": "share of the blocks submitted in backward that were not updated when the training thread"
     " ended the step, or fetched them from host memory; on CUDA the device is behind it",
-    "zenflow/overlap/clip_prediction_error_percent": "mean error of the clip factors predicted in backward; of one step",
+    "zenflow/overlap/clip_prediction_error_percent": "mean error of the clip factors in backward; of one step",
+    "zenflow/overlap/steps_in_backward_percent": "share of the steps that submitted blocks in backward",
+    "zenflow/overlap/corrected_steps_percent": "share of the steps in which a block in backward had another clip factor than the true one,"
+    " and was published again; with `clip_prediction: false`",
     "zenflow/traffic/d2h_model_sizes": "device to host, per step, in sizes of this rank's weights",
     "zenflow/traffic/h2d_model_sizes": "host to device, per step, in sizes of this rank's weights",
     "zenflow/selection/device_owned_percent": "device-owned share of the weights",
@@ -82,6 +89,8 @@ def interval_metrics(before: Reading, now: Reading, *, seconds: float) -> dict[s
         "overlap/publish_lag_steps": now.publish_lag,
         "overlap/late_blocks_percent": 100 * (now.late_jobs - before.late_jobs) / in_backward if in_backward else None,
         "overlap/clip_prediction_error_percent": _percent(now.factor_error),
+        "overlap/steps_in_backward_percent": 100 * (now.steps_in_backward - before.steps_in_backward) / steps,
+        "overlap/corrected_steps_percent": 100 * (now.corrected_steps - before.corrected_steps) / steps,
         "traffic/d2h_model_sizes": (now.d2h_bytes - before.d2h_bytes) / model_bytes,
         "traffic/h2d_model_sizes": (now.h2d_bytes - before.h2d_bytes) / model_bytes,
         "selection/device_owned_percent": 100 * now.owned_share,
@@ -97,6 +106,8 @@ def _percent(share: float | None) -> float | None:
 
 
 _MANY_SKIPPED = 0.02
+
+_MANY_AT_END = 0.1
 
 _SHOWN = 0.01
 """Smallest share of a step that is worth words."""
@@ -191,7 +202,7 @@ def summary(step_s: Sequence[float], before: Reading, now: Reading, config: ZenF
     waits = {cause: s / seconds for cause, s in device.items()}
     work = f"CPU work {_ms(busy_s / n)} ms a step"
     if busy_s > _SHOWN * seconds:
-        hidden = max(0.0, 1.0 - sum(device[cause] for cause in (*_WAITS["worker"], "flush")) / busy_s)
+        hidden = max(0.0, 1.0 - sum(device[cause] for cause in (*_WORKER, "flush")) / busy_s)
         work += f", {hidden:.0%} hidden"
     details = [
         work,
@@ -201,6 +212,11 @@ def summary(step_s: Sequence[float], before: Reading, now: Reading, config: ZenF
     in_backward = now.in_backward_jobs - before.in_backward_jobs
     if in_backward and sum(waits.values()) > _SHOWN:
         details.append(f"{(now.late_jobs - before.late_jobs) / in_backward:.1%} of the blocks late")
+    corrected = now.corrected_steps - before.corrected_steps
+    in_time = now.steps_in_backward - before.steps_in_backward - corrected
+    speculates = config.submits_in_backward and not config.predicts_clipping and now.publish_lag == 0
+    if speculates:
+        details.append(f"update in backward in {in_time / n:.1%} of the steps, corrected in {corrected / n:.1%}")
     lines = [
         f"ZenFlow: {n + 1} steps, median {_ms(quantile(step_s, 0.5))} ms, p99 {_ms(quantile(step_s, 0.99))} ms;"
         f" waits of the device {sum(waits.values()):.1%}, of the training thread {host / seconds:.1%}",
@@ -208,7 +224,15 @@ def summary(step_s: Sequence[float], before: Reading, now: Reading, config: ZenF
     ]
     skipped = (now.skipped_steps - before.skipped_steps) / n
     at_most = config.update_interval == "auto" and now.update_interval >= config.max_update_interval
-    sentence = advice(waits, config, worker=busy_s / seconds, skipped=skipped, longest=at_most, fp16=fp16)
+    sentence = advice(
+        waits,
+        config,
+        worker=busy_s / seconds,
+        skipped=skipped,
+        at_end=1.0 - in_time / n if speculates else 0.0,
+        longest=at_most,
+        fp16=fp16,
+    )
     return "\n".join(lines if sentence is None else [*lines, sentence])
 
 
@@ -224,6 +248,7 @@ def advice(
     *,
     worker: float,
     skipped: float,
+    at_end: float = 0.0,
     longest: bool = False,
     fp16: bool = False,
 ) -> str | None:
@@ -234,6 +259,7 @@ def advice(
         config: what is `auto` is not advised.
         worker: the worker's computation, as a share of the time.
         skipped: share of the steps that were skipped because the gradient norm was not finite.
+        at_end: share of the steps whose update began at their end, at least for a part of the weights, because of clipping.
         longest: whether `update_interval: auto` has reached `max_update_interval`.
         fp16: whether the model's type is float16.
     """
@@ -243,7 +269,13 @@ def advice(
     for cause, share in sorted(waits.items(), key=lambda item: item[1], reverse=True):
         if share < SMALL_STALL:
             break
-        if cause in _WAITS["worker"]:
+        if cause in _WORKER and at_end > _MANY_AT_END:
+            return (
+                f"{share:.0%} of the time is spent waiting for the CPU, because gradients were clipped in about {at_end:.0%} of the steps,"
+                " whose update begins when the norm is known: raise gradient_clip_val, or allow predicted factors (clip_prediction=True,"
+                ' or strategy="zenflow").'
+            )
+        if cause in _WORKER:
             load = worker / max(1.0 - sum(waits.values()), 1e-9)
             if load > HIDDEN:
                 remedy = "give the worker more cores"

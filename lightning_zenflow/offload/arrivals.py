@@ -145,31 +145,34 @@ class GradientNorms:
 class BackwardSubmission:
     """Phase *submit* of `JobQueue` for single blocks, as soon as the gradients of all of their trained slices have arrived.
 
-    The factor on the gradients (clipping) is known only at the end of backward. A complete block is submitted before, with a predicted
-    factor that decides on nothing but the weights that the next forward pass sees; the exact state always takes the true one, with the
-    block's next job. They differ by at most (1 - beta1) of one normalised update times the factor's error, once. Without clipping the
-    prediction is the factor, and the weights have the bits of a submission at the end of the step, unless a gradient overflows in fp16.
-    Where predicted factors must not be seen, the weights are published again with the true one (`JobQueue.corrects`), or else the block is
-    not submitted in backward.
+    The factor on the gradients (clipping) is known only at the end of backward. A complete block is submitted before, with a factor that
+    decides on nothing but the weights that the next forward pass sees; the exact state always takes the true one, with the block's next
+    job.
+    Without clipping the factor is known, unless a gradient overflows. With clipping it is
 
-    From the first gradient on that is not finite, submitted blocks are published without the step. (A vector's gradient counts when its
-    block is submitted.)
+    * *predicted* from the gradients so far (`GradientNorms`). The weights differ by at most (1 - beta1) of one normalised update times the
+      factor's error, once; or not at all in place, where blocks with another factor than the true one are published again;
+    * *speculated*, where such blocks would have to wait at the end of the step: as in a step that is not clipped. Where the last applied
+      step was clipped, no block is submitted in backward.
+
+    `JobQueue` verifies the factor where forward passes must not see another one than the true one. From the first gradient on that is not
+    finite, submitted blocks are published without the step. (A vector's gradient counts when its block is submitted.)
 
     Args:
-        predicts: whether a predicted factor may be used.
+        speculates: whether factors are speculated.
 
     Attributes:
-        factor_error: mean relative error of the predicted factors in some step since it was read.
+        factor_error: mean relative error of the factors in backward in some step since it was read.
     """
 
     def __init__(
-        self, rank: RankState, jobs: JobQueue, norms: GradientNorms, vectors: VectorGradients, *, predicts: bool
+        self, rank: RankState, jobs: JobQueue, norms: GradientNorms, vectors: VectorGradients, *, speculates: bool
     ) -> None:
         self._rank = rank
         self._jobs = jobs
         self._norms = norms
         self._vectors = vectors
-        self._predicts = predicts
+        self._speculates = speculates
         self._factors: list[Tensor] = []
         self.factor_error = DeviceNumber()
 
@@ -186,25 +189,31 @@ class BackwardSubmission:
             context: inputs of the step, which submits in backward.
         """
         inputs = context.inputs
-        # With a loss scale, a gradient that arrives later may overflow: the step is then skipped.
-        is_known = inputs.max_norm == 0 and (self._predicts or inputs.loss_scale == 1)
+        has_factor = inputs.max_norm == 0 or self._has_factor
         for block in blocks:
             # A block that changes its columns needs its exact state at the end of the step.
             submits = self._jobs.can_submit_in_backward(block, context.number) and not block.changes_columns
-            submits = submits and (is_known or (self._predicts and self._norms.knows_last))
-            if submits:
+            if submits := submits and has_factor:
                 self._jobs.acquire([block], context.number)
                 self._norms.add(self._vectors.fill([block], arrived))
             squared_norm = self._norms.up_to(block.number)
             if not submits:
                 continue
-            if inputs.max_norm > 0:
+            if self._speculates:
+                # Zero, or NaN where the sum is not finite.
+                squared_norm = squared_norm - squared_norm
+            elif inputs.max_norm > 0:
                 squared_norm = self._norms.predict(block.number)
             if not self._jobs.submitted_in_backward:
                 self._rank.arena.write_hyperparameters(context.number, list(inputs.groups), tentative=True)
             factor = clip_factor(squared_norm, max_norm=inputs.max_norm, loss_scale=inputs.loss_scale)
             self._factors.append(factor)
             self._jobs.submit_in_backward(block, context.number, factor, beta1=mean_beta1(inputs.groups))
+
+    @property
+    def _has_factor(self) -> bool:
+        """Whether there has been a step to predict from, or one to speculate that the next will be like it."""
+        return not self._jobs.verification.clipped if self._speculates else self._norms.knows_last
 
     def end_step(self, squared_norm: Tensor, scale: StepScale, context: StepContext) -> None:
         """Takes the step's own squared norm, 0-D float64 of all ranks, and its scale."""

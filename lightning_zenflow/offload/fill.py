@@ -103,6 +103,7 @@ class Fill:
 
     Args:
         accumulate_on: `ZenFlowConfig.accumulate_on`.
+        speculates: see `BackwardSubmission`.
 
     Attributes:
         accumulation: sums over earlier micro-batches.
@@ -119,7 +120,7 @@ class Fill:
         provisional: ProvisionalUpdate,
         *,
         accumulate_on: Literal["auto", "device", "host"],
-        predicts_clipping: bool,
+        speculates: bool,
     ) -> None:
         self._rank = rank
         self._jobs = jobs
@@ -129,7 +130,7 @@ class Fill:
         self._vectors = VectorGradients(rank, jobs.slots, ownership)
         self.arrivals = Arrivals(rank.blocks)
         self.norms = GradientNorms(len(rank.blocks), rank.device)
-        self.in_backward = BackwardSubmission(rank, jobs, self.norms, self._vectors, predicts=predicts_clipping)
+        self.in_backward = BackwardSubmission(rank, jobs, self.norms, self._vectors, speculates=speculates)
 
     def accumulate(self, slice_index: int, gradient: Tensor, step: int) -> None:
         """Takes a gradient of a micro-batch that is not its step's last; as `Accumulation.add`."""

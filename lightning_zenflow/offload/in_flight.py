@@ -97,7 +97,7 @@ class JobsInFlight:
         Args:
             block: a block.
             window: of the block.
-            buffer: the block's `free_buffer`; None: the weights are discarded. With the true factor, that of the block's job in backward.
+            buffer: the block's `free_buffer`; None: the weights are discarded. In place a correction has that of the job in backward.
             due_step: step at whose end the weights are published.
             prediction_steps: steps along the momentum by which they are ahead of the exact weights.
             tentative: whether the window's last gradient is applied to the published weights only, and with which factor.
@@ -232,7 +232,8 @@ class JobsInFlight:
 
     def _is_shown_tentatively(self, job: Job) -> bool:
         """Whether a block's weights in the model will be those of this job, with a tentative gradient."""
-        return job.tentative is not Tentative.NONE and job.block.jobs[-1] is job
+        shown = next((other for other in reversed(job.block.jobs) if other.is_shown), None)
+        return job.tentative is not Tentative.NONE and shown is job
 
     def _wait_for(self, jobs: Iterable[Job], cause: Cause) -> None:
         """Waits for the worker's answer to one of the jobs."""

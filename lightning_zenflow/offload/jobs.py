@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterable, Sequence, Set
 from contextlib import nullcontext
 
-import torch
 from torch import Tensor
 
 from lightning_zenflow.core.device import Event, runtime_of
@@ -14,6 +13,7 @@ from lightning_zenflow.native.protocol import Tentative
 from lightning_zenflow.offload.buffers import Publisher, SlotPool
 from lightning_zenflow.offload.in_flight import JobsInFlight
 from lightning_zenflow.offload.rank_state import Block, RankState, Window
+from lightning_zenflow.offload.verification import Verification
 from lightning_zenflow.telemetry.telemetry import Cause
 from lightning_zenflow.worker.arena import WORD_BYTES, StepWords
 from lightning_zenflow.worker.supervisor import SupervisedWorker
@@ -35,9 +35,7 @@ class JobQueue:
        *in backward*, as soon as it is filled: step t is then *tentative*, with a predicted factor and a sequence number of the block's own
        behind its gradient (`BackwardSubmission`), and its gradient stays in the block's next window. The buffer may be the block's weights
        themselves (`InPlacePublisher`): the worker then writes them while backward is running, since the sequence number is behind the
-       step's last read of them as well. Where no forward pass may see a predicted factor, each of these blocks is submitted once more
-       behind *seal*, tentatively with the true factor; the worker has nothing to do if they are the same. If only a gradient that is not
-       finite can make them differ, the last block alone is; the others follow before the next fetch if the step was skipped (`_verify`).
+       step's last read of them as well.
     5. *replay*, in the worker: wait for the sequence number of the job's last committed step, and of the block if there is a tentative
        one; apply the committed gradients in order, with their true factors; write the new weights, with the tentative gradient, in the
        model's type to the publish buffer; answer *done*. The order of the jobs is in ``csrc/common/protocol.h``.
@@ -45,6 +43,11 @@ class JobQueue:
        (h2d). No kernel of step t reads a slice's weights any more once its gradient has arrived: the copies are ordered behind that event
        in *fill*, and those of jobs that are done in time are enqueued there (`Publisher`). In place, nothing is copied, and a job is waited
        for where its weights are fetched in step t + 1 (`await_slice`).
+    7. *verify*, where no forward pass may see another factor than the true one (`Verification`): behind *seal*, the last block that was
+       submitted in backward is submitted once more, tentatively with the true factor. The answer says that the step's word is there. If it
+       is another than the blocks', these are submitted again: at the end of *publish* with the step committed; in place, where that hides
+       behind the forward pass, tentatively, before the next fetch, or all of them behind *seal* where the step before was clipped. The
+       worker has nothing to do for a block that shows the true factor already.
 
     *flush* closes every open window, commits what is tentative and publishes every job; then the arena is the exact state of all steps so
     far.
@@ -67,12 +70,14 @@ class JobQueue:
         schedule: S and d at the start.
         compensation: weight prediction and provisional updates of the run.
         in_backward: whether blocks may be submitted in backward.
-        corrects: whether weights with a predicted factor are published again with the true one; in place only.
+        verifies: whether no forward pass may see another clip factor than the true one.
 
     Attributes:
         in_flight: the jobs.
+        n_steps_in_backward: steps in which blocks were submitted in backward, since the start.
         slots: of all blocks.
         schedule: S and d, and which blocks close when.
+        verification: of the factors that forward passes see.
     """
 
     def __init__(
@@ -84,9 +89,8 @@ class JobQueue:
         compensation: StalenessCompensation,
         *,
         in_backward: bool,
-        corrects: bool = False,
+        verifies: bool = False,
     ) -> None:
-        self.corrects = corrects
         self._rank = rank
         self._worker = worker
         self.slots = SlotPool(rank)
@@ -95,17 +99,17 @@ class JobQueue:
         self._in_backward = in_backward
         # Whether host-owned weights equal the master weights of some step at all times.
         self._publishes_exactly = not (compensation.predicts_weights or compensation.updates_provisionally)
-        # Weights that are published again start from moments that have been rounded, if they are. So which job has shown the true factor
-        # makes a difference then, and must not depend on when the worker begins it.
-        rounds = rank.arena.rounds
-        self._in_backward_tentative = Tentative.TRUE_IF_KNOWN if corrects and not rounds else Tentative.PREDICTED
+        # In place a job may begin behind the end of its step. But weights that are published again start from moments that have been
+        # rounded, if they are: which job has shown the true factor makes a difference then, and must not depend on when the worker begins.
+        may_know = verifies and publisher.in_place and not rank.arena.rounds
+        self._in_backward_tentative = Tentative.TRUE_IF_KNOWN if may_know else Tentative.PREDICTED
         self.in_flight = JobsInFlight(rank, worker, self.slots, publisher, has_scratch=in_backward)
+        self.verification = Verification(rank, worker, self.in_flight, verifies=verifies, in_place=publisher.in_place)
         self._longest = self._largest_lag = 0
         self._dropped: list[int] = []  # slots of interrupted steps, free after the next flush
         self._open_step: int | None = None  # the step that is in phase *fill*
         self._submitted_in_backward: dict[Block, None] = {}  # in the present step, in order
-        # Step, and blocks in it whose weights are true if the step is applied; the last of them has been submitted again.
-        self._unverified: tuple[int, Sequence[Block]] | None = None
+        self.n_steps_in_backward = 0
         self.set_schedule(schedule)
 
     @property
@@ -132,7 +136,7 @@ class JobQueue:
 
     def open(self, step: int) -> None:
         """Phase *open*."""
-        self._verify()
+        self.verification.run_in_place()
         self._open_step = step
 
     def acquire(self, blocks: Iterable[Block], step: int) -> None:
@@ -161,7 +165,7 @@ class JobQueue:
         self.in_flight.sealed()
 
     def submit_closing(
-        self, step: int, *, beta1: float, synchronous: bool, as_predicted: bool = False
+        self, step: int, *, beta1: float, synchronous: bool, as_shown: bool = False, loss_scale: float = 1.0
     ) -> Sequence[Block]:
         """Phase *submit*: the windows that the schedule closes, or all of them in a synchronous step.
 
@@ -169,21 +173,23 @@ class JobQueue:
             step: number of the step.
             beta1: decay of the first moment; decides how far weights are predicted.
             synchronous: whether the jobs are due in this step already.
-            as_predicted: whether the step, unless it is skipped, has the factor and the hyperparameters of the jobs in backward.
+            as_shown: whether the step has the hyperparameters of the jobs in backward.
+            loss_scale: of the step.
 
         Returns:
             Blocks whose windows closed.
         """
         self._end_fill(step)
-        if self.corrects and (shown := list(self._submitted_in_backward)):
-            self._correct(step, shown[-1:] if as_predicted else shown)
-            self._unverified = (step, shown) if as_predicted else None
+        shown = list(self._submitted_in_backward)
+        self.n_steps_in_backward += bool(shown)
         blocks = self._rank.blocks
         closing = blocks if synchronous else [blocks[number] for number in self.schedule.closing_blocks(step)]
         overlapping = self.schedule.publish_lag >= self.schedule.update_interval
         ahead = 0.0 if synchronous else self._compensation.prediction_steps(self.schedule, beta1)
+        is_awaited = bool(closing) and (synchronous or self.schedule.publish_lag == 0)
+        again = self.verification.begin(step, shown, as_shown=as_shown, loss_scale=loss_scale, is_awaited=is_awaited)
         for block in closing:
-            if block not in self._submitted_in_backward:
+            if block not in self._submitted_in_backward or block in again:
                 # A block that changes its columns must have no other job in flight when this one is published. With a lag of a whole window
                 # or more there would be one: its job, and with it all earlier ones, is then due in this step.
                 at_once = synchronous or (overlapping and block.changes_columns)
@@ -229,13 +235,24 @@ class JobQueue:
             self._submitted_in_backward[block] = None
         self._worker.send()
 
-    def publish(self, step: int) -> dict[Block, int]:
-        """Phase *publish*.
+    def publish(self, step: int, *, beta1: float) -> dict[Block, int]:
+        """Phase *publish*, and *verify* where weights are copied.
+
+        Args:
+            step: number of the step.
+            beta1: see `submit_closing`.
 
         Returns:
             See `JobsInFlight.publish`.
         """
         published = self.in_flight.publish(step, "publish_wait", due_only=True)
+        if not self._publisher.in_place:
+            if wrong := self.verification.wrong():
+                ahead = self._compensation.prediction_steps(self.schedule, beta1)
+                for block in wrong:
+                    self._submit(block, due_step=step, prediction_steps=ahead, cause="correction")
+                published |= self.in_flight.publish(step, "correction", due_only=True)
+            self.verification.end()
         self._submitted_in_backward.clear()
         return published
 
@@ -254,12 +271,12 @@ class JobQueue:
         for block in self._rank.blocks:
             self._submit(block, due_step=step, cause="flush")
         self.in_flight.publish(step, "flush", due_only=False)
+        self.verification.end()
         with self._rank.records:
             self.slots.free(self._dropped)
             self._dropped.clear()
         self._forget_words(step + 1)
         self._submitted_in_backward.clear()
-        self._unverified = None
         self._check_integrity()
 
     def _check_integrity(self) -> None:
@@ -279,12 +296,14 @@ class JobQueue:
 
     def await_slice(self, index: int) -> None:
         """Phase *publish* of the blocks of one slice, whose weights are about to be fetched; in place."""
-        self._verify()
+        if self.verification.is_in_doubt:
+            self.verification.run_in_place()
         self.in_flight.publish_blocks(self._rank.blocks.of_slice[index], "publish_wait")
 
     def is_written(self, index: int) -> bool:
         """Whether `await_slice` would return at once; reads the answers that are there."""
-        return self._unverified is None and all(map(self.in_flight.has_answers, self._rank.blocks.of_slice[index]))
+        answered = map(self.in_flight.has_answers, self._rank.blocks.of_slice[index])
+        return not self.verification.is_in_doubt and all(answered)
 
     def change_ranges(self, partition: Partition) -> None:
         """Updates and publishes other ranges from now on; right after a flush only.
@@ -306,29 +325,6 @@ class JobQueue:
         with self._rank.d2h.behind(reads=factor):
             words.write(index, step, factor)
         self._rank.telemetry.traffic.d2h_bytes += WORD_BYTES
-
-    def _verify(self) -> None:
-        """Waits until the last step's factor is known, unless that has been verified; corrects what has been shown of a skipped step."""
-        if self._unverified is None:
-            return
-        step, blocks = self._unverified
-        self.in_flight.publish_blocks(blocks[-1:], "publish_wait")
-        # The worker has read the step's word, so it is there.
-        if not self._rank.arena.step_words[step].view(torch.float32)[0].isfinite():
-            self._correct(step, blocks[:-1])
-        self._unverified = None
-
-    def _correct(self, step: int, blocks: Iterable[Block]) -> None:
-        """Submits again, with the true factor, blocks that were submitted in backward; in that order: the worker takes the newest first."""
-        for block in blocks:
-            window = block.window
-            assert window is not None, "its last gradient is tentative"
-            with self._rank.records:
-                # The block's window goes on.
-                again = dataclasses.replace(window, slots=list(window.slots))
-                due_step = self._due_step(step)
-                self.in_flight.enqueue(block, again, block.number, due_step=due_step, tentative=Tentative.CORRECTION)
-            self._worker.send()
 
     def _due_step(self, step: int) -> int:
         # In place: the end of the next step, if nothing fetches the weights before.

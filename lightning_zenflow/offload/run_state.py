@@ -23,6 +23,7 @@ Layout 5, of plain numbers, lists and CPU tensors::
         clip            clip coefficient of the last applied step, NaN before the first
         noise           state of the noise generator
     in_backward         None, or what the next step's gradient norm is predicted from: ratio, last
+    clipped             whether the last applied step was clipped, as far as `Verification` knows
 """
 
 from collections.abc import Callable, Mapping
@@ -104,6 +105,8 @@ class CounterReader:
             in_backward_jobs=jobs.n_in_backward,
             late_jobs=jobs.n_late,
             factor_error=self._in_backward.factor_error.read(),
+            steps_in_backward=self._jobs.n_steps_in_backward,
+            corrected_steps=self._jobs.verification.n_corrected,
             update_interval=schedule.update_interval,
             publish_lag=schedule.publish_lag,
             owned_share=self._ownership.numel / self._numel if self._numel else 0.0,

@@ -227,12 +227,13 @@ class ZenFlowStep:
                 number,
                 beta1=mean_beta1(groups),
                 synchronous=plan.synchronous,
-                as_predicted=inputs.max_norm == context.inputs.max_norm == 0 and groups == context.inputs.groups,
+                as_shown=groups == context.inputs.groups,
+                loss_scale=loss_scale,
             )
             self._ownership.submitted(closed)
         # publish
         with record_function("zenflow publish"):
-            published = self._jobs.publish(number)
+            published = self._jobs.publish(number, beta1=mean_beta1(groups))
             self._provisional.published(published, context.schedule)
             self._ownership.published(published)
             self._ownership.write_weights()
@@ -324,6 +325,7 @@ class ZenFlowStep:
             "planner": self._planner.state_dict(),
             "provisional": self._provisional.state_dict(),
             "in_backward": self._fill.norms.state_dict(),
+            "clipped": self._jobs.verification.clipped,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any] | None, count: int) -> str:
@@ -354,6 +356,8 @@ class ZenFlowStep:
         self._ownership.load_state_dict(saved["ownership"])
         self._provisional.load_state_dict(saved["provisional"])
         self._fill.norms.load_state_dict(saved["in_backward"])
+        # Earlier checkpoints do not say.
+        self._jobs.verification.clipped = saved.get("clipped", self._jobs.verification.clipped)
         return ""
 
     def _change_ranges(self) -> None:

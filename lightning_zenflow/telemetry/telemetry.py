@@ -12,11 +12,14 @@ from torch.profiler import record_function
 
 from lightning_zenflow.core.device import Event, runtime_of
 
-Cause = Literal["publish_wait", "slot", "publish_buffer", "select", "flush", "restart", "reserve", "loss_scale"]
+Cause = Literal[
+    "publish_wait", "slot", "correction", "publish_buffer", "select", "flush", "restart", "reserve", "loss_scale"
+]
 """Cause of a wait of the training thread:
 
 * "publish_wait": a job that is due is not done;
 * "slot": in backward, all gradient slots or publish buffers are in use by jobs that are not done;
+* "correction": weights that were shown with another clip factor than the true one are published again;
 * "publish_buffer": the device still reads a buffer that is about to be reused;
 * "select": the proxies of a selection are read, or the state of the selected columns is not exported yet;
 * "flush": all open windows are completed, and the state of the device-owned columns is exported; or it is looked for weights that the user
@@ -137,7 +140,11 @@ class Reading:
     late_jobs: int
     """Those of them that were not done when the training thread waited for them."""
     factor_error: float | None
-    """Mean relative error of a step's predicted clip factors; None until measured."""
+    """Mean relative error of the clip factors of a step's jobs in backward; None until measured."""
+    steps_in_backward: int
+    """Steps in which blocks were submitted in backward."""
+    corrected_steps: int
+    """Steps that some block would have shown with another clip factor than the true one; with `clip_prediction: false`."""
     update_interval: int
     publish_lag: int
     owned_share: float

@@ -87,6 +87,10 @@ class StepWords:
         """The word in place `index` modulo n, [4] int32."""
         return self._words[index % len(self._words)]
 
+    def factor(self, index: int) -> float:
+        """The factor in place `index` modulo n, for the host; of a word that has arrived."""
+        return self.clip[index % len(self._words)].item()
+
     def write(self, index: int, step: int, factor: Tensor) -> None:
         """Copies a word from the factor's device, in one copy and in the order of the current stream. The host does not wait.
 

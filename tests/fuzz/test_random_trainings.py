@@ -84,6 +84,7 @@ OTHERS = st.fixed_dictionaries(
     },
     optional={
         "topk_ratio": st.sampled_from([0, 0.05, 0.3, 1]),
+        "clip_prediction": st.sampled_from([True, False, False]),
         "select_strategy": st.sampled_from(["step", "epoch"]),
         "full_warm_up_rounds": st.integers(0, 3),
         "moments_dtype": st.sampled_from(["float32", "bfloat16", "int8"]),
@@ -100,7 +101,7 @@ def train_and_check(case: Case) -> None:
     assert len(run.shown) == case.steps
     config = case.make_strategy().zenflow_config
     # A forward pass behind a step submitted in backward sees a predicted clip factor.
-    predicted = config.submits_in_backward and bool(case.max_norm)
+    predicted = config.submits_in_backward and config.predicts_clipping and bool(case.max_norm)
     nothing_late = config.is_immediate and config.weight_prediction in ("auto", 0) and not predicted
     if config.moments_dtype != "float32":
         # Moments are rounded where windows end, which is each step only if there are no longer ones.

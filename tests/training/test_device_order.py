@@ -92,6 +92,10 @@ CASES = {
         flush_after=(5,),
         strategy_options={"overlap_comm": True, "reduce_bucket_size": 700},
     ),
+    # Every third step is clipped.
+    "true factors": replace(FIXED, update_interval=1, publish_lag=0, max_norm=65.0, flush_after=(5,)).with_keys(
+        clip_prediction=False
+    ),
     "stage 3": replace(NETWORK, stage=3).with_keys(overlap_comm=True),
     "stage 3, submitted in backward": replace(
         NETWORK, stage=3, update_interval=1, publish_lag=0, flush_after=(5,)

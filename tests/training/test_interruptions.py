@@ -36,7 +36,11 @@ CASES: dict[str, dict[str, Any]] = {
     "S=1, d=0": {"update_interval": 1, "publish_lag": 0},
     "S=4, d=1": {"update_interval": 4, "publish_lag": 1, "select_interval": 2, "topk_ratio": 0.3},
 }
-DIRECT: dict[str, dict[str, Any]] = {**CASES, "in place": {"in_place": True}}
+DIRECT: dict[str, dict[str, Any]] = {
+    **CASES,
+    "true factors": {**CASES["S=1, d=0"], "clip_prediction": False},
+    "in place": {"in_place": True},
+}
 """Where DeepSpeed has no part."""
 EXACT = {"update_interval": 1, "publish_lag": 0, "optimizer_in_backward": False, "topk_ratio": 0.0}
 BEFORE = 3
@@ -74,7 +78,7 @@ class Twins:
     """A training that is interrupted, and one with the same gradients that is not."""
 
     def __init__(self, **keys: Any) -> None:
-        options: dict[str, Any] = {"loss_scale": 4.0, "max_norm": 3.0}
+        options: dict[str, Any] = {"loss_scale": 4.0}
         self.interrupted = DirectStep([random(0)], **options, **keys)
         self.control = DirectStep([random(0)], **options, **EXACT)
         for _ in range(BEFORE):
@@ -85,7 +89,8 @@ class Twins:
         self.control.close()
 
     def train(self, direct: DirectStep) -> None:
-        """One step; its gradients are a function of the steps before."""
+        """One step; its gradients are a function of the steps before. Every third one is clipped."""
+        direct.max_norm = 3.0 if int(direct.step.count) % 3 == 0 else 1e6
         direct.backward(random(100 + int(direct.step.count)))
         direct.step.step()
 

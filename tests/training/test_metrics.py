@@ -77,7 +77,10 @@ def test_values(rows: list[dict[str, float]]) -> None:
         # Columns are selected by squared norm, so their share of it exceeds their share of the weights.
         assert row["zenflow/selection/device_squared_norm_percent"] > row["zenflow/selection/device_owned_percent"] > 4
         assert 0 < row["zenflow/memory/arena_GB"] < 0.1
-        parts = [row[f"zenflow/stall/{part}_percent"] for part in ("worker", "buffer", "select", "flush", "other")]
+        parts = [
+            row[f"zenflow/stall/{part}_percent"]
+            for part in ("worker", "correction", "buffer", "select", "flush", "other")
+        ]
         assert sum(parts) == pytest.approx(row["zenflow/stall/device_percent"])
         # The training thread is the device.
         assert row["zenflow/stall/host_percent"] == pytest.approx(row["zenflow/stall/device_percent"])
@@ -93,6 +96,8 @@ def test_every_step_with_predicted_clip_factors(tmp_path: Path) -> None:
     assert set(rows[-1]) >= IN_BACKWARD
     assert 0 < rows[-1]["zenflow/overlap/clip_prediction_error_percent"] < 100
     assert 0 <= rows[-1]["zenflow/overlap/late_blocks_percent"] <= 100
+    assert [row["zenflow/overlap/steps_in_backward_percent"] for row in rows[1:]] == [100] * 6
+    assert not any(row["zenflow/overlap/corrected_steps_percent"] for row in rows)
 
 
 @pytest.mark.slow

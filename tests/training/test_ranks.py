@@ -25,6 +25,7 @@ from test_provisional_update import PLAIN, UPDATED, check_updated_entries
 from test_short_moments import CASES as SHORT_MOMENTS
 from test_training import CASES as LATE
 from test_training import compare_with_oracle
+from test_verification import NOTHING_LATE as VERIFIED
 from torch import Tensor
 from typing_extensions import override
 
@@ -73,6 +74,7 @@ OF_ADAMW = {
         )
         for dtype in ("bfloat16", "int8")
     },
+    **{f"true factors: {name}": VERIFIED[name] for name in ("half", "accumulated", "not finite in the end")},
     "accumulated on the host": replace(CLIPPED, model="SmallNet", strategy_options=APPROXIMATE).with_keys(
         accumulate_on="host"
     ),

@@ -50,6 +50,7 @@ def test_metrics_by_hand() -> None:
 
 
 AUTO, FIXED = ZenFlowConfig(), ZenFlowConfig(update_interval=2, publish_lag=0)
+TRUE_FACTORS = ZenFlowConfig(update_interval=1, publish_lag=0, clip_prediction=False)
 MORE_CORES, ALONE = "give the worker more cores", "keep other processes off the worker's cores"
 
 
@@ -90,6 +91,14 @@ MORE_CORES, ALONE = "give the worker more cores", "keep other processes off the 
             {},
             AUTO,
             "20% of the time is spent completing updates before validations and checkpoints: have fewer of them.",
+        ),
+        (
+            {"publish_wait": 0.1, "correction": 0.2},
+            0.5,
+            {"at_end": 0.4},
+            TRUE_FACTORS,
+            "20% of the time is spent waiting for the CPU, because gradients were clipped in about 40% of the steps, whose update begins"
+            ' when the norm is known: raise gradient_clip_val, or allow predicted factors (clip_prediction=True, or strategy="zenflow").',
         ),
         *(
             (
@@ -139,3 +148,14 @@ def test_summary_by_hand() -> None:
     ]
     late = lines(replace(now, device_stall_s={"publish_wait": 1.0}, worker_busy_s=4.0, update_interval=16))
     assert late[-1].endswith(", or raise max_update_interval.")
+    counts = {
+        "steps_in_backward": 3,
+        "corrected_steps": 1,
+        "update_interval": 1,
+        "publish_lag": 0,
+        "in_backward_jobs": 0,
+    }
+    true_factors = summary([0.5, 0.5, 0.5, 2.5], reading(steps=1), replace(now, **counts), TRUE_FACTORS, fp16=False)
+    assert true_factors.splitlines()[1].endswith(
+        "publish_lag=0; update in backward in 50.0% of the steps, corrected in 25.0%"
+    )

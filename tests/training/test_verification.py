@@ -1,0 +1,246 @@
+"""AdamW's own trajectory where gradients are clipped and blocks are submitted in backward: factors are speculated, verified, corrected."""
+
+import math
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from direct_step import DirectStep, direct_step
+from gpu_cases import optimizer_of
+from harness import AUTO, RESELECTING, Case, run_here
+from same_bits import assert_is_adamw, assert_same_run
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+LIMIT = 1e3
+"""Far above the norm of a step without a factor of its own."""
+SHARES = {"none": (), "one in twelve": (5,), "half": (1, 2, 5, 6, 9, 11), "all": tuple(range(12))}
+"""Clipped steps, from 0."""
+
+
+def clipped_in(steps: Sequence[int], **others: Any) -> dict[str, Any]:
+    """Options of a `LinearLossModule` whose gradients exceed `LIMIT` in some steps."""
+    return {"factors": dict.fromkeys(steps, 1e6) | others.pop("factors", {}), **others}
+
+
+CASE = Case(steps=12, topk_ratio=0, update_interval=1, publish_lag=0, max_norm=LIMIT, loop="direct").with_keys(
+    clip_prediction=False
+)
+HALF = replace(CASE, model_options=clipped_in(SHARES["half"]))
+NETWORK = replace(CASE, model="Perceptron", model_options={"widths": [61, 67, 71, 73, 16]})
+NOTHING_LATE = {
+    **{name: replace(CASE, model_options=clipped_in(steps)) for name, steps in SHARES.items()},
+    "a network": replace(NETWORK, max_norm=0.7),
+    "bf16": replace(NETWORK, max_norm=0.7, precision="bf16-true"),
+    "accumulated": replace(HALF, accumulate=3),
+    "accumulated on the host": replace(HALF, accumulate=2).with_keys(accumulate_on="host"),
+    "flushes, warm-up": replace(HALF, flush_after=(3, 4, 8), warm_up=2),
+    "never finite": replace(CASE, model_options=clipped_in((2, 7), factors={4: math.nan, 6: math.inf})),
+    # When all other blocks have been shown with it.
+    "not finite in the end": replace(CASE, model_options=clipped_in((2, 7), not_finite={(4, 0): math.inf})),
+    "not finite, not clipped": replace(CASE, max_norm=None, model_options={"not_finite": {(4, 0): math.inf}}),
+    "frozen and unfrozen": replace(CASE, model_options=clipped_in((2, 5, 7), frozen_in={0: (4, 8), 3: (2, 100)})),
+}
+LATE = {
+    "S=2": replace(HALF, update_interval=2),
+    "S=4, reselection": replace(HALF, update_interval=4, topk_ratio=0.3).with_keys(**RESELECTING),
+    "changes of schedule": replace(
+        HALF, steps=20, topk_ratio=0.3, schedules=((3, 2, 1), (8, 1, 0), (11, 4, 1), (14, 1, 0), (15, 2, 0))
+    ).with_keys(**AUTO),
+    "moments in 8 bits": replace(HALF, topk_ratio=0).with_keys(moments_dtype="int8"),
+}
+
+
+def at_the_end(case: Case) -> Case:
+    return case.with_keys(optimizer_in_backward=False)
+
+
+@pytest.mark.parametrize("name", NOTHING_LATE)
+def test_every_forward_pass_sees_adamws_weights(name: str) -> None:
+    case = NOTHING_LATE[name]
+    run = run_here(case)
+    assert (run.in_backward_jobs > 0) == (name != "all")
+    assert_is_adamw(case, run, shown=True)
+    assert_same_run(run, run_here(at_the_end(case)))
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_the_state_is_adamws(name: str) -> None:
+    run = run_here(LATE[name])
+    assert run.in_backward_jobs > 0
+    assert_is_adamw(LATE[name], run)
+
+
+def test_lightning_gives_the_same_bits() -> None:
+    """With buckets so small that gradients arrive one after the other."""
+    for case in (HALF, NOTHING_LATE["not finite in the end"]):
+        lightning = replace(case, loop="trainer").with_keys(reduce_bucket_size=200)
+        assert_same_run(run_here(lightning), run_here(case))
+
+
+class Corrections(pl.Callback):
+    """Reads the number of steps that were corrected."""
+
+    n = 0
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.n = optimizer_of(trainer).counters.read().corrected_steps
+
+
+def test_stage_3_gives_the_same_bits() -> None:
+    counter = Corrections()
+    case = replace(HALF, loop="trainer", stage=3, callbacks=(counter,))
+    run = run_here(case)
+    assert counter.n > 0
+    assert_same_run(run, run_here(at_the_end(case)))
+
+
+@pytest.mark.parametrize("save_at", [2, 5, 8])
+def test_a_run_continues_bit_for_bit(save_at: int, tmp_path: Path) -> None:
+    """Behind a clipped step and behind another one; in 8 bits, in which a step in backward has other bits than one at the end."""
+    case = replace(HALF, checkpoint=str(tmp_path / "saved")).with_keys(moments_dtype="int8")
+    expected = run_here(replace(case, save_at=save_at))
+    resumed = run_here(case)
+    assert all(map(torch.equal, resumed.weights, expected.weights))
+    assert resumed.in_backward_jobs > 0
+
+
+SHAPES = ((131, 61), (8, 3, 3, 50), (53, 71), (370,), (3, 1511), (1,))
+KEYS = {
+    "update_interval": 1,
+    "publish_lag": 0,
+    "weight_prediction": 0,
+    "provisional_scale": 0,
+    "clip_prediction": False,
+}
+
+
+def random_tensors(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+# For each step its largest norm, 0 for no clipping; and what is expected of it: whether blocks are submitted in backward, and corrected.
+STEPS: list[tuple[float, bool, bool]] = [
+    (1e6, False, False),  # nothing is known before
+    (1e6, True, False),
+    (1.0, True, True),
+    (1.0, False, False),
+    (1e6, False, False),
+    (1e6, True, False),
+    (math.nan, True, True),
+    (1e6, True, False),  # the step that changed nothing does not count
+    (0.0, True, False),
+    (1.0, True, True),
+    (0.0, True, False),  # no clipping: the factor is known
+]
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 1024.0, 1000.0])
+def test_what_is_submitted_in_backward_depends_on_the_factors_before(loss_scale: float) -> None:
+    shown = []
+    for in_backward in (True, False):
+        with direct_step(
+            [random_tensors(50)], loss_scale=loss_scale, optimizer_in_backward=in_backward, **KEYS
+        ) as direct:
+            before = direct.parts.step.counters.read()
+            for number, (max_norm, submits, corrects) in enumerate(STEPS):
+                gradients = random_tensors(number)
+                if math.isnan(max_norm):
+                    # The last one to arrive.
+                    gradients[0][5, 5] = math.inf
+                direct.max_norm = 1e6 if math.isnan(max_norm) else max_norm
+                direct.backward(gradients)
+                direct.step.step()
+                shown.append([flat.clone() for flat in direct.shown])
+                now = direct.parts.step.counters.read()
+                found = (now.steps_in_backward - before.steps_in_backward, now.corrected_steps - before.corrected_steps)
+                assert found == ((submits, corrects) if in_backward else (False, False)), number
+                before = now
+            assert (before.host_stall_s.get("correction", 0) > 0) == in_backward
+            direct.step.flush()
+            shown.append(direct.state())
+    n = len(STEPS) + 1
+    for ours, expected in zip(shown[:n], shown[n:], strict=True):
+        assert all(map(torch.equal, ours, expected))
+
+
+@pytest.mark.parametrize("change", ["a learning rate", "a norm"])
+def test_what_changes_after_backward_is_shown(change: str) -> None:
+    """By a hook: all blocks are published again."""
+    shown = []
+    for in_backward in (True, False):
+        with direct_step([random_tensors(50)], max_norm=1e6, optimizer_in_backward=in_backward, **KEYS) as direct:
+            for number in range(4):
+                direct.backward(random_tensors(number))
+                if number == 2 and change == "a learning rate":
+                    direct.optimizer.param_groups[0]["lr"] /= 2
+                direct.max_norm = 1.0 if number == 2 and change == "a norm" else 1e6
+                direct.step.step()
+                direct.max_norm = 1e6
+                shown.append([flat.clone() for flat in direct.shown])
+    for ours, expected in zip(shown[:4], shown[4:], strict=True):
+        assert all(map(torch.equal, ours, expected))
+
+
+EVENTS = ["step", "step", "clipped", "step", "step", "clipped", "flush", "step", "not finite", "step", "interrupted"]
+EVENTS += ["step", "step", "accumulated", "interrupted", "clipped", "interrupted behind the norm", "step", "step"]
+
+
+def train(direct: DirectStep, kill: Any = lambda: None) -> list[list[Tensor]]:
+    """What the model shows after each of `EVENTS`, and the exact state at the end; `kill` is called where a worker may die."""
+    shown: list[list[Tensor]] = []
+    for number, event in enumerate(EVENTS):
+        gradients = random_tensors(number)
+        if event == "not finite":
+            gradients[0][7] = torch.nan
+        direct.max_norm = 1.0 if event == "clipped" else 1e6
+        if event == "accumulated":
+            direct.backward(random_tensors(100 + number), last=False)
+        for index in reversed(range(2 if event == "interrupted" else 0, len(SHAPES) if event != "flush" else 0)):
+            kill()
+            direct.receive(index, gradients[index], last=True)
+        direct.join()
+        if event == "interrupted behind the norm":
+            direct.step.gradient_norm()
+        kill()
+        if event in ("flush", "interrupted", "interrupted behind the norm"):
+            direct.step.flush()
+        else:
+            direct.step.step()
+        shown.append([flat.clone() for flat in direct.shown])
+    direct.step.flush()
+    return [*shown, direct.state()]
+
+
+@pytest.mark.parametrize("accumulate_on", ["device", "host"])
+def test_steps_that_do_not_end_and_workers_that_die(accumulate_on: str) -> None:
+    options = {**KEYS, "accumulate_on": accumulate_on, "loss_scale": 4.0, "max_worker_restarts": 1000}
+    with direct_step([random_tensors(50)], **options, optimizer_in_backward=False) as direct:
+        expected = train(direct)
+    for deaths in (0, 0.3):
+        draw = random.Random(1)
+        with direct_step([random_tensors(50)], **options) as direct:
+
+            def kill(direct: DirectStep = direct, draw: random.Random = draw, deaths: float = deaths) -> None:
+                if draw.random() < deaths:
+                    # So that it may be anywhere in what it has been given.
+                    time.sleep(draw.uniform(0, 0.001))
+                    os.kill(direct.parts.worker.pid, signal.SIGKILL)
+
+            found = train(direct, kill)
+            assert direct.parts.step.counters.read().corrected_steps > 2
+        for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+            assert all(map(torch.equal, ours, theirs)), (number, EVENTS[number : number + 1])
