@@ -289,7 +289,7 @@ REPLACED_IN_PIECES: dict[str, Callable[[Tensor], object]] = {
     ],
 )
 def test_state_of_single_pieces_is_refused(access: Callable[[Tensor], object]) -> None:
-    callback = At("on_train_batch_end", lambda m: access(next(m.parameters())))
+    callback = At("on_train_batch_end", lambda t: access(next(t.lightning_module.parameters())))
     with pytest.raises(MisconfigurationException, match="safe_set_local_.*: use safe_get_full_"):
         fit(linear(), ZenFlowStrategy(**NOTHING_LATE, stage=3), steps=1, callbacks=[callback])
 

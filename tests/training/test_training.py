@@ -57,7 +57,6 @@ CLIPPED = {
     "clipped, nothing late": replace(BASE, update_interval=1, publish_lag=0, max_norm=0.5, accumulate=2),
     "clipped, nothing on the device": replace(BASE, topk_ratio=0, update_interval=4, publish_lag=0, max_norm=0.5),
     "clipped, bf16-true": replace(BASE, update_interval=2, publish_lag=0, max_norm=0.5, precision="bf16-true"),
-    "clipped, freezing": replace(FREEZING, update_interval=2, publish_lag=0, max_norm=0.5),
     "not finite": replace(FREEZING, update_interval=2, publish_lag=0, max_norm=0.5, model_options=NOT_FINITE),
     "not finite, not clipped": replace(FREEZING, update_interval=1, publish_lag=0, model_options=NOT_FINITE),
 }

@@ -133,6 +133,7 @@ REFUSED: list[tuple[str, list[Any], str]] = [
     ("zero_optimization.parameter_alignment", [True], "False"),
     ("zero_optimization.compute_grad_norm", [False], "True"),
     ("zero_optimization.elastic_checkpoint", [True], "False"),
+    ("zero_optimization.load_from_fp32_weights", [False], "True"),
     ("zero_optimization.zero_hpz_partition_size", [2, 8], "1"),
     *((f"zero_optimization.zero_quantized_{key}", [True], "False") for key in ("weights", "nontrainable_weights", "gradients")),
     ("zero_optimization.offload_optimizer.ratio", [0.5], "1.0"),
