@@ -9,8 +9,8 @@ Fetches of stage 3 with parameters in host memory (`HostLink`): DeepSpeed starts
 """
 
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -22,6 +22,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch.futures import Future
 from typing_extensions import override
+
+from lightning_zenflow.deepspeed.fetch import Fetched
 
 NAME = "simulated"
 
@@ -35,8 +37,9 @@ _SMALL = 1 << 16
 class HostLink:
     """The link over which one rank's device fetches parameters from host memory: one copy after the other, on a stream of DeepSpeed's.
 
-    As on a GPU, the host waits before a layer runs until the stream has done all that was started before, also for layers that come later;
-    the device computes meanwhile, if it is asynchronous.
+    As on a GPU, the host waits before a layer runs until the stream has done all that DeepSpeed has started before, also for layers that
+    come later; with `ZenFlowStrategy` the layer waits for its own fetch, for which the host waits here. The device computes meanwhile, if
+    it is asynchronous.
 
     Args:
         bytes_per_s: of the link.
@@ -49,8 +52,10 @@ class HostLink:
         self.n_bytes = 0
         self._bytes_per_s = bytes_per_s
         self._idle_at = 0.0
+        self._done_at: dict[int, float] = {}  # of each parameter, by its identity
 
-    def installed(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def installed(self) -> Iterator[None]:
         """Context in which fetches take the link's time."""
         # Private: starts the fetch of parameters of which the rank has all.
         start = partition_parameters._no_gather_coalesced
@@ -60,12 +65,24 @@ class HostLink:
             n_bytes = sum(p.ds_tensor.nbytes for p in parameters)
             self.n_bytes += n_bytes
             self._idle_at = max(self._idle_at, time.perf_counter()) + n_bytes / self._bytes_per_s
-            return _Fetch(start(parameters), self._wait)
+            self._done_at.update(dict.fromkeys(map(id, parameters), self._idle_at))
+            return _Fetch(start(parameters), lambda: _sleep_until(self._idle_at))
 
-        return mock.patch.object(partition_parameters, "_no_gather_coalesced", started)
+        wait = Fetched.wait
 
-    def _wait(self) -> None:
-        time.sleep(max(0.0, self._idle_at - time.perf_counter()))
+        def waited(fetched: Fetched, **options: Any) -> None:
+            _sleep_until(max((self._done_at[id(p)] for p in fetched._parameters), default=0.0))
+            wait(fetched, **options)
+
+        with (
+            mock.patch.object(partition_parameters, "_no_gather_coalesced", started),
+            mock.patch.object(Fetched, "wait", waited),
+        ):
+            yield
+
+
+def _sleep_until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.perf_counter()))
 
 
 class _Fetch:

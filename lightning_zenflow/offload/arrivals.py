@@ -218,6 +218,7 @@ class BackwardSubmission:
     def end_step(self, squared_norm: Tensor, scale: StepScale, context: StepContext) -> None:
         """Takes the step's own squared norm, 0-D float64 of all ranks, and its scale."""
         if context.plan.submits_in_backward and context.inputs.max_norm > 0:
-            self._norms.end_step(squared_norm, finite=scale.finite, loss_scale=context.inputs.loss_scale)
+            if not self._speculates:
+                self._norms.end_step(squared_norm, finite=scale.finite, loss_scale=context.inputs.loss_scale)
             if self._factors and not self.factor_error.is_under_way:
                 self.factor_error.copy((torch.stack(self._factors) / scale.factor - 1).abs().mean())

@@ -1,0 +1,70 @@
+"""In how many steps does clipping act? Trains the models of all settings with torch's AdamW, at each learning rate, with seed 1.
+
+    python -m benchmarks.convergence.clipping [SETTING ...]
+    PYTHONPATH=. python examples/glue.py fit --config conf/glue.yaml --trainer.strategy=auto \
+        --trainer.callbacks+=benchmarks.convergence.clipping.ClippedSteps
+
+Prints a row of docs/convergence.md for each training.
+"""
+
+import sys
+
+import lightning.pytorch as pl
+import torch
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from benchmarks.common.trainer import quiet_trainer
+from benchmarks.convergence.__main__ import CACHE
+from benchmarks.convergence.records import Spec
+from benchmarks.convergence.run import build
+from benchmarks.convergence.settings import SETTINGS
+
+
+class ClippedSteps(pl.Callback):
+    """Prints the share of clipped steps at the end of a training.
+
+    Args:
+        name: of the training.
+        max_norm: to which the gradient is clipped.
+    """
+
+    def __init__(self, name: str = "example", max_norm: float = 1.0) -> None:
+        self._name, self._max_norm = name, max_norm
+        self._clipped: list[bool] = []
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+        self._clipped.append(float(torch.nn.utils.get_total_norm(gradients)) > self._max_norm)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        n, tenth = len(self._clipped), len(self._clipped) // 10
+        behind = sum(now and not before for before, now in zip(self._clipped, self._clipped[1:], strict=False))
+        parts = self._clipped, self._clipped[:tenth], self._clipped[-tenth:]
+        shares = [f"{sum(part) / len(part):.1%}" for part in parts] + [f"{behind / n:.1%}"]
+        print(f"| {self._name} | {n} | {' | '.join(shares)} |", flush=True)
+
+
+def main(names: list[str]) -> None:
+    """Trains the named settings, or all."""
+    torch.set_num_threads(1)
+    for name in names or SETTINGS:
+        setting = SETTINGS[name]
+        for lr in setting.lrs:
+            module, data = build(Spec(setting=name, method="adamw", lr=lr, seed=1, steps=setting.steps), CACHE)
+            torch.manual_seed(1)
+            trainer = quiet_trainer(
+                max_steps=setting.steps,
+                gradient_clip_val=1.0,
+                limit_val_batches=0,
+                callbacks=[ClippedSteps(f"{name}, lr {lr:g}")],
+            )
+            trainer.fit(module, datamodule=data)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
