@@ -40,7 +40,7 @@ class Verification:
         in_flight: takes the corrections.
         verifies: whether there is such a phase; false where forward passes may see predicted factors.
         in_place: whether the weights are where the worker writes them (`InPlacePublisher`). A correction is then published. Otherwise it
-            only waits for the word, and blocks with another factor are submitted with the step committed.
+            only waits for the word, and `JobQueue` submits blocks with another factor again.
 
     Attributes:
         clipped: whether the last applied step was clipped. Where nothing is known of it: whether a factor in doubt makes the step wait.
@@ -58,6 +58,7 @@ class Verification:
         self._in_place = in_place
         self.clipped = not in_place
         self.step: ShownStep | None = None
+        self._differs = False  # whether some block of the step had another factor
         self.n_corrected = 0
 
     @property
@@ -82,7 +83,7 @@ class Verification:
         """
         if not self._verifies:
             return ()
-        one = shown[-1:]
+        self._differs, one = False, shown[-1:]
         # In place they hide behind the forward pass, which would otherwise wait for the first answer.
         all_differ = not as_shown or (self._in_place and self.clipped)
         resubmitted = shown if all_differ else one if self._in_place else ()
@@ -98,7 +99,15 @@ class Verification:
         """Blocks of `step` that show another factor than its own and have not been submitted since; once the step's word has arrived."""
         if self.step is None:
             return []
-        return [block for block in self._with_other_factors(self.step) if block not in self.step.resubmitted]
+        others = self._with_other_factors(self.step)
+        self._differs = bool(others)
+        return [block for block in others if block not in self.step.resubmitted]
+
+    def correct_word(self, block: Block) -> None:
+        """Makes the true factor the block's, which the worker reads for the block's next job; no job of the block may be in flight."""
+        assert self.step is not None and not block.jobs, "`wrong` comes before"
+        words = self._rank.arena
+        words.block_words.copy_factor(block.number, words.step_words, self.step.number)
 
     def end(self) -> None:
         """Ends the phase, where no block of `step` shows another factor any more."""
@@ -107,7 +116,7 @@ class Verification:
         factor = self._rank.arena.step_words.factor(self.step.number)
         if math.isfinite(factor):
             self.clipped = factor * self.step.loss_scale < _UNCLIPPED
-        self.n_corrected += bool(self._with_other_factors(self.step))
+        self.n_corrected += self._differs
         self.step = None
 
     def run_in_place(self) -> None:
