@@ -199,9 +199,12 @@ class Session(RankEnvironment):
         self._ending.enter_context(pickled_as_before([*model.modules(), *model.parameters()]))
         return built
 
-    def _begin_micro_batch(self) -> None:
+    def _begin_micro_batch(self, *, hides_gradients: bool = True) -> None:
         """Before a forward pass in training: makes the state exact after an interrupted step; the first one of a step follows changes of
         `requires_grad`.
+
+        Args:
+            hides_gradients: whether the marks of taken gradients go for the forward pass.
 
         Raises:
             MisconfigurationException: a parameter that was frozen at setup is not any more.
@@ -209,7 +212,9 @@ class Session(RankEnvironment):
         if self.zenflow_optimizer is None:
             return
         step = self.zenflow_optimizer.zenflow_step
-        self.zenflow_optimizer.taken.hide()
+        self.zenflow_optimizer.follow_dropped()
+        if hides_gradients:
+            self.zenflow_optimizer.taken.hide()
         self.zenflow_optimizer.begin_micro_batch()
         if step.was_interrupted:
             self.flush()

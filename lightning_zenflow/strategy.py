@@ -30,6 +30,7 @@ from lightning_zenflow.deepspeed.config import prepare_deepspeed_config
 from lightning_zenflow.deepspeed.engines import inference_engine
 from lightning_zenflow.deepspeed.precision import TrainerPrecision
 from lightning_zenflow.deepspeed.supported import (
+    refuse_further_backward,
     refuse_missing_loss,
     refuse_unsupported_callbacks,
     refuse_unsupported_module,
@@ -258,10 +259,10 @@ class TrainerStrategy(TrainerCheckpoints):
         # Private: calls the user's `configure_optimizers`; DeepSpeed replaces its result afterwards.
         try:
             optimizer, scheduler = super()._init_optimizers()
-        except RuntimeError as error:
-            if "multiple optimizers" not in str(error):
+        except Exception as error:
+            # In automatic optimization and in manual one.
+            if not any(text in str(error) for text in ("multiple optimizers", "only supports single optimizer")):
                 raise
-            # Lightning advises manual optimization, which is not supported either.
             raise MisconfigurationException(
                 "configure_optimizers must return one optimizer, got several; put the parameters into its parameter groups"
             ) from error
@@ -328,20 +329,46 @@ class TrainerStrategy(TrainerCheckpoints):
         """No effect: ZeRO reduces the gradients of every micro-batch, because each rank keeps its part only."""
         yield
 
+    @property
+    def _is_automatic(self) -> bool:
+        """Whether Lightning calls backward and step; if not, the module's `training_step` does."""
+        assert self.lightning_module is not None
+        return bool(self.lightning_module.automatic_optimization)
+
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         output: STEP_OUTPUT = super().training_step(*args, **kwargs)
-        refuse_missing_loss(output)
-        if self.zenflow_optimizer is not None:
-            # For `on_before_zero_grad`.
-            self.zenflow_optimizer.taken.show()
+        if self._is_automatic:
+            refuse_missing_loss(output)
+            if self.zenflow_optimizer is not None:
+                # For `on_before_zero_grad`.
+                self.zenflow_optimizer.taken.show()
         return output
 
     @override
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Backward pass of a micro-batch, by the Trainer or by `manual_backward`.
+
+        The last one of a step is that in the closure of `optimizer_step`, if there is one: where the step is called without, only the call
+        tells that there are no more, and the step's updates begin behind it.
+        """
+        plugin, optimizer = self.precision_plugin, self.zenflow_optimizer
+        if isinstance(plugin, TrainerPrecision) and optimizer is not None:
+            if optimizer.zenflow_step.micro_batches == 0:
+                plugin.norm_of_step = None
+            is_over = optimizer.zenflow_step.is_complete and not self._is_automatic
+            if is_over or plugin.norm_of_step is not None:
+                refuse_further_backward()
+        return super().backward(*args, **kwargs)
+
+    @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the step's last micro-batch (forward and backward are in its closure) and the step."""
+        """Runs the step's last micro-batch (forward and backward are in its closure, if there is one) and the step."""
         self.deepspeed_engine.set_gradient_accumulation_boundary(True)
-        return super().optimizer_step(*args, **kwargs)
+        output = super().optimizer_step(*args, **kwargs)
+        # In manual optimization another step may begin in the same batch.
+        self.deepspeed_engine.set_gradient_accumulation_boundary(False)
+        return output
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -349,13 +376,14 @@ class TrainerStrategy(TrainerCheckpoints):
         assert self.lightning_module is not None
         self._saves.in_batch = True
         plugin, optimizer = self.precision_plugin, self.zenflow_optimizer
-        if isinstance(plugin, TrainerPrecision) and optimizer is not None:
-            # What the backward pass predicts clip factors from.
+        if isinstance(plugin, TrainerPrecision) and optimizer is not None and self._is_automatic:
+            # What the backward pass predicts clip factors from; in manual optimization the norm that was given last.
             if self._clips_itself:
                 optimizer.clip_grad = optimizer.clip_grad or math.inf
             else:
                 optimizer.clip_grad = self.lightning_module.trainer.gradient_clip_val or plugin.max_norm
-        self._begin_micro_batch()
+        # In manual optimization the backward pass may come before or behind what the user does with `grad`.
+        self._begin_micro_batch(hides_gradients=self._is_automatic)
         self.start_epoch(self.lightning_module.trainer.current_epoch)
         super().on_train_batch_start(batch, batch_idx)
 

@@ -147,6 +147,11 @@ class ZenFlowOptimizer(Checkpointing):
     def _begin_step(self) -> None:
         """What a stage does before a step."""
 
+    def follow_dropped(self) -> None:
+        """Drops the gradients since the last step if the user's code has, by `module.zero_grad()`; Lightning does before a validation."""
+        if self.taken.are_dropped():
+            self._drop_gradients()
+
     def begin_micro_batch(self) -> None:
         """Before a forward pass, and before a backward pass."""
         if self._has_found_writes():
@@ -165,6 +170,7 @@ class ZenFlowOptimizer(Checkpointing):
         """
         if self.zenflow_step.micro_batches == 0:
             self.taken.refuse_accumulation()
+        self.follow_dropped()
         self.taken.clear()
         self.begin_micro_batch()
         # Private: DeepSpeed's buckets, which the end of a backward pass empties.
@@ -214,8 +220,7 @@ class ZenFlowOptimizer(Checkpointing):
         self._begin_step()
         # Private: torch's Optimizer.step sets it; schedulers warn without it that they were stepped first.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        if self.taken.are_dropped():
-            self._drop_gradients()
+        self.follow_dropped()
         if self.zenflow_step.micro_batches == 0:
             # As torch's, which skips parameters without a gradient.
             self.taken.refuse_second_step()

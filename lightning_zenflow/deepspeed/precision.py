@@ -64,9 +64,11 @@ class TrainerPrecision(PlainPrecision):
 
     Attributes:
         max_norm: DeepSpeed's `gradient_clipping`, of steps for which the Trainer and the module clip nothing.
+        norm_of_step: largest norm of the next step; None: `clip_gradients` has not been called for it.
     """
 
     max_norm = 0.0
+    norm_of_step: float | None = None
 
     @override
     def convert_input(self, data: Any) -> Any:
@@ -94,9 +96,12 @@ class TrainerPrecision(PlainPrecision):
                 " `step` is not called: use hooks such as `on_train_batch_end`, or `register_step_post_hook` of the optimizer"
             )
         result = closure()
-        optimizer.clip_grad = self.max_norm
+        # In manual optimization the step's last backward pass may have been any.
+        optimizer.zenflow_step.complete()
+        optimizer.clip_grad = self.max_norm if self.norm_of_step is None else self.norm_of_step
         # Private: calls `on_before_optimizer_step` and, by `configure_gradient_clipping`, `clip_gradients`.
         self._after_closure(model, optimizer)
+        self.norm_of_step = None
         model.trainer.model.step(**kwargs)
         return result
 
@@ -113,4 +118,5 @@ class TrainerPrecision(PlainPrecision):
                     f"gradient_clip_algorithm must be 'norm' under ZenFlowStrategy, got {str(gradient_clip_algorithm)!r}"
                 )
             # A module may give the Trainer's wrapper of the optimizer.
-            getattr(optimizer, "_optimizer", optimizer).clip_grad = float(clip_val)
+            optimizer = getattr(optimizer, "_optimizer", optimizer)
+            optimizer.clip_grad = self.norm_of_step = float(clip_val)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
@@ -57,12 +57,7 @@ def refuse_unfrozen(frozen_at_setup: Mapping[str, Tensor]) -> None:
 
 
 def refuse_unsupported_training(module: pl.LightningModule) -> None:
-    """Refuses manual optimization, and clipping other than by norm."""
-    if not module.automatic_optimization:
-        raise MisconfigurationException(
-            "ZenFlowStrategy: automatic_optimization must be True, got False: manual optimization has no defined step at which"
-            " deferred updates could be submitted"
-        )
+    """Refuses clipping other than by norm."""
     algorithm = module.trainer.gradient_clip_algorithm
     if algorithm not in (None, "norm"):
         raise MisconfigurationException(
@@ -141,6 +136,14 @@ def refuse_moved(name: str) -> None:
         f"ZenFlowStrategy: {name} must keep its memory, got another one since set-up, as by `parameter.data = ...`, `module.to(...)` or"
         " `module.load_state_dict(..., assign=True)`: updates do not reach it there. To give it other values, use"
         " deepspeed.utils.safe_set_full_fp32_param"
+    )
+
+
+def refuse_further_backward() -> NoReturn:
+    """Refuses a backward pass behind a step's last one, or behind its clipping."""
+    raise MisconfigurationException(
+        "ZenFlowStrategy: a step must have no backward pass behind `clip_gradients`, and one in the closure of `optimizer.step`; call"
+        " `manual_backward` for the other micro-batches before, without a closure for all of them"
     )
 
 

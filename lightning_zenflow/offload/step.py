@@ -115,6 +115,11 @@ class ZenFlowStep:
         elif self._state is StepState.IDLE:
             self._state = StepState.ACCUMULATING
 
+    def complete(self) -> None:
+        """Ends the backward passes of a step: the one before was the last, if there was one."""
+        if self.micro_batches:
+            self._opened()
+
     def receive(self, slice_index: int, gradient: Tensor, *, last: bool) -> None:
         """Takes one slice's reduced gradient; called in backward, in stream order behind its reduction.
 

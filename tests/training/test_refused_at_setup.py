@@ -32,7 +32,6 @@ class Model(LinearLossModule):
     Args:
         part: the module, by its name in error messages.
         optimizers: what `configure_optimizers` returns for the parameters.
-        manual: whether it optimizes by itself.
     """
 
     def __init__(
@@ -40,13 +39,11 @@ class Model(LinearLossModule):
         part: nn.Module | None = None,
         *,
         optimizers: Callable[[list[nn.Parameter]], Any] | None = None,
-        manual: bool = False,
     ) -> None:
         super().__init__(shapes=TINY)
         if part is not None:
             self.part = part
         self.optimizers_of = optimizers
-        self.automatic_optimization = not manual
 
     @override
     def configure_optimizers(self) -> Any:
@@ -120,7 +117,6 @@ OURS: Refused = [
         lambda: fit(Model(), callbacks=[At("on_train_batch_end", replace_memory)]),
         r"weights.0 must keep its memory, got another one since set-up, .* use deepspeed.utils.safe_set_full_fp32_param",
     ),
-    (lambda: fit(Model(manual=True)), r"automatic_optimization must be True, got False"),
     (lambda: fit(Model(optimizers=lambda ps: None)), r"configure_optimizers must return an optimizer, got None"),
     (lambda: fit(Model(optimizers=lambda ps: [torch.optim.AdamW(ps)] * 2)), r"must return one optimizer, got several"),
     (lambda: fit(Model(optimizers=torch.optim.SGD)), r"must be exactly one of torch.optim.AdamW, .*SGD"),

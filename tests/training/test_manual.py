@@ -1,0 +1,226 @@
+"""Manual optimization: the steps of `automatic_optimization = False` are those of torch's AdamW, and of automatic optimization."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from harness import make_trainer
+from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.core.errors import MisconfigurationException
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+EXACT = {"update_interval": 1, "publish_lag": 0, "clip_prediction": False}
+LATE = {"update_interval": 4, "publish_lag": 1, "topk_ratio": 0.3}
+
+
+class Manual(pl.LightningModule):
+    """A perceptron whose `training_step` is one of the functions below.
+
+    Args:
+        train: takes the module, a batch and its number.
+    """
+
+    def __init__(self, train: Callable[["Manual", Tensor, int], Any], *, scheduled: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = train is automatic
+        generator = torch.Generator().manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(23, 37), nn.Tanh(), nn.Linear(37, 11), nn.Tanh(), nn.Linear(11, 1))
+        for p in self.net.parameters():
+            p.data = 0.3 * torch.randn(p.shape, generator=generator)
+        self._train, self._scheduled = train, scheduled
+        self.losses: list[float] = []
+
+    def loss(self, batch: Tensor) -> Tensor:
+        loss: Tensor = (self.net(batch) - batch.sum(1, keepdim=True).sin()).square().mean()
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self._train(self, batch, batch_idx)
+
+    @override
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.loss(batch)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        if not self._scheduled:
+            return optimizer
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)]
+
+    @override
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        generator = torch.Generator().manual_seed(5)
+        return DataLoader([torch.randn(23, generator=generator) for _ in range(96)], batch_size=8)
+
+    @override
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return self.train_dataloader()
+
+
+def automatic(module: Manual, batch: Tensor, number: int) -> Tensor:
+    return module.loss(batch)
+
+
+def plain(module: Manual, batch: Tensor, number: int) -> None:
+    optimizer = module.optimizers()
+    optimizer.zero_grad()
+    module.manual_backward(module.loss(batch))
+    optimizer.step()
+
+
+def clipped(module: Manual, batch: Tensor, number: int) -> None:
+    optimizer = module.optimizers()
+    module.manual_backward(module.loss(batch))
+    module.clip_gradients(optimizer, gradient_clip_val=0.05 if number % 3 else 10, gradient_clip_algorithm="norm")
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def accumulated(module: Manual, batch: Tensor, number: int) -> None:
+    """By steps that are left out, after three backward passes or two."""
+    optimizer = module.optimizers()
+    module.manual_backward(module.loss(batch) / 3)
+    if number % 5 in (2, 4):
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def toggled(module: Manual, batch: Tensor, number: int) -> None:
+    optimizer = module.optimizers()
+    is_last = number % 3 == 2
+    with optimizer.toggle_model(sync_grad=is_last):
+        module.manual_backward(module.loss(batch) / 3)
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def in_closure(module: Manual, batch: Tensor, number: int) -> None:
+    """The update hides behind backward."""
+    optimizer = module.optimizers()
+
+    def closure() -> Tensor:
+        loss = module.loss(batch)
+        optimizer.zero_grad()
+        module.manual_backward(loss)
+        return loss
+
+    optimizer.step(closure)
+
+
+def twice(module: Manual, batch: Tensor, number: int) -> None:
+    """Two steps a batch, the second one of two backward passes, and gradients that are dropped."""
+    plain(module, batch[:4], number)
+    optimizer = module.optimizers()
+    optimizer.zero_grad()
+    module.manual_backward(module.loss(batch[:2]))
+    optimizer.zero_grad()
+    for part in (batch[2:4], batch[4:]):
+        module.manual_backward(module.loss(part))
+    optimizer.step()
+
+
+def dropped(module: Manual, batch: Tensor, number: int) -> None:
+    """By `module.zero_grad()`, in the middle of an accumulation."""
+    module.manual_backward(module.loss(batch) / 3)
+    if number % 5 == 1:
+        module.zero_grad()
+    if number % 5 == 4:
+        module.optimizers().step()
+        module.optimizers().zero_grad()
+
+
+def scheduled(module: Manual, batch: Tensor, number: int) -> None:
+    plain(module, batch, number)
+    module.lr_schedulers().step()
+
+
+LOOPS = {f.__name__: f for f in (plain, clipped, accumulated, toggled, in_closure, twice, dropped, scheduled)}
+
+
+def fit(train: Callable[[Manual, Tensor, int], Any], strategy: Any, **options: Any) -> Manual:
+    module = Manual(train, scheduled=train is scheduled)
+    trainer = make_trainer(strategy, max_epochs=2, max_steps=-1, **{"limit_val_batches": 0, **options})
+    trainer.fit(module)
+    module.global_steps = trainer.global_step
+    return module
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_losses_are_those_of_torchs_adamw(name: str) -> None:
+    expected = fit(LOOPS[name], "auto")
+    module = fit(LOOPS[name], ZenFlowStrategy(worker_cores=1, **EXACT))
+    assert module.losses == pytest.approx(expected.losses, rel=2e-5)
+    assert module.global_steps == expected.global_steps
+    for ours, theirs in zip(module.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("keys", [EXACT, LATE], ids=["S=1, d=0", "S=4, d=1"])
+def test_steps_in_a_closure_have_the_bits_of_automatic_ones(keys: dict[str, Any]) -> None:
+    expected = fit(automatic, ZenFlowStrategy(worker_cores=1, **keys))
+    module = fit(in_closure, ZenFlowStrategy(worker_cores=1, **keys))
+    assert module.losses == expected.losses
+    assert all(map(torch.equal, module.parameters(), expected.parameters()))
+
+
+@pytest.mark.parametrize("name", ["clipped", "accumulated", "in_closure"])
+def test_losses_of_parameters_in_host_memory(name: str) -> None:
+    expected = fit(LOOPS[name], "auto")
+    module = fit(LOOPS[name], ZenFlowStrategy(worker_cores=1, stage=3, offload_parameters=True))
+    assert module.losses == pytest.approx(expected.losses, rel=2e-5)
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_a_validation_between_backward_and_step(where: str) -> None:
+    """Lightning drops the gradients before it, in manual optimization."""
+    options = {"val_check_interval": 1, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    expected = fit(accumulated, "auto", **options)
+    module = fit(accumulated, ZenFlowStrategy(worker_cores=1, accumulate_on=where, **EXACT), **options)
+    assert module.losses == pytest.approx(expected.losses, rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (
+            lambda module, batch, number: module.optimizers().step(
+                lambda: [module.manual_backward(module.loss(batch)) for _ in range(2)]
+            ),
+            "one in the closure of `optimizer.step`",
+        ),
+        (
+            lambda module, batch, number: [
+                module.manual_backward(module.loss(batch)),
+                module.clip_gradients(module.optimizers(), gradient_clip_val=1.0),
+                module.manual_backward(module.loss(batch)),
+            ],
+            "no backward pass behind `clip_gradients`",
+        ),
+    ],
+    ids=["two backward passes in a closure", "a backward pass behind clipping"],
+)
+def test_what_has_no_meaning_is_refused(train: Any, message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(train, ZenFlowStrategy(worker_cores=1, **EXACT))
+
+
+class Several(Manual):
+    @override
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(self.net[i].parameters()) for i in (0, 2)]
+
+
+def test_several_optimizers_are_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="configure_optimizers must return one optimizer, got several"):
+        make_trainer(ZenFlowStrategy(worker_cores=1), max_steps=2).fit(Several(plain))
