@@ -33,7 +33,7 @@ def register(registry: Any, module: str) -> None:
     """Makes the strategy of a module, which is imported when the strategy is made, known to a registry of Lightning by its names.
 
     "zenflow" has the defaults. "zenflow_adamw" ends every step with AdamW's weights: nothing is late (S = 1, d = 0), and clip factors are
-    the true ones. A step waits for the CPU only if the step or the one before is clipped.
+    the true ones. A step waits for the CPU only if it is clipped, or the two before it.
     """
 
     def make(**options: Any) -> Any:

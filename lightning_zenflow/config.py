@@ -92,8 +92,8 @@ class ZenFlowConfig(BaseModel):
 
     clip_prediction: bool | _Auto = _key("auto")
     """Lets forward passes see weights with a predicted clip factor where d = 0. If false, forward passes see AdamW's own weights: blocks
-    with another factor than the true one are published again. With parameters on the device, no block is submitted in backward if the
-    last applied step was clipped. "auto" is false with parameters in host memory, otherwise true."""
+    with another factor than the true one are published again. With parameters on the device, no block is submitted in backward behind two
+    clipped steps. "auto" is false with parameters in host memory, otherwise true."""
 
     full_warm_up_rounds: int = _key(0, ge=0, unit="steps")
     """Synchronous steps at the start, in which the worker updates every weight before columns are selected."""

@@ -152,8 +152,8 @@ class BackwardSubmission:
 
     * *predicted* from the gradients so far (`GradientNorms`). The weights differ by at most (1 - beta1) of one normalised update times the
       factor's error, once; or not at all in place, where blocks with another factor than the true one are published again;
-    * *speculated*, where such blocks would have to wait at the end of the step: as in a step that is not clipped. Where the last applied
-      step was clipped, no block is submitted in backward.
+    * *speculated*, where such blocks would have to wait at the end of the step: as in a step that is not clipped. Behind two applied steps
+      that were clipped no block is submitted in backward.
 
     `JobQueue` verifies the factor where forward passes must not see another one than the true one. From the first gradient on that is not
     finite, submitted blocks are published without the step. (A vector's gradient counts when its block is submitted.)
@@ -213,7 +213,7 @@ class BackwardSubmission:
     @property
     def _has_factor(self) -> bool:
         """Whether there has been a step to predict from, or one to speculate that the next will be like it."""
-        return not self._jobs.verification.clipped if self._speculates else self._norms.knows_last
+        return self._jobs.verification.may_speculate if self._speculates else self._norms.knows_last
 
     def end_step(self, squared_norm: Tensor, scale: StepScale, context: StepContext) -> None:
         """Takes the step's own squared norm, 0-D float64 of all ranks, and its scale."""

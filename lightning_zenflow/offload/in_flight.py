@@ -201,9 +201,8 @@ class JobsInFlight:
 
     def _publish(self, job: Job, cause: Cause) -> None:
         """Waits for a job, its block's oldest, copies its weights into the model and frees its slots and its buffer."""
-        in_backward = self._is_shown_tentatively(job) and cause != "correction"
         if job.state is JobState.SUBMITTED:
-            self.n_late += in_backward and not self._worker.has_answered(job.submission)
+            self.n_late += self._is_shown_tentatively(job) and not self._worker.has_answered(job.submission)
             self._wait_for([job], cause)
             self._take_answer(job)
         copied = None
@@ -212,6 +211,7 @@ class JobsInFlight:
             joins = job.state is JobState.PARTLY_PUBLISHED
             self._publisher.finish_copies(job.block, job.buffer, job.read, joins=joins)
             copied = runtime_of(self._rank.device).record_event() if job.holds_buffer else None
+        in_backward = self._is_shown_tentatively(job)
         # After all that may fail or be interrupted: a job whose weights are not in the model yet is published again.
         with self._rank.records:
             job.state = JobState.PUBLISHED

@@ -45,8 +45,8 @@ class JobQueue:
        for where its weights are fetched in step t + 1 (`await_slice`).
     7. *verify*, where no forward pass may see another factor than the true one (`Verification`): behind *seal*, the last block that was
        submitted in backward is submitted once more, tentatively with the true factor. The answer says that the step's word is there. If it
-       is another than the blocks', these are submitted again with the true factor, tentatively: at the end of *publish*; in place, where
-       that hides behind the forward pass, before the next fetch, or all of them behind *seal* where the step before was clipped. The
+       is another than the blocks', these are submitted again: at the end of *publish* with the step committed; in place, where that hides
+       behind the forward pass, tentatively, before the next fetch, or all of them behind *seal* where the step before was clipped. The
        worker has nothing to do for a block that shows the true factor already.
 
     *flush* closes every open window, commits what is tentative and publishes every job; then the arena is the exact state of all steps so
@@ -250,7 +250,7 @@ class JobQueue:
             if wrong := self.verification.wrong():
                 ahead = self._compensation.prediction_steps(self.schedule, beta1)
                 for block in wrong:
-                    self._show_again(block, step, prediction_steps=ahead)
+                    self._submit(block, due_step=step, prediction_steps=ahead, cause="correction")
                 published |= self.in_flight.publish(step, "correction", due_only=True)
             self.verification.end()
         self._submitted_in_backward.clear()
@@ -367,24 +367,6 @@ class JobQueue:
                     self._dropped += block.window.slots
                     block.window = Window(first_step=step + 1)
             self._open_step = None
-
-    def _show_again(self, block: Block, step: int, *, prediction_steps: float) -> None:
-        """Submits a block again, which was submitted in backward, with the true factor as its word. Its window goes on."""
-        buffer = self.in_flight.await_buffer(block, "correction")
-        self.verification.correct_word(block)
-        window = block.window
-        assert window is not None, "its last gradient is tentative"
-        with self._rank.records:
-            again = dataclasses.replace(window, slots=list(window.slots))
-            self.in_flight.enqueue(
-                block,
-                again,
-                buffer,
-                due_step=step,
-                prediction_steps=prediction_steps,
-                tentative=Tentative.PREDICTED,
-            )
-        self._worker.send()
 
     def _submit(
         self, block: Block, *, due_step: int, prediction_steps: float = 0.0, cause: Cause = "publish_wait"

@@ -23,7 +23,7 @@ Layout 5, of plain numbers, lists and CPU tensors::
         clip            clip coefficient of the last applied step, NaN before the first
         noise           state of the noise generator
     in_backward         None, or what the next step's gradient norm is predicted from: ratio, last
-    clipped             whether the last applied step was clipped, as far as `Verification` knows
+    clipped             applied steps up to the last that were clipped in a row, as far as `Verification` needs them
 """
 
 from collections.abc import Callable, Mapping

@@ -330,7 +330,7 @@ class ZenFlowStep:
             "planner": self._planner.state_dict(),
             "provisional": self._provisional.state_dict(),
             "in_backward": self._fill.norms.state_dict(),
-            "clipped": self._jobs.verification.clipped,
+            "clipped": self._jobs.verification.n_clipped,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any] | None, count: int) -> str:
@@ -362,7 +362,7 @@ class ZenFlowStep:
         self._provisional.load_state_dict(saved["provisional"])
         self._fill.norms.load_state_dict(saved["in_backward"])
         # Earlier checkpoints do not say.
-        self._jobs.verification.clipped = saved.get("clipped", self._jobs.verification.clipped)
+        self._jobs.verification.n_clipped = saved.get("clipped", self._jobs.verification.n_clipped)
         return ""
 
     def _change_ranges(self) -> None:

@@ -13,6 +13,10 @@ from lightning_zenflow.worker.supervisor import SupervisedWorker
 _UNCLIPPED = 1 - 2**-20
 """Smallest clip coefficient of a step without clipping: 1 but for the rounding of the factor."""
 
+_IN_A_ROW = 2
+"""Clipped steps behind which no factor is speculated. A wrong guess costs as much as a step that begins its update at its end: behind a
+single clipped step guessing right saves more."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShownStep:
@@ -40,10 +44,11 @@ class Verification:
         in_flight: takes the corrections.
         verifies: whether there is such a phase; false where forward passes may see predicted factors.
         in_place: whether the weights are where the worker writes them (`InPlacePublisher`). A correction is then published. Otherwise it
-            only waits for the word, and `JobQueue` submits blocks with another factor again.
+            only waits for the word, and blocks with another factor are submitted with the step committed.
 
     Attributes:
-        clipped: whether the last applied step was clipped. Where nothing is known of it: whether a factor in doubt makes the step wait.
+        n_clipped: applied steps up to the last one that were clipped in a row. Where nothing is known: as many as make a step careful whose
+            factor would have to be speculated, otherwise 0.
         step: the step that phase *verify* has begun for; None: it has ended.
         n_corrected: steps so far that some block has shown, or would have shown, with another factor than the true one.
     """
@@ -56,10 +61,14 @@ class Verification:
         self._worker = worker
         self._in_flight = in_flight
         self._in_place = in_place
-        self.clipped = not in_place
+        self.n_clipped = self._unknown = 0 if in_place else _IN_A_ROW
         self.step: ShownStep | None = None
-        self._differs = False  # whether some block of the step had another factor
         self.n_corrected = 0
+
+    @property
+    def may_speculate(self) -> bool:
+        """Whether the next step is likely to be one without clipping."""
+        return self.n_clipped < _IN_A_ROW
 
     @property
     def is_in_doubt(self) -> bool:
@@ -83,31 +92,23 @@ class Verification:
         """
         if not self._verifies:
             return ()
-        self._differs, one = False, shown[-1:]
+        one = shown[-1:]
         # In place they hide behind the forward pass, which would otherwise wait for the first answer.
-        all_differ = not as_shown or (self._in_place and self.clipped)
+        all_differ = not as_shown or (self._in_place and self.n_clipped > 0)
         resubmitted = shown if all_differ else one if self._in_place else ()
         if self._in_place or as_shown:
             self._correct(step, resubmitted or one)
         if shown or (is_awaited and not self._in_place):
             self.step = ShownStep(number=step, loss_scale=loss_scale, blocks=shown, resubmitted=resubmitted)
         else:
-            self.clipped, self.step = not self._in_place, None
+            self.n_clipped, self.step = self._unknown, None
         return () if self._in_place else resubmitted
 
     def wrong(self) -> list[Block]:
         """Blocks of `step` that show another factor than its own and have not been submitted since; once the step's word has arrived."""
         if self.step is None:
             return []
-        others = self._with_other_factors(self.step)
-        self._differs = bool(others)
-        return [block for block in others if block not in self.step.resubmitted]
-
-    def correct_word(self, block: Block) -> None:
-        """Makes the true factor the block's, which the worker reads for the block's next job; no job of the block may be in flight."""
-        assert self.step is not None and not block.jobs, "`wrong` comes before"
-        words = self._rank.arena
-        words.block_words.copy_factor(block.number, words.step_words, self.step.number)
+        return [block for block in self._with_other_factors(self.step) if block not in self.step.resubmitted]
 
     def end(self) -> None:
         """Ends the phase, where no block of `step` shows another factor any more."""
@@ -115,8 +116,9 @@ class Verification:
             return
         factor = self._rank.arena.step_words.factor(self.step.number)
         if math.isfinite(factor):
-            self.clipped = factor * self.step.loss_scale < _UNCLIPPED
-        self.n_corrected += self._differs
+            is_clipped = factor * self.step.loss_scale < _UNCLIPPED
+            self.n_clipped = min(self.n_clipped + 1, _IN_A_ROW) if is_clipped else 0
+        self.n_corrected += bool(self._with_other_factors(self.step))
         self.step = None
 
     def run_in_place(self) -> None:

@@ -112,10 +112,6 @@ class StepWords:
         word[:2].bitwise_xor_(factor.view(torch.int32))
         self[index].copy_(word, non_blocking=True)
 
-    def copy_factor(self, index: int, words: "StepWords", other: int) -> None:
-        """Copies factor and check of another word of the same step, which has arrived as this one has; from the host."""
-        self[index][:2].copy_(words[other][:2])
-
     def reset(self) -> None:
         """Makes all words those of no step. No copy of a word may be under way."""
         self.sequence.zero_()

@@ -137,6 +137,9 @@ STEPS: list[tuple[float, bool, bool]] = [
     (1e6, False, False),  # nothing is known before
     (1e6, True, False),
     (1.0, True, True),
+    (1e6, True, False),
+    (1.0, True, True),
+    (1.0, True, True),
     (1.0, False, False),
     (1e6, False, False),
     (1e6, True, False),
