@@ -1,19 +1,22 @@
 """In how many steps does clipping act? Trains the models of all settings with torch's AdamW, at each learning rate, with seed 1.
 
-    python -m benchmarks.convergence.clipping [SETTING ...]
+    python -m benchmarks.convergence.clipping
+    python -m benchmarks.convergence.clipping --settings recall,modular
     PYTHONPATH=. python examples/glue.py fit --config conf/glue.yaml --trainer.strategy=auto \
         --trainer.callbacks+=benchmarks.convergence.clipping.ClippedSteps
 
 Prints a row of docs/convergence.md for each training.
 """
 
-import sys
+import argparse
+from collections.abc import Sequence
 
 import lightning.pytorch as pl
 import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from benchmarks.common.command_line import CommandLine, list_of, one_of
 from benchmarks.common.trainer import quiet_trainer
 from benchmarks.convergence.__main__ import CACHE
 from benchmarks.convergence.records import Spec
@@ -49,10 +52,19 @@ class ClippedSteps(pl.Callback):
         print(f"| {self._name} | {n} | {' | '.join(shares)} |", flush=True)
 
 
-def main(names: list[str]) -> None:
-    """Trains the named settings, or all."""
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = CommandLine("benchmarks.convergence.clipping", __doc__)
+    parser.add_argument(
+        "--settings", type=list_of(one_of(SETTINGS, "setting")), default=list(SETTINGS), metavar="NAME,..."
+    )
+    return parser.parse(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Trains each setting at each learning rate."""
     torch.set_num_threads(1)
-    for name in names or SETTINGS:
+    for name in parse_arguments(arguments).settings:
         setting = SETTINGS[name]
         for lr in setting.lrs:
             module, data = build(Spec(setting=name, method="adamw", lr=lr, seed=1, steps=setting.steps), CACHE)
@@ -67,4 +79,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -119,4 +119,7 @@ class TrainerPrecision(PlainPrecision):
                 )
             # A module may give the Trainer's wrapper of the optimizer.
             optimizer = getattr(optimizer, "_optimizer", optimizer)
-            optimizer.clip_grad = self.norm_of_step = float(clip_val)
+            norm = float(clip_val)
+            # Who clips twice has clipped to the smaller norm.
+            self.norm_of_step = norm if self.norm_of_step is None else min(norm, self.norm_of_step)
+            optimizer.clip_grad = self.norm_of_step

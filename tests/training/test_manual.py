@@ -81,7 +81,8 @@ def plain(module: Manual, batch: Tensor, number: int) -> None:
 def clipped(module: Manual, batch: Tensor, number: int) -> None:
     optimizer = module.optimizers()
     module.manual_backward(module.loss(batch))
-    module.clip_gradients(optimizer, gradient_clip_val=0.05 if number % 3 else 10, gradient_clip_algorithm="norm")
+    for norm in (0.05 if number % 3 else 10, 0.2):
+        module.clip_gradients(optimizer, gradient_clip_val=norm, gradient_clip_algorithm="norm")
     optimizer.step()
     optimizer.zero_grad()
 
