@@ -18,7 +18,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.collective import save_together
+from lightning_zenflow.checkpoint.background import BackgroundSaves
+from lightning_zenflow.checkpoint.collective import Put, deepspeed_files, save_together
 from lightning_zenflow.checkpoint.files import place_of
 from lightning_zenflow.checkpoint.single_file import FILE_KEY
 from lightning_zenflow.checkpoint.whole_state import WholeState
@@ -125,6 +126,8 @@ class Session(RankEnvironment):
         self._trained: Any = None
         self._released: list[Released] = []
         self._users_optimizer: UsersOptimizer | None = None
+        # During a training with `async_checkpoints`.
+        self._background: BackgroundSaves | None = None
         # What must end with the training; refers to no strategy.
         self._ending = ExitStack()
         super().__init__(config=self._users_config, **options)
@@ -158,6 +161,7 @@ class Session(RankEnvironment):
         """
         # What a training before has left is as large as what this one needs.
         self._trained, self._released, self.zenflow_optimizer = None, [], None
+        self._end_background()
         self.zenflow_config = _repeatable(self._given_config)
         resources = rank_resources(
             self.zenflow_config,
@@ -197,6 +201,8 @@ class Session(RankEnvironment):
         # More than `close`: DeepSpeed's engine outlives the training, and its hooks would keep the arena alive.
         self._ending.callback(self.zenflow_optimizer.destroy)
         self._ending.enter_context(pickled_as_before([*model.modules(), *model.parameters()]))
+        if self.zenflow_config.async_checkpoints:
+            self._background = BackgroundSaves(ranks_on_host=self.num_processes, timeout=self._timeout)
         return built
 
     def _begin_micro_batch(self, *, hides_gradients: bool = True) -> None:
@@ -217,7 +223,7 @@ class Session(RankEnvironment):
             self.zenflow_optimizer.taken.hide()
         self.zenflow_optimizer.begin_micro_batch()
         if step.was_interrupted:
-            self.flush()
+            self._make_exact()
         if step.micro_batches == 0:
             refuse_unfrozen(self._frozen_at_setup)
             step.follow_freezing()
@@ -238,9 +244,43 @@ class Session(RankEnvironment):
         return super().backward(*args, scale_wrt_gas=False, **kwargs)
 
     def flush(self) -> None:
-        """Makes weights and optimizer states exact. After a training that ended with an exception, weights stay as they are."""
+        """Makes weights and optimizer states exact. After a training that ended with an exception, weights stay as they are. All ranks call
+        it together.
+
+        Raises:
+            OSError: a save in the background has failed.
+        """
+        self._make_exact()
+        if self._background is not None:
+            self._background.check()
+
+    def _make_exact(self) -> None:
         if self.zenflow_optimizer is not None and not self.zenflow_optimizer.closed:
             self.zenflow_optimizer.flush()
+
+    def wait_for_checkpoint(self) -> None:
+        """Waits for the checkpoint that is being written in the background, if any (`async_checkpoints`). All ranks call it together.
+
+        Raises:
+            OSError: it could not be saved, on this rank or on another one.
+        """
+        if self._background is not None:
+            self._background.wait()
+
+    def _end_background(self) -> None:
+        background, self._background = self._background, None
+        try:
+            if background is not None:
+                background.close()
+        except Exception:
+            # The thread has logged it, and training ends with another error.
+            if self._ends_together:
+                raise
+
+    def _background_of(self, path: Any) -> BackgroundSaves | None:
+        """What finishes the save of a checkpoint; None: the training thread."""
+        # A plugin of the user's decides itself when it writes.
+        return self._background if self._plugin is None else None
 
     def _saves_file(self, *, weights_only: bool = False) -> bool:
         """Whether a checkpoint is one file (`checkpoint_format`)."""
@@ -280,13 +320,13 @@ class Session(RankEnvironment):
         if io is None and storage_options is not None:
             raise TypeError(f"storage_options must be None without a plugin that reads them, got {storage_options!r}")
 
-        def write(file: Path | str) -> None:
+        def write(file: Path | str, put: Put) -> None:
             if self.is_global_zero:
                 whole = {**content(), **({} if state.run_state is None else {FILE_KEY: state.run_state})}
-                if io is None:
-                    torch.save(whole, file)
-                else:
-                    io.save_checkpoint(whole, path, storage_options=storage_options)
+                by_io = (
+                    partial(io.save_checkpoint, path=path, storage_options=storage_options) if io is not None else None
+                )
+                put(whole, by_io or partial(torch.save, f=file))
 
         self._save(path, write, state)
 
@@ -298,14 +338,24 @@ class Session(RankEnvironment):
                 f" {self.zenflow_config.checkpoint_format!r}: folders, the default on several ranks, need a local path and no plugin"
             )
 
-    def _save(self, path: Any, write: Callable[[Any], None], state: WholeState | None = None) -> None:
+    def _save_folder(self, path: Any, engine: Any, save: Callable[[Any], None]) -> None:
+        """Saves DeepSpeed's folder, by a method that has its engine save to a path; as `_save`."""
+
+        def write(folder: Path | str, put: Put) -> None:
+            with deepspeed_files(engine, put):
+                save(folder)
+
+        self._refuse_folder(path)
+        self._save(path, write)
+
+    def _save(self, path: Any, write: Callable[[Any, Put], None], state: WholeState | None = None) -> None:
         """Saves the exact state after the last step, atomically; as `save_together`, by default of the optimizer.
 
         Raises:
+            OSError: the save failed; or the one before, in the background.
             WorkerError: the exact state is lost, or an exception has interrupted the ranks in different steps.
         """
-        if state is None:
-            self._refuse_folder(path)
+        self.wait_for_checkpoint()
         place = place_of(path)
         place = self.broadcast(str(path) if self._io_of(place) is not None else place)
         if self.zenflow_optimizer is not None:
@@ -321,7 +371,13 @@ class Session(RankEnvironment):
             nullcontext() if state is not None else as_in_training(self._released),
             self._optimizer_in_training(),
         ):
-            save_together(place, write, state or self.zenflow_optimizer, sync=self.zenflow_config.sync_checkpoints)
+            save_together(
+                place,
+                write,
+                state or self.zenflow_optimizer,
+                sync=self.zenflow_config.sync_checkpoints,
+                background=self._background_of(path),
+            )
 
     def _optimizer_in_training(self) -> AbstractContextManager[None]:
         return nullcontext() if self._users_optimizer is None else self._users_optimizer.in_training()
@@ -338,26 +394,31 @@ class Session(RankEnvironment):
     @override
     def teardown(self) -> None:
         """Ends the worker, releases the shared memory and makes the modules what they were before, with their weights as they are now; the
-        optimizer has their parameters again, and no state.
+        optimizer has their parameters again, and no state. Waits for a save in the background.
+
+        Raises:
+            OSError: this save has failed.
         """
         if self.zenflow_optimizer is not None and self.zenflow_optimizer.is_elsewhere:
             # Behind `sys.exit` in a child that a hook has forked.
             return
-        self._ending.close()
-        models = self._in_engines()
-        for model in models:
-            make_whole(model, ranks_on_host=self.num_processes, together=self._ends_together)
-        try:
-            super().teardown()
-        finally:
-            released = [release(model) for model in models]
+        with ExitStack() as last:
+            last.callback(self._end_background)
+            self._ending.close()
+            models = self._in_engines()
             for model in models:
-                restore_types(model)
-            # An evaluation after a training releases nothing of it.
-            if any(model is self._trained for model in models):
-                self._released = released
-            if self._users_optimizer is not None:
-                self._users_optimizer.give_back()
+                make_whole(model, ranks_on_host=self.num_processes, together=self._ends_together)
+            try:
+                super().teardown()
+            finally:
+                released = [release(model) for model in models]
+                for model in models:
+                    restore_types(model)
+                # An evaluation after a training releases nothing of it.
+                if any(model is self._trained for model in models):
+                    self._released = released
+                if self._users_optimizer is not None:
+                    self._users_optimizer.give_back()
 
 
 def _repeatable(config: ZenFlowConfig) -> ZenFlowConfig:

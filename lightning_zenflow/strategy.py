@@ -103,6 +103,7 @@ class TrainerStrategy(TrainerCheckpoints):
         max_worker_restarts: int | None = None,
         checkpoint_format: Literal["auto", "deepspeed", "lightning"] | None = None,
         sync_checkpoints: bool | None = None,
+        async_checkpoints: bool | None = None,
         stall_monitor: bool | None = None,
         stage: Literal[2, 3] | None = None,
         offload_parameters: bool | None = None,
@@ -131,6 +132,7 @@ class TrainerStrategy(TrainerCheckpoints):
             "max_worker_restarts": max_worker_restarts,
             "checkpoint_format": checkpoint_format,
             "sync_checkpoints": sync_checkpoints,
+            "async_checkpoints": async_checkpoints,
             "stall_monitor": stall_monitor,
         }
         place = {"stage": stage, "offload_parameters": offload_parameters}
@@ -138,7 +140,7 @@ class TrainerStrategy(TrainerCheckpoints):
         super().__init__(config, keys, deepspeed_options)
         # Private: where a Trainer looks for a plugin that the user gave the strategy.
         self._precision_plugin = deepspeed_options.get("precision_plugin")
-        self._over = False
+        self._over = self._needs_files = False
         self._file: SavedFile | None = None
         self._saves = PutOffSaves(self._save_again)
         # What the hooks of the present save were given under stage 3.
@@ -148,7 +150,9 @@ class TrainerStrategy(TrainerCheckpoints):
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy: configuration and module. What a training has left, DeepSpeed's and the arena, belongs to this process."""
-        nothing: dict[str, Any] = dict.fromkeys(("zenflow_optimizer", "_users_optimizer", "_trained", "_file"))
+        nothing: dict[str, Any] = dict.fromkeys(
+            ("zenflow_optimizer", "_users_optimizer", "_trained", "_file", "_background")
+        )
         # Private: Lightning's engine and optimizers, which are DeepSpeed's and ours.
         emptied = {name: list[Any]() for name in ("_released", "_optimizers", "_lightning_optimizers")}
         return {**vars(self), **nothing, **emptied, "_model": self._lightning_module, "_ending": ExitStack()}
@@ -183,12 +187,16 @@ class TrainerStrategy(TrainerCheckpoints):
             on_train_batch_end=self._save_after,
             # After a batch that a user's hook has left out.
             on_train_epoch_end=self._save_after,
-            on_train_end=self._flush_before,
+            on_train_end=self._complete_before,
         )
         return callback
 
     def _flush_before(self, *_: Any) -> None:
         self.flush()
+
+    def _complete_before(self, *_: Any) -> None:
+        self.flush()
+        self.wait_for_checkpoint()
 
     def _save_after(self, *_: Any) -> None:
         self._saves.end_batch()
@@ -220,11 +228,8 @@ class TrainerStrategy(TrainerCheckpoints):
         self._over = False
         refuse_unsupported_module(self.lightning_module)
         refuse_unsupported_training(self.lightning_module)
-        if trainer.state.fn == TrainerFn.FITTING and not self._saves_file():
-            whole = [c for c in trainer.checkpoint_callbacks if not getattr(c, "save_weights_only", False)]
-            roots = [] if self._plugin is None else [trainer.default_root_dir]
-            for folder in (*(getattr(c, "dirpath", "") for c in whole), *roots):
-                self._refuse_folder(folder)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._check_checkpoint_callbacks(trainer.checkpoint_callbacks)
         insert_first(trainer.callbacks, self._exact_weights)  # type: ignore[attr-defined]  # set where mypy does not see it
         super().setup(trainer)
 

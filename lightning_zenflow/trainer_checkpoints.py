@@ -1,17 +1,19 @@
 """Checkpoints under the Trainer: what Lightning asks for when it saves, loads and removes one, as one file or as a folder."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zenflow.checkpoint.atomic import remove
+from lightning_zenflow.checkpoint.background import BackgroundSaves
 from lightning_zenflow.checkpoint.collective import load_file_together, load_together, read_file_together
 from lightning_zenflow.checkpoint.engine_content import AVERAGED, CURRENT, as_lightning_saved, to_save
 from lightning_zenflow.checkpoint.files import place_of
@@ -35,6 +37,34 @@ class TrainerCheckpoints(Session):
     """What the hooks of the present save were given under stage 3."""
     _over: bool
     """Whether callbacks have been called for the end of the training."""
+    _needs_files: bool
+    """Whether callbacks look for the file when a save ends."""
+
+    def _check_checkpoint_callbacks(self, callbacks: Sequence[Any]) -> None:
+        """Refuses callbacks whose checkpoints cannot be written where they are to be, before training; and finds out whether one of them
+        needs a file at once.
+        """
+        if not self._saves_file():
+            whole = [c for c in callbacks if not getattr(c, "save_weights_only", False)]
+            assert self.lightning_module is not None
+            roots = [] if self._plugin is None else [self.lightning_module.trainer.default_root_dir]
+            for folder in (*(getattr(c, "dirpath", "") for c in whole), *roots):
+                self._refuse_folder(folder)
+        self._needs_files = any(map(_links, callbacks)) or any(
+            _share_names(*pair) for pair in combinations(callbacks, 2)
+        )
+        if self._needs_files and self.zenflow_config.async_checkpoints:
+            rank_zero_info(
+                "ZenFlow: async_checkpoints has no effect: a link of `ModelCheckpoint(save_last='link')` must lead to a complete"
+                " checkpoint, and two ModelCheckpoints in one folder see by its files which names are free; use save_last=True, and a"
+                " `filename` for each"
+            )
+
+    @override
+    def _background_of(self, path: Any) -> BackgroundSaves | None:
+        # SLURM ends the job when Lightning has saved under this name, which is private.
+        is_last = Path(str(path)).name.startswith("hpc_ckpt_")
+        return None if is_last or self._needs_files else super()._background_of(path)
 
     def _save_again(self, path: Any, weights_only: bool, storage_options: Any) -> None:
         assert self.lightning_module is not None
@@ -115,7 +145,8 @@ class TrainerCheckpoints(Session):
                     raise MisconfigurationException(
                         f"save_checkpoint({str(filepath)!r}) must come before or after the evaluation under stage 3: the pieces are its own"
                     )
-                self._save(filepath, partial(super().save_checkpoint, client_state, storage_options=storage_options))
+                save = partial(super().save_checkpoint, client_state, storage_options=storage_options)
+                self._save_folder(filepath, self.deepspeed_engine, save)
             finally:
                 self.model = evaluated
         except Exception as error:
@@ -161,6 +192,7 @@ class TrainerCheckpoints(Session):
             CheckpointError: the checkpoint is incomplete, or of another model.
         """
         assert self.lightning_module is not None
+        self.wait_for_checkpoint()
         module, place = self.lightning_module, place_of(checkpoint_path)
         self._file = read_file_together(checkpoint_path, self._io_of(place), weights_only=bool(weights_only))
         if self._file is not None:
@@ -208,13 +240,33 @@ class TrainerCheckpoints(Session):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            place = place_of(filepath)
-            try:
-                if (io := self._io_of(place)) is not None:
-                    io.remove_checkpoint(filepath)
-                else:
-                    remove(Path(place))
-            except IsADirectoryError as error:
-                # `ModelCheckpoint` goes on without it, and so do the other ranks.
-                rank_zero_warn(f"nothing was removed: {error}")
+        """Removes a checkpoint: what another one replaces, only when that is complete (`async_checkpoints`)."""
+        if not self.is_global_zero:
+            return
+        if self._background is None:
+            self._remove(filepath)
+        else:
+            self._background.behind(partial(self._remove, filepath))
+
+    def _remove(self, filepath: Any) -> None:
+        place = place_of(filepath)
+        try:
+            if (io := self._io_of(place)) is not None:
+                io.remove_checkpoint(filepath)
+            else:
+                remove(Path(place))
+        except IsADirectoryError as error:
+            # `ModelCheckpoint` goes on without it, and so do the other ranks.
+            rank_zero_warn(f"nothing was removed: {error}")
+
+
+def _links(callback: Any) -> bool:
+    return getattr(callback, "save_last", None) == "link"
+
+
+def _share_names(first: Any, second: Any) -> bool:
+    """Whether two `ModelCheckpoint` may give two checkpoints of one step one name."""
+    if not all(hasattr(c, "dirpath") and hasattr(c, "filename") for c in (first, second)):
+        return False
+    is_same = first.filename == second.filename or bool(first.save_last and second.save_last)
+    return is_same and first.dirpath == second.dirpath

@@ -12,10 +12,13 @@ from typing import Any
 import deepspeed.runtime.engine as engine_module
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_zenflow.checkpoint.atomic import StagedSave, recover, sync_all, write_error
+from lightning_zenflow.checkpoint.background import BackgroundSaves, Write
 from lightning_zenflow.checkpoint.engine_content import load_engine
 from lightning_zenflow.checkpoint.files import CheckpointError, place_of, read, verify
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint, is_part
@@ -29,23 +32,33 @@ from lightning_zenflow.deepspeed.pieces import is_in_pieces, load_whole, whole_s
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 from lightning_zenflow.worker.process import WorkerError
 
+Put = Callable[[Any, Write], None]
+"""Writes what a file has by a function; in the background later, as it is now."""
+
 
 def save_together(
-    path: Path | str, write: Callable[[Path | str], None], states: ZenFlowOptimizer | WholeState | None, *, sync: bool
+    path: Path | str,
+    write: Callable[[Path | str, Put], None],
+    states: ZenFlowOptimizer | WholeState | None,
+    *,
+    sync: bool,
+    background: BackgroundSaves | None = None,
 ) -> None:
     """Saves a checkpoint atomically, after all ranks have written their files. A collective: all ranks must call it.
 
     Args:
         path: path of the checkpoint, the same on every rank; an existing checkpoint is replaced. A string: `write` does all of it.
-        write: writes this rank's files into an existing directory, by DeepSpeed's `save_checkpoint`; or the one file.
+        write: writes this rank's files into an existing directory (`deepspeed_files`), or the one file.
         states: what is saved besides the model: the optimizer's; `WholeState` for a checkpoint that is one file.
         sync: whether the checkpoint must survive a failure of power.
+        background: writes files, syncs them and commits while training goes on, and raises errors of that; None: all is done at the end.
 
     Raises:
         OSError: a rank could not write its files, or the path is of a folder that is no checkpoint; `path` is unchanged, and nothing of the
             new checkpoint remains.
     """
     staged: StagedSave | None = None
+    files: list[Callable[[], None]] = []
     with ExitStack() as ending:
         ending.callback(free_disk)
         with _saving(path, path):
@@ -55,23 +68,49 @@ def save_together(
         contents: list[Any] = [path if staged is None else staged.content]
         dist.broadcast_object_list(contents, src=0)
         (content,) = contents
+
+        def put(content: Any, write: Write) -> None:
+            if background is None:
+                write(content)
+            else:
+                files.append(background.copied(content, write))
+
         with _saving(path, content):
             copy: Any = None if states is None else states.copy_for_save(content)
         with nullcontext() if states is None else states.saved_as(copy), _saving(path, content):
-            with _without_collectives():
-                write(content)
-            if sync and isinstance(content, Path):
-                # Each rank its own, since network storage keeps what has been written with the host that wrote it.
-                sync_all(content.glob(f"*/*zero_pp_rank_{dist.get_rank()}_mp_rank_*"))
-        with _saving(path, content):
-            if staged is not None:
-                staged.commit()
+            write(content, put)
+        finish = partial(_finish, path, content, files, staged, sync=sync)
+        if background is None:
+            finish()
+        else:
+            background.start(partial(finish, group=background.group), ending.pop_all())
+
+
+def _finish(
+    path: Path | str,
+    content: Path | str,
+    files: Sequence[Callable[[], None]],
+    staged: StagedSave | None,
+    *,
+    sync: bool,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Writes the files of this rank that are not written yet, and commits when all ranks have done so."""
+    with _saving(path, content, group):
+        for write in files:
+            write()
+        if sync and isinstance(content, Path):
+            # Each rank its own, since network storage keeps what has been written with the host that wrote it.
+            sync_all(content.glob(f"*/*zero_pp_rank_{dist.get_rank()}_mp_rank_*"))
+    with _saving(path, content, group):
+        if staged is not None:
+            staged.commit()
 
 
 @contextmanager
-def _saving(path: Path | str, content: Path | str) -> Iterator[None]:
+def _saving(path: Path | str, content: Path | str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raises an error of this part of a save on all ranks, with its cause and what to do about it."""
-    with raising_together(OSError):
+    with raising_together(OSError, group):
         try:
             yield
         except IsADirectoryError:
@@ -100,20 +139,48 @@ def _saving(path: Path | str, content: Path | str) -> Iterator[None]:
 
 
 @contextmanager
-def _without_collectives() -> Iterator[None]:
-    """Lets DeepSpeed's `save_checkpoint` run without collectives, so that a rank whose part fails anywhere leaves no other waiting.
+def deepspeed_files(engine: DeepSpeedEngine, put: Put) -> Iterator[None]:
+    """Context in which the engine's `save_checkpoint` runs without collectives, so that a rank whose part fails anywhere leaves no other
+    waiting, and has its files written by `put`.
 
-    They are barriers, where here the directory exists before and all ranks meet after it, and a comparison of the tag, a constant.
+    The collectives are barriers, where here the directory exists before and all ranks meet after it, and a comparison of the tag, a
+    constant.
 
-    Private: the engine calls ``deepspeed.comm`` by a module-level name, which is replaced inside this context only.
+    Private: the engine calls ``deepspeed.comm`` by a module-level name, and has what writes files as `checkpoint_engine`. Both are replaced
+    inside this context only.
     """
-    comm = engine_module.dist
+    comm, files = engine_module.dist, engine.checkpoint_engine
     skipped = dict.fromkeys(("barrier", "all_reduce"), lambda *_, **__: None)
     engine_module.dist = SimpleNamespace(**{**vars(comm), **skipped})
+    engine.checkpoint_engine = _PutFiles(files, put)
     try:
         yield
     finally:
-        engine_module.dist = comm
+        engine_module.dist, engine.checkpoint_engine = comm, files
+
+
+class _PutFiles(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed has no types
+    """What writes DeepSpeed's files, or leaves them for later."""
+
+    def __init__(self, files: CheckpointEngine, put: Put) -> None:
+        super().__init__()
+        self._files, self._put = files, put
+
+    @override
+    def create(self, info: Any) -> None:
+        self._files.create(info)
+
+    @override
+    def save(self, state_dict: Any, path: str) -> None:
+        self._put(state_dict, partial(self._files.save, path=path))
+
+    @override
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return self._files.load(path, map_location)
+
+    @override
+    def commit(self, info: Any) -> Any:
+        return self._files.commit(info)
 
 
 @contextmanager

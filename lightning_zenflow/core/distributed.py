@@ -21,18 +21,21 @@ def all_agree(flag: bool) -> bool:
     return bool(in_common([flag] if flag else []))
 
 
-def raise_together(error: Exception | None, kind: Callable[[str], Exception]) -> None:
+def raise_together(
+    error: Exception | None, kind: Callable[[str], Exception], group: dist.ProcessGroup | None = None
+) -> None:
     """Raises an exception on every rank if any rank has an error. A collective: all ranks must call it.
 
     Args:
         error: error of this rank, if any.
         kind: makes the exception of ranks without an error from the message of the first rank with one.
+        group: group of all ranks; None: the default one.
 
     Raises:
         Exception: `error`, or one made by `kind`.
     """
     messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, None if error is None else str(error))
+    dist.all_gather_object(messages, None if error is None else str(error), group=group)
     if error is not None:
         raise error
     for rank, message in enumerate(messages):
@@ -41,18 +44,19 @@ def raise_together(error: Exception | None, kind: Callable[[str], Exception]) ->
 
 
 @contextmanager
-def raising_together(kind: Callable[[str], Exception]) -> Iterator[None]:
+def raising_together(kind: Callable[[str], Exception], group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Context at whose end an error of one rank is raised on every rank (`raise_together`), so that the others need not wait for it.
 
     A collective: all ranks must enter it, and there must be no other collective inside.
 
     Args:
         kind: as of `raise_together`.
+        group: as of `raise_together`.
     """
     try:
         yield
     except Exception as error:
         # Raises; where the exchange itself fails, this error is in the traceback as well.
-        raise_together(error, kind)
+        raise_together(error, kind, group)
     else:
-        raise_together(None, kind)
+        raise_together(None, kind, group)

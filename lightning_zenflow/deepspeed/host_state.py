@@ -29,8 +29,8 @@ from lightning_zenflow.worker.moments import CodedMoment, Moment
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Keys of AdamW's moments in the state of a flat partition."""
 
-_mapped: list[mmap.mmap] = []
-"""Copies of the present save, on disk."""
+_mapped: list[tuple[mmap.mmap, range]] = []
+"""Copies of the present save, on disk, with their addresses."""
 
 
 class HostState:
@@ -143,15 +143,22 @@ def on_disk(folder: Path, numel: int, dtype: torch.dtype = torch.float32) -> Ten
         # A write to a page that a full disk has no place for would end the process.
         os.posix_fallocate(file.fileno(), 0, dtype.itemsize * numel)
         # By the descriptor: others who may write in the folder could put another file in the place of one with a name.
-        _mapped.append(mmap.mmap(file.fileno(), 0))
-    return torch.frombuffer(_mapped[-1], dtype=dtype)
+        memory = mmap.mmap(file.fileno(), 0)
+    copied = torch.frombuffer(memory, dtype=dtype)
+    _mapped.append((memory, range(copied.data_ptr(), copied.data_ptr() + copied.nbytes)))
+    return copied
+
+
+def is_on_disk(address: int) -> bool:
+    """Whether an address is in a copy of the present save on disk, which nothing changes."""
+    return any(address in addresses for _, addresses in _mapped)
 
 
 def free_disk() -> None:
     """Gives the space of all copies back to the disk, whose elements are zeros from now on. Who has an error of a save refers to them, and
     torch's code for files leaves a cycle that does, until a collection.
     """
-    for memory in _mapped:
+    for memory, _ in _mapped:
         # Where a file system has no holes, the collection frees it.
         with suppress(OSError):
             memory.madvise(mmap.MADV_REMOVE)

@@ -48,8 +48,9 @@ class FabricCheckpoints(Session):
             self._save_as_file(path, state, storage_options, filter or {})
             return
         save = super().save_checkpoint
+        engine = one_engine(state.values())
         content = state if self._engine is None else to_save(state, self._engine)
-        self._save(path, lambda folder: save(folder, content, storage_options, filter))
+        self._save_folder(path, engine, lambda folder: save(folder, content, storage_options, filter))
 
     def _save_as_file(
         self, path: Any, state: dict[str, Any], storage_options: Any, filter: dict[str, Callable[[str, Any], bool]]
@@ -126,6 +127,7 @@ class FabricCheckpoints(Session):
                 optimizer.reset_master_from_model()
             return {}
         state = state or {}
+        self.wait_for_checkpoint()
         saved = read_file_together(path, self._io_of(place_of(path)), weights_only=weights_only)
         if saved is not None:
             return self._load_from_file(saved, state, strict=strict)

@@ -17,12 +17,13 @@ SCRIPT = Path(__file__).parents[1] / "support" / "killed_saves.py"
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("format_", ["deepspeed", "lightning"])
-def test_killed_at_points_of_a_save(format_: str, tmp_path: Path) -> None:
+def test_killed_at_points_of_a_save(format_: str, in_background: bool, tmp_path: Path) -> None:
     done = subprocess.run(
         [
             *(sys.executable, str(SCRIPT), str(tmp_path)),
-            *(json.dumps([i / 40 for i in range(41)]), format_),
+            *(json.dumps([i / 40 for i in range(41)]), format_, *(["in background"] if in_background else [])),
         ],
         env=fresh_environment(OMP_NUM_THREADS="1"),
         stdout=subprocess.PIPE,

@@ -45,7 +45,9 @@ class WatchSaves(pl.Callback):
         sys.addaudithook(self._hook)
 
     def _hook(self, event: str, args: tuple[Any, ...]) -> None:
-        if self._steps != KILLED_SAVE or not event.startswith(_EVENTS):
+        # A save in the background ends with a later step.
+        is_over = self._steps > KILLED_SAVE and not IN_BACKGROUND
+        if self._steps < KILLED_SAVE or is_over or not event.startswith(_EVENTS):
             return
         # Deleting a folder names what is in it without its path.
         if event in ("os.remove", "os.rmdir") or any(self._folder in str(arg) for arg in args):
@@ -62,13 +64,21 @@ class WatchSaves(pl.Callback):
 FORMAT: Any = sys.argv[3] if len(sys.argv) > 3 else "auto"
 """Of the checkpoints."""
 
+IN_BACKGROUND = len(sys.argv) > 4
+"""Whether training goes on while they are written."""
+
 
 def train(folder: Path, steps: int, watch: WatchSaves | None = None) -> LinearLossModule:
     """Saves after every step, keeping the newest checkpoint and ``last.ckpt``; goes on from the last one."""
     checkpoints = ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_last=True, save_top_k=1)
     model = LinearLossModule(length=steps)
     strategy = ZenFlowStrategy(
-        topk_ratio=0.3, update_interval=4, publish_lag=1, worker_cores=1, checkpoint_format=FORMAT
+        topk_ratio=0.3,
+        update_interval=4,
+        publish_lag=1,
+        worker_cores=1,
+        checkpoint_format=FORMAT,
+        async_checkpoints=IN_BACKGROUND,
     )
     callbacks = [checkpoints] if watch is None else [checkpoints, watch]
     trainer = make_trainer(strategy, max_steps=steps, enable_checkpointing=True, callbacks=callbacks)
@@ -131,8 +141,8 @@ def main(folder: Path, points: list[float]) -> None:
     """Runs as said, then to the end, and the same undisturbed; writes the weights of both."""
     torch.set_num_threads(1)
     disturbed, undisturbed = folder / "disturbed", folder / "undisturbed"
-    # Of each killed process one step is certain.
-    steps = KILLED_SAVE + 2 * len(points) + 2
+    # Of each killed process one step is certain, and no more than three are possible.
+    steps = KILLED_SAVE + 3 * len(points) + 2
 
     def finish(where: Path) -> None:
         torch.save(train(where, steps).state_dict(), f"{where}.pt")

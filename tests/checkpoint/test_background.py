@@ -1,0 +1,265 @@
+"""`async_checkpoints`: a save ends before its file is written, with the same content and the same errors."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from typing_extensions import override
+
+from harness import EVERYTHING, Case, make_trainer, run_here
+from held_saves import Gate, HeldSave
+from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
+from lightning_zenflow.worker.memory import HOST_MEMORY
+from models import LinearLossModule
+from networks import SmallNet
+from rank_processes import run_on_ranks
+from same_bits import assert_same_state, assert_same_tensors
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+CASE = Case(topk_ratio=0.3, strategy_options=EVERYTHING)
+
+
+def strategy(**keys: Any) -> ZenFlowStrategy:
+    return ZenFlowStrategy(
+        **{
+            "topk_ratio": 0.3,
+            "update_interval": 4,
+            "publish_lag": 1,
+            "worker_cores": 1,
+            "async_checkpoints": True,
+            **keys,
+        }
+    )
+
+
+def cases(folder: Path, name: str, case: Case) -> dict[str, Case]:
+    """A run with a save that is held for three steps, one with an ordinary save, and what resumes from either."""
+    held, ordinary = folder / f"{name}, held.ckpt", folder / f"{name}.ckpt"
+    saving = replace(case, callbacks=(HeldSave(held, 3, until=6),)).with_keys(async_checkpoints=True)
+    return {
+        f"{name}, held": saving,
+        f"{name}, ordinary": replace(case, save_at=3, checkpoint=str(ordinary)),
+        f"{name}, resumed": replace(case, checkpoint=str(held)),
+        f"{name}, resumed from ordinary": replace(case, checkpoint=str(ordinary)),
+    }
+
+
+def assert_same_runs(runs: dict[str, Any], name: str) -> None:
+    for other in ("held", "resumed", "resumed from ordinary"):
+        assert_same_state(runs[f"{name}, {other}"], runs[f"{name}, ordinary"])
+        assert_same_tensors(runs[f"{name}, {other}"].weights, runs[f"{name}, ordinary"].weights)
+
+
+@pytest.mark.parametrize(
+    ("format_", "stage", "keys"),
+    [
+        ("lightning", 2, {}),
+        ("lightning", 3, {"moments_dtype": "int8"}),
+        ("deepspeed", 2, {"moments_dtype": "bfloat16"}),
+        ("deepspeed", 2, {"moments_dtype": "int8"}),
+        ("deepspeed", 3, {}),
+    ],
+)
+def test_the_checkpoint_has_the_state_of_its_step(format_: str, stage: Any, keys: Any, tmp_path: Path) -> None:
+    """Training that goes on while the file is written changes nothing in it, and is the training with an ordinary save."""
+    case = replace(CASE, stage=stage).with_keys(checkpoint_format=format_, **keys)
+    assert_same_runs({name: run_here(c) for name, c in cases(tmp_path, "a", case).items()}, "a")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a, held.ckpt", "a.ckpt"]
+
+
+@pytest.mark.parametrize("name", ["folder", pytest.param("file", marks=pytest.mark.slow)])
+def test_on_two_ranks(name: str, tmp_path: Path) -> None:
+    """An error of one rank's thread is an error of both, and leaves nothing."""
+    case = CASE if name == "folder" else replace(CASE, stage=3).with_keys(checkpoint_format="lightning")
+    failing = replace(
+        CASE.with_keys(async_checkpoints=True),
+        # Of which each rank's file has the entries of callbacks.
+        stage=3,
+        callbacks=(HeldSave(tmp_path / "failed.ckpt", 3, until=6, error="too late", failing=(1,)), Raises()),
+    )
+    runs = run_on_ranks({**({"failing": failing} if name == "folder" else {}), **cases(tmp_path, name, case)})
+    for rank in range(2):
+        assert_same_runs({of: of_ranks[rank] for of, of_ranks in runs.items()}, name)
+    assert not list(tmp_path.glob("*failed*")) and not list(tmp_path.glob(".*"))
+
+
+class Raises(pl.Callback):
+    """Expects the error of the save before at the end of training."""
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 7:
+            strategy: Any = trainer.strategy
+            with pytest.raises(OSError, match=r"failed\.ckpt could not be saved: too late; training can continue"):
+                strategy.wait_for_checkpoint()
+
+
+class Saves(pl.Callback):
+    """Saves after a step."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self._path, self._step = path, step
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self._step:
+            trainer.save_checkpoint(self._path)
+
+
+@pytest.mark.parametrize("raised_at", ["save", "flush", "end"])
+def test_an_error_of_the_thread_is_raised(raised_at: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With the path, where the user next asks; and logged at once. The checkpoint before stays."""
+    path = tmp_path / "a.ckpt"
+    callbacks = [
+        Saves(path, 1),
+        HeldSave(path, 2, until=4, error="late"),
+        *([Saves(tmp_path / "b.ckpt", 5)] if raised_at == "save" else []),
+    ]
+    options = {"limit_val_batches": 1, "val_check_interval": 6} if raised_at == "flush" else {}
+    trainer = make_trainer(strategy(), max_steps=8, callbacks=callbacks, num_sanity_val_steps=0, **options)
+    with caplog.at_level(logging.ERROR), pytest.raises(OSError, match=rf"{path} could not be saved: late"):
+        trainer.fit(LinearLossModule(length=8))
+    assert trainer.global_step == {"save": 5, "flush": 6, "end": 8}[raised_at]
+    assert f"checkpoint {path} could not be saved: late" in caplog.text
+    assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
+    rest = make_trainer(strategy(), max_steps=8)
+    rest.fit(LinearLossModule(length=8), ckpt_path=path)
+
+
+def test_what_model_checkpoint_removes_stays_until_its_successor_is_complete(tmp_path: Path) -> None:
+    """A failed save removes nothing."""
+    seen: list[list[str]] = []
+
+    class Looks(pl.Callback):
+        @override
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            seen.append(sorted(p.name for p in tmp_path.glob("[!.]*")))
+
+    for error in ("", "late"):
+        seen.clear()
+        files = ModelCheckpoint(dirpath=tmp_path, filename=f"{{step}}{error}", every_n_train_steps=2)
+        held = HeldSave(tmp_path / "other.ckpt", 4, until=6, error=error)
+        held.on_train_batch_end = lambda *_: None  # type: ignore[method-assign]  # ModelCheckpoint saves
+        trainer = make_trainer(strategy(), max_steps=7, enable_checkpointing=True, callbacks=[files, held, Looks()])
+        if error:
+            with pytest.raises(OSError, match="late"):
+                trainer.fit(LinearLossModule(length=7))
+        else:
+            trainer.fit(LinearLossModule(length=7))
+        assert seen[5] == [f"step=2{error}.ckpt"]
+        left = [f"step={2 if error else 6}{error}.ckpt"]
+        assert sorted(p.name for p in tmp_path.iterdir()) == left
+        (tmp_path / left[0]).unlink()
+
+
+def test_callbacks_of_lightning_and_a_second_fit(tmp_path: Path) -> None:
+    """The best and the last checkpoint are complete when `fit` returns, also by an early stop or an exception."""
+    model = SmallNet(length=12)
+    files = ModelCheckpoint(dirpath=tmp_path, monitor="loss", save_top_k=2, save_last=True, every_n_train_steps=1)
+    stop = EarlyStopping("loss", patience=1, mode="max", check_on_train_epoch_end=True)
+    trainer = make_trainer(strategy(), max_epochs=3, enable_checkpointing=True, callbacks=[files, stop, Logs()])
+    for epochs in (3, 4):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(model)
+        assert len(list(tmp_path.glob("*.ckpt"))) == 3
+        for path in tmp_path.glob("*.ckpt"):
+            assert torch.load(path, weights_only=True)["optimizer_states"]
+    trainer.limit_test_batches = 1
+    trainer.test(model, ckpt_path="best", verbose=False)
+    assert not list(tmp_path.glob(".*"))
+
+
+class Logs(pl.Callback):
+    """Logs a loss that grows and falls."""
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        pl_module.log("loss", float(trainer.global_step % 5))
+
+
+def test_saves_that_must_be_complete_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the memory for a copy is missing, and what SLURM ends the job behind."""
+    exists: list[bool] = []
+
+    class Saves(pl.Callback):
+        @override
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 2:
+                monkeypatch.setenv(HOST_MEMORY, "1e-6")
+            path = tmp_path / ("a.ckpt" if trainer.global_step == 2 else "hpc_ckpt_1.ckpt")
+            trainer.save_checkpoint(path)
+            exists.append(any(tmp_path.glob("*zenflow-saving/file")) or path.exists())
+            monkeypatch.delenv(HOST_MEMORY, raising=False)
+
+    with caplog.at_level(logging.WARNING):
+        make_trainer(strategy(), max_steps=2, callbacks=[Saves()]).fit(LinearLossModule(length=2))
+    assert exists == [True, True]
+    assert "a copy of what a file has needs 0.00 GiB of host memory for 1 rank(s), but 0.00 GiB are" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["link", "two"])
+def test_callbacks_that_look_for_files(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options: list[dict[str, Any]] = [{"save_last": "link"}] if kind == "link" else [{}, {"monitor": "loss"}]
+    files = [ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, **given) for given in options]
+    with caplog.at_level(logging.INFO):
+        trainer = make_trainer(strategy(), max_steps=3, enable_checkpointing=True, callbacks=[*files, Logs()])
+        trainer.fit(LinearLossModule(length=3))
+    assert "async_checkpoints has no effect" in caplog.text
+    expected = (
+        ["epoch=0-step=3.ckpt", "last.ckpt"] if kind == "link" else ["epoch=0-step=1-v1.ckpt", "epoch=0-step=3.ckpt"]
+    )
+    assert sorted(p.name for p in tmp_path.iterdir()) == expected
+
+
+def test_an_exception_in_training_leaves_the_save_complete(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+
+    class Fails(pl.Callback):
+        @override
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 4:
+                Gate.opened.set()
+                raise KeyError("a user's error")
+
+    with pytest.raises(KeyError, match="a user's error"):
+        make_trainer(strategy(), max_steps=6, callbacks=[HeldSave(path, 2), Fails()]).fit(LinearLossModule(length=6))
+    assert torch.load(path, weights_only=True)["global_step"] == 2
+
+
+def test_fabric(tmp_path: Path) -> None:
+    """A load waits for the save, and `wait_for_checkpoint` does."""
+    keys: dict[str, Any] = {"update_interval": 4, "publish_lag": 1, "worker_cores": 1, "async_checkpoints": True}
+    fabric = Fabric(strategy=FabricStrategy(**keys), accelerator="cpu", devices=1)
+    fabric.launch()
+    module = torch.nn.Linear(8, 4)
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.1))
+    path, saved = tmp_path / "a.ckpt", {}
+
+    def step() -> None:
+        fabric.backward(model(torch.ones(2, 8)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    fabric.save(path, {"model": model, "optimizer": optimizer, "gate": Gate()})
+    saved = {name: w.clone() for name, w in model.state_dict().items()}
+    step()
+    assert not path.exists()
+    Gate.opened.set()
+    fabric.load(path, {"model": model, "optimizer": optimizer})
+    for name, w in model.state_dict().items():
+        assert torch.equal(w, saved[name])
+    fabric.save(path, {"model": model})
+    fabric.strategy.wait_for_checkpoint()
+    assert torch.load(path, weights_only=True)
+    fabric.strategy.teardown()
