@@ -4,28 +4,19 @@ import inspect
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.background import BackgroundSaves
-from lightning_zenflow.checkpoint.collective import Put, deepspeed_files, save_together
-from lightning_zenflow.checkpoint.files import place_of
-from lightning_zenflow.checkpoint.single_file import FILE_KEY
-from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
-from lightning_zenflow.core.distributed import in_common
-from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.config import (
     ConfigSource,
     offloads_parameters,
@@ -39,12 +30,11 @@ from lightning_zenflow.deepspeed.engines import in_place_of_deepspeeds, missing_
 from lightning_zenflow.deepspeed.environment import RankEnvironment, rank_resources
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.precision import restore_types
-from lightning_zenflow.deepspeed.release import Released, as_in_training, make_whole, pickled_as_before, release
+from lightning_zenflow.deepspeed.release import Released, make_whole, pickled_as_before, release
 from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
 from lightning_zenflow.deepspeed.supported import refuse_unfrozen
 from lightning_zenflow.deepspeed.user_optimizer import UsersOptimizer
-from lightning_zenflow.worker.process import WorkerError
 
 Built = TypeVar("Built", bound=tuple[Any, ...])
 
@@ -117,7 +107,6 @@ class Session(RankEnvironment):
         self.zenflow_config, self._users_config = resolve_config(config, given)
         refuse_options(options, has_config=self._users_config is not None)
         self.zenflow_optimizer = None
-        self._plugin: CheckpointIO | None = None
         self._chooses_buckets = "reduce_bucket_size" not in options and not says_bucket_size(self._users_config)
         self._frozen_at_setup: dict[str, Tensor] = {}
         # Names of the parameters of each group of the user's optimizer.
@@ -126,8 +115,6 @@ class Session(RankEnvironment):
         self._trained: Any = None
         self._released: list[Released] = []
         self._users_optimizer: UsersOptimizer | None = None
-        # During a training with `async_checkpoints`.
-        self._background: BackgroundSaves | None = None
         # What must end with the training; refers to no strategy.
         self._ending = ExitStack()
         super().__init__(config=self._users_config, **options)
@@ -161,7 +148,6 @@ class Session(RankEnvironment):
         """
         # What a training before has left is as large as what this one needs.
         self._trained, self._released, self.zenflow_optimizer = None, [], None
-        self._end_background()
         self.zenflow_config = _repeatable(self._given_config)
         resources = rank_resources(
             self.zenflow_config,
@@ -201,8 +187,6 @@ class Session(RankEnvironment):
         # More than `close`: DeepSpeed's engine outlives the training, and its hooks would keep the arena alive.
         self._ending.callback(self.zenflow_optimizer.destroy)
         self._ending.enter_context(pickled_as_before([*model.modules(), *model.parameters()]))
-        if self.zenflow_config.async_checkpoints:
-            self._background = BackgroundSaves(ranks_on_host=self.num_processes, timeout=self._timeout)
         return built
 
     def _begin_micro_batch(self, *, hides_gradients: bool = True) -> None:
@@ -223,7 +207,7 @@ class Session(RankEnvironment):
             self.zenflow_optimizer.taken.hide()
         self.zenflow_optimizer.begin_micro_batch()
         if step.was_interrupted:
-            self._make_exact()
+            Session.flush(self)
         if step.micro_batches == 0:
             refuse_unfrozen(self._frozen_at_setup)
             step.follow_freezing()
@@ -244,143 +228,9 @@ class Session(RankEnvironment):
         return super().backward(*args, scale_wrt_gas=False, **kwargs)
 
     def flush(self) -> None:
-        """Makes weights and optimizer states exact. After a training that ended with an exception, weights stay as they are. All ranks call
-        it together.
-
-        Raises:
-            OSError: a save in the background has failed.
-        """
-        self._make_exact()
-        if self._background is not None:
-            self._background.check()
-
-    def _make_exact(self) -> None:
+        """Makes weights and optimizer states exact. After a training that ended with an exception, weights stay as they are."""
         if self.zenflow_optimizer is not None and not self.zenflow_optimizer.closed:
             self.zenflow_optimizer.flush()
-
-    def wait_for_checkpoint(self) -> None:
-        """Waits for the checkpoint that is being written in the background, if any (`async_checkpoints`). All ranks call it together.
-
-        Raises:
-            OSError: it could not be saved, on this rank or on another one.
-        """
-        if self._background is not None:
-            self._background.wait()
-
-    def _end_background(self) -> None:
-        background, self._background = self._background, None
-        try:
-            if background is not None:
-                background.close()
-        except Exception:
-            # The thread has logged it, and training ends with another error.
-            if self._ends_together:
-                raise
-
-    def _background_of(self, path: Any) -> BackgroundSaves | None:
-        """What finishes the save of a checkpoint; None: the training thread."""
-        # A plugin of the user's decides itself when it writes.
-        return self._background if self._plugin is None else None
-
-    def _saves_file(self, *, weights_only: bool = False) -> bool:
-        """Whether a checkpoint is one file (`checkpoint_format`)."""
-        format_ = self.zenflow_config.checkpoint_format
-        return weights_only or format_ == "lightning" or (format_ == "auto" and self.world_size == 1)
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        """The user's plugin, or Lightning's own, which no further Trainer takes for one of the user's."""
-        if any(kind.__name__ == "_WrappingCheckpointIO" for kind in type(self._plugin).__mro__):
-            # As Lightning's getter: what a plugin without a base wraps. The class is private, and there are two of it.
-            self._plugin.checkpoint_io = TorchCheckpointIO()  # type: ignore[union-attr]
-        return self._plugin or TorchCheckpointIO()
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, plugin: CheckpointIO | None) -> None:
-        self._plugin = plugin
-
-    def _io_of(self, place: Path | str) -> CheckpointIO | None:
-        """What writes, reads and removes a file: a plugin of the user's, or Lightning's own in a store; None: this package, as folders."""
-        is_ours = isinstance(place, Path) and (self._plugin is None or place.is_dir())
-        return None if is_ours else self.checkpoint_io
-
-    def _save_file(
-        self, path: Any, state: WholeState, content: Callable[[], Mapping[str, Any]], storage_options: Any
-    ) -> None:
-        """Saves one file; as `_save`.
-
-        Args:
-            path: path of the file.
-            state: what is put together.
-            content: what is written of it, on rank 0.
-            storage_options: for a plugin of the user's; None for all others.
-        """
-        io = self._io_of(place_of(path))
-        if io is None and storage_options is not None:
-            raise TypeError(f"storage_options must be None without a plugin that reads them, got {storage_options!r}")
-
-        def write(file: Path | str, put: Put) -> None:
-            if self.is_global_zero:
-                whole = {**content(), **({} if state.run_state is None else {FILE_KEY: state.run_state})}
-                by_io = (
-                    partial(io.save_checkpoint, path=path, storage_options=storage_options) if io is not None else None
-                )
-                put(whole, by_io or partial(torch.save, f=file))
-
-        self._save(path, write, state)
-
-    def _refuse_folder(self, path: Any) -> None:
-        """Raises MisconfigurationException if a checkpoint that is a folder cannot be written here."""
-        if self._plugin is not None or isinstance(place_of(path), str):
-            raise MisconfigurationException(
-                f"checkpoint_format must be 'lightning', one file, for checkpoints in {path} by {type(self.checkpoint_io).__name__}, got"
-                f" {self.zenflow_config.checkpoint_format!r}: folders, the default on several ranks, need a local path and no plugin"
-            )
-
-    def _save_folder(self, path: Any, engine: Any, save: Callable[[Any], None]) -> None:
-        """Saves DeepSpeed's folder, by a method that has its engine save to a path; as `_save`."""
-
-        def write(folder: Path | str, put: Put) -> None:
-            with deepspeed_files(engine, put):
-                save(folder)
-
-        self._refuse_folder(path)
-        self._save(path, write)
-
-    def _save(self, path: Any, write: Callable[[Any, Put], None], state: WholeState | None = None) -> None:
-        """Saves the exact state after the last step, atomically; as `save_together`, by default of the optimizer.
-
-        Raises:
-            OSError: the save failed; or the one before, in the background.
-            WorkerError: the exact state is lost, or an exception has interrupted the ranks in different steps.
-        """
-        self.wait_for_checkpoint()
-        place = place_of(path)
-        place = self.broadcast(str(path) if self._io_of(place) is not None else place)
-        if self.zenflow_optimizer is not None:
-            self.zenflow_optimizer.flush()
-            if not in_common([self.zenflow_optimizer.zenflow_step.number]):
-                raise WorkerError(
-                    "an exception has interrupted the ranks in different steps: there is no exact state of all of them; continue from"
-                    " the last checkpoint"
-                )
-        # A file has the parameters as they are after training, DeepSpeed's code needs its own attributes of them.
-        with (
-            pickled_as_before(p for of_module in self._released for p in of_module),
-            nullcontext() if state is not None else as_in_training(self._released),
-            self._optimizer_in_training(),
-        ):
-            save_together(
-                place,
-                write,
-                state or self.zenflow_optimizer,
-                sync=self.zenflow_config.sync_checkpoints,
-                background=self._background_of(path),
-            )
-
-    def _optimizer_in_training(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._users_optimizer is None else self._users_optimizer.in_training()
 
     @abstractmethod
     def _in_engines(self) -> Sequence[Module]:
@@ -394,31 +244,26 @@ class Session(RankEnvironment):
     @override
     def teardown(self) -> None:
         """Ends the worker, releases the shared memory and makes the modules what they were before, with their weights as they are now; the
-        optimizer has their parameters again, and no state. Waits for a save in the background.
-
-        Raises:
-            OSError: this save has failed.
+        optimizer has their parameters again, and no state.
         """
         if self.zenflow_optimizer is not None and self.zenflow_optimizer.is_elsewhere:
             # Behind `sys.exit` in a child that a hook has forked.
             return
-        with ExitStack() as last:
-            last.callback(self._end_background)
-            self._ending.close()
-            models = self._in_engines()
+        self._ending.close()
+        models = self._in_engines()
+        for model in models:
+            make_whole(model, ranks_on_host=self.num_processes, together=self._ends_together)
+        try:
+            super().teardown()
+        finally:
+            released = [release(model) for model in models]
             for model in models:
-                make_whole(model, ranks_on_host=self.num_processes, together=self._ends_together)
-            try:
-                super().teardown()
-            finally:
-                released = [release(model) for model in models]
-                for model in models:
-                    restore_types(model)
-                # An evaluation after a training releases nothing of it.
-                if any(model is self._trained for model in models):
-                    self._released = released
-                if self._users_optimizer is not None:
-                    self._users_optimizer.give_back()
+                restore_types(model)
+            # An evaluation after a training releases nothing of it.
+            if any(model is self._trained for model in models):
+                self._released = released
+            if self._users_optimizer is not None:
+                self._users_optimizer.give_back()
 
 
 def _repeatable(config: ZenFlowConfig) -> ZenFlowConfig:

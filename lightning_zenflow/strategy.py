@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Literal
@@ -174,32 +174,6 @@ class TrainerStrategy(TrainerCheckpoints):
             if theirs is not None or self._plugin is self._trainers_plugin:
                 self._plugin = theirs
             self._trainers_plugin = theirs
-
-    @cached_property
-    def _exact_weights(self) -> pl.Callback:
-        """Makes weights exact, and saves that were put off, before the user's callbacks read them.
-
-        Lightning calls the strategy's hooks after those of all callbacks, so this callback is the first of the trainer's. Callbacks that
-        replace the weights at the end of training (`WeightAveraging`) or export them then work on the result of all steps.
-        """
-        callback: pl.Callback = self.lightning.callbacks.LambdaCallback(
-            on_validation_start=self._flush_before,
-            on_train_batch_end=self._save_after,
-            # After a batch that a user's hook has left out.
-            on_train_epoch_end=self._save_after,
-            on_train_end=self._complete_before,
-        )
-        return callback
-
-    def _flush_before(self, *_: Any) -> None:
-        self.flush()
-
-    def _complete_before(self, *_: Any) -> None:
-        self.flush()
-        self.wait_for_checkpoint()
-
-    def _save_after(self, *_: Any) -> None:
-        self._saves.end_batch()
 
     # The private names that follow are Lightning's. `Session` refuses a version that lacks one of them.
 

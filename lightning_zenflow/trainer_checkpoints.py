@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
@@ -22,10 +23,10 @@ from lightning_zenflow.checkpoint.single_file import SavedFile
 from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.pieces import is_in_pieces, load_whole
-from lightning_zenflow.session import Session
+from lightning_zenflow.saving import Saving
 
 
-class TrainerCheckpoints(Session):
+class TrainerCheckpoints(Saving):
     """Mixin of the Trainer's strategy, which has the attributes."""
 
     # Lightning's own, declared for the type checker.
@@ -39,6 +40,32 @@ class TrainerCheckpoints(Session):
     """Whether callbacks have been called for the end of the training."""
     _needs_files: bool
     """Whether callbacks look for the file when a save ends."""
+
+    @cached_property
+    def _exact_weights(self) -> pl.Callback:
+        """Makes weights exact, and saves that were put off, before the user's callbacks read them.
+
+        Lightning calls the strategy's hooks after those of all callbacks, so this callback is the first of the trainer's. Callbacks that
+        replace the weights at the end of training (`WeightAveraging`) or export them then work on the result of all steps.
+        """
+        callback: pl.Callback = self.lightning.callbacks.LambdaCallback(
+            on_validation_start=self._flush_before,
+            on_train_batch_end=self._save_after,
+            # After a batch that a user's hook has left out.
+            on_train_epoch_end=self._save_after,
+            on_train_end=self._complete_before,
+        )
+        return callback
+
+    def _flush_before(self, *_: Any) -> None:
+        self.flush()
+
+    def _complete_before(self, *_: Any) -> None:
+        self.flush()
+        self.wait_for_checkpoint()
+
+    def _save_after(self, *_: Any) -> None:
+        self._saves.end_batch()
 
     def _check_checkpoint_callbacks(self, callbacks: Sequence[Any]) -> None:
         """Refuses callbacks whose checkpoints cannot be written where they are to be, before training; and finds out whether one of them

@@ -12,10 +12,8 @@ from typing import Any
 import deepspeed.runtime.engine as engine_module
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_zenflow.checkpoint.atomic import StagedSave, recover, sync_all, write_error
 from lightning_zenflow.checkpoint.background import BackgroundSaves, Write
@@ -159,28 +157,17 @@ def deepspeed_files(engine: DeepSpeedEngine, put: Put) -> Iterator[None]:
         engine_module.dist, engine.checkpoint_engine = comm, files
 
 
-class _PutFiles(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed has no types
-    """What writes DeepSpeed's files, or leaves them for later."""
+class _PutFiles:
+    """What writes DeepSpeed's files, which leaves that to `put`."""
 
-    def __init__(self, files: CheckpointEngine, put: Put) -> None:
-        super().__init__()
+    def __init__(self, files: Any, put: Put) -> None:
         self._files, self._put = files, put
 
-    @override
-    def create(self, info: Any) -> None:
-        self._files.create(info)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._files, name)
 
-    @override
     def save(self, state_dict: Any, path: str) -> None:
         self._put(state_dict, partial(self._files.save, path=path))
-
-    @override
-    def load(self, path: str, map_location: Any = None) -> Any:
-        return self._files.load(path, map_location)
-
-    @override
-    def commit(self, info: Any) -> Any:
-        return self._files.commit(info)
 
 
 @contextmanager

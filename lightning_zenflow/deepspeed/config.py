@@ -167,6 +167,7 @@ _RULES = (
     _only("zero_optimization.compute_grad_norm", True, "the norm decides whether a step is applied"),
     _only("zero_optimization.elastic_checkpoint", False, "use DeepSpeed's universal checkpoints instead"),
     _only("zero_optimization.load_from_fp32_weights", True, "a checkpoint is continued from its master weights"),
+    Rule("checkpoint.writer", lambda _: False, "absent", "ZenFlow's key async_checkpoints saves in the background"),
     Rule("zero_optimization.cpu_offload_param", lambda value: isinstance(value, bool), "true, false or absent"),
     Rule("zero_optimization.offload_param.device", lambda device: device in ("cpu", "none"), "'cpu' or 'none'", _NOT_ON_DISK),
     _only("managed_gradient_accumulation", True, "Lightning leaves the boundary to DeepSpeed"),

@@ -18,10 +18,10 @@ from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.pieces import load_whole
-from lightning_zenflow.session import Session
+from lightning_zenflow.saving import Saving
 
 
-class FabricCheckpoints(Session):
+class FabricCheckpoints(Saving):
     """Mixin of Fabric's strategy."""
 
     # DeepSpeed's, of the model that is trained.

@@ -138,6 +138,7 @@ REFUSED: list[tuple[str, list[Any], str]] = [
     *((f"zero_optimization.zero_quantized_{key}", [True], "False") for key in ("weights", "nontrainable_weights", "gradients")),
     ("zero_optimization.offload_optimizer.ratio", [0.5], "1.0"),
     ("zero_optimization.offload_optimizer.super_offload", [True], "False"),
+    ("checkpoint.writer", [{"decoupled": True}], "absent"),
     ("expert_parallel.enabled", [True], "False"),
     ("zero_optimization.cpu_offload_param", [True], "False"),
     ("zero_optimization.offload_optimizer", [True], "a mapping"),
