@@ -207,6 +207,7 @@ class Session(RankEnvironment):
             self.zenflow_optimizer.taken.hide()
         self.zenflow_optimizer.begin_micro_batch()
         if step.was_interrupted:
+            # On this rank alone, perhaps.
             Session.flush(self)
         if step.micro_batches == 0:
             refuse_unfrozen(self._frozen_at_setup)

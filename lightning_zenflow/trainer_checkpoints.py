@@ -121,7 +121,7 @@ class TrainerCheckpoints(Saving):
         if not self._saves.must_wait:
             try:
                 self.flush()
-            except RuntimeError:
+            except (RuntimeError, OSError):
                 # `save_checkpoint` will say so.
                 if not self._ends_with_error:
                     raise

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
 from lightning_zenflow.core.distributed import all_agree
-from lightning_zenflow.deepspeed.host_state import is_on_disk
+from lightning_zenflow.deepspeed.host_state import DiskCopies
 from lightning_zenflow.worker.memory import free_host_memory
 
 _log = logging.getLogger(__name__)
@@ -51,14 +51,15 @@ class BackgroundSaves:
         self._thread = ThreadPoolExecutor(1, "zenflow-save", initializer=_come_last)
         self._under_way: list[Future[None]] = []
 
-    def copied(self, content: Any, write: Write) -> Callable[[], None]:
+    def copied(self, content: Any, write: Write, on_disk: DiskCopies) -> Callable[[], None]:
         """A call that writes what a file has at present; where host memory has no room for a copy, the file is written at once.
 
         Args:
             content: what the file has.
             write: writes the file.
+            on_disk: copies that this save has made already.
         """
-        with (counting := _HostCopies(None)):
+        with (counting := _HostCopies(None, on_disk)):
             copy.deepcopy(content)
         needed, free = self._ranks_on_host * counting.n_bytes, free_host_memory()
         if needed > free.n_bytes:
@@ -69,7 +70,7 @@ class BackgroundSaves:
             )
             write(content)
             return _nothing
-        with _HostCopies({}):
+        with _HostCopies({}, on_disk):
             return partial(write, copy.deepcopy(content))
 
     def start(self, finish: Callable[[], None], ending: ExitStack) -> None:
@@ -151,13 +152,15 @@ class _HostCopies(TorchFunctionMode):
 
     Args:
         storages: copies that have been made; None: nothing is copied, only counted.
+        on_disk: copies that this save has made already.
 
     Attributes:
         n_bytes: bytes of the storages that were found.
     """
 
-    def __init__(self, storages: dict[Any, UntypedStorage] | None) -> None:
+    def __init__(self, storages: dict[Any, UntypedStorage] | None, on_disk: DiskCopies) -> None:
         super().__init__()
+        self._on_disk = on_disk
         self._storages, self._found, self.n_bytes = storages, set[Any](), 0
 
     @override
@@ -175,7 +178,7 @@ class _HostCopies(TorchFunctionMode):
 
     def _copied(self, tensor: Tensor) -> Tensor:
         storage: Any = tensor.untyped_storage()
-        if is_on_disk(storage.data_ptr()):
+        if self._on_disk.has(storage.data_ptr()):
             return tensor
         key = storage.device, storage.data_ptr(), storage.nbytes()
         if key not in self._found:

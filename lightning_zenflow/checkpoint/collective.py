@@ -1,6 +1,7 @@
 """Collective saving and loading of checkpoints: either all ranks succeed, or all ranks raise an error."""
 
 import errno
+import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -24,7 +25,7 @@ from lightning_zenflow.checkpoint.single_file import SavedFile, as_loaded
 from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.deepspeed.host_state import free_disk
+from lightning_zenflow.deepspeed.host_state import DiskCopies
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.pieces import is_in_pieces, load_whole, whole_shapes
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
@@ -58,7 +59,6 @@ def save_together(
     staged: StagedSave | None = None
     files: list[Callable[[], None]] = []
     with ExitStack() as ending:
-        ending.callback(free_disk)
         with _saving(path, path):
             if dist.get_rank() == 0 and isinstance(path, Path):
                 staged = StagedSave(path, sync=sync, is_file=isinstance(states, WholeState))
@@ -66,15 +66,19 @@ def save_together(
         contents: list[Any] = [path if staged is None else staged.content]
         dist.broadcast_object_list(contents, src=0)
         (content,) = contents
+        # Beside a checkpoint in the folder of its files; of a store where all such files are.
+        folder = Path(tempfile.gettempdir()) if isinstance(content, str) else content
+        copies = DiskCopies(folder if folder.is_dir() else folder.parent)
+        ending.callback(copies.free)
 
-        def put(content: Any, write: Write) -> None:
+        def put(of_file: Any, write_file: Write) -> None:
             if background is None:
-                write(content)
+                write_file(of_file)
             else:
-                files.append(background.copied(content, write))
+                files.append(background.copied(of_file, write_file, copies))
 
         with _saving(path, content):
-            copy: Any = None if states is None else states.copy_for_save(content)
+            copy: Any = None if states is None else states.copy_for_save(copies)
         with nullcontext() if states is None else states.saved_as(copy), _saving(path, content):
             write(content, put)
         finish = partial(_finish, path, content, files, staged, sync=sync)

@@ -1,9 +1,7 @@
 """Whole weights and moments for a checkpoint that is one file, put together from all ranks; `single_file` has the layout."""
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from torch import Tensor
 from lightning_zenflow.checkpoint.engine_content import counts_of, further_names
 from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.deepspeed.host_state import MOMENTS, on_disk, with_own_storage
+from lightning_zenflow.deepspeed.host_state import MOMENTS, DiskCopies, with_own_storage
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.pieces import is_divided, is_in_pieces
 
@@ -104,7 +102,7 @@ class WholeState:
         wanted = {self._name_of(entry) for entry in self.weights} - self._exact
         return {n: p for n, p in self._parameters.items() if n in wanted and is_divided(p)}
 
-    def copy_for_save(self, path: Path | str) -> dict[str | None, dict[str, Tensor]]:
+    def copy_for_save(self, disk: DiskCopies) -> dict[str | None, dict[str, Tensor]]:
         """Memory for the whole states, on rank 0: by key and name; key None is of weights. Where the arena has them, they are there.
 
         Raises:
@@ -113,17 +111,15 @@ class WholeState:
         if dist.get_rank() != 0:
             return {}
         copies: dict[str | None, dict[str, Tensor]] = {}
-        # Of a store the files for the time of the save are where all such files are.
-        folder = path.parent if isinstance(path, Path) else Path(tempfile.gettempdir())
         for key in self._keys:
             found = {name: self._in_arena(name, key) for name in self._shapes}
             missing = {name: self._shapes[name] for name, there in found.items() if there is None}
             sizes = [shape.numel() for shape in missing.values()]
-            parts = torch.split(on_disk(folder, sum(sizes)), sizes)
+            parts = torch.split(disk.zeros(sum(sizes)), sizes)
             for (name, shape), part in zip(missing.items(), parts, strict=True):
                 found[name] = with_own_storage(part.view(shape))
             copies[key] = {name: state for name, state in found.items() if state is not None}
-        copies[None] |= {n: on_disk(folder, p.ds_numel, p.dtype).view(p.ds_shape) for n, p in self._in_pieces.items()}
+        copies[None] |= {n: disk.zeros(p.ds_numel, p.dtype).view(p.ds_shape) for n, p in self._in_pieces.items()}
         return copies
 
     def _in_arena(self, name: str, key: str | None) -> Tensor | None:

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -16,7 +15,7 @@ from typing_extensions import override
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.mixins import OtherBases
 from lightning_zenflow.deepspeed.flat_buffers import Layout, OrderedCopy
-from lightning_zenflow.deepspeed.host_state import MOMENTS
+from lightning_zenflow.deepspeed.host_state import MOMENTS, DiskCopies
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 
 
@@ -117,7 +116,7 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
                 self.full_state.write(name, weights[name].new_zeros(shape) if moment is None else moment, key)
         self._continue_from(saved)
 
-    def copy_for_save(self, folder: Path) -> Any:
+    def copy_for_save(self, copies: DiskCopies) -> Any:
         """Disk space that a save to a folder needs for `saved_as` beside DeepSpeed's files, for all states in another order or for moments
         without views; None: none.
 
@@ -127,7 +126,7 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
         is_reordered = self.saved_layouts != self.layouts
         if not is_reordered and self._host_state.has_views:
             return None
-        return OrderedCopy(folder, self.saved_layouts, n_states=is_reordered + len(MOMENTS))
+        return OrderedCopy(copies, self.saved_layouts, n_states=is_reordered + len(MOMENTS))
 
     @contextmanager
     def saved_as(self, copy: Any) -> Iterator[None]:

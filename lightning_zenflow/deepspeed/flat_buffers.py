@@ -5,7 +5,6 @@ parameters in them; and copies of what all ranks have, by the runs of elements t
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from lightning_zenflow.core.partition import Slice, group_begins
-from lightning_zenflow.deepspeed.host_state import on_disk
+from lightning_zenflow.deepspeed.host_state import DiskCopies
 
 _LARGE = 1 / 8
 """Of a rank's share. Parameters larger than this are placed first: beside one, a rank takes fewer of the others."""
@@ -217,10 +216,10 @@ def fragments(layouts: Sequence[Layout], rank: int) -> list[dict[str, Any]]:
 
 
 class OrderedCopy:
-    """This rank's part of the states in another order, float32, on disk (`on_disk`): a copy in memory would take as much as the states.
+    """This rank's part of the states in another order, float32, on disk: a copy in memory would take as much as the states.
 
     Args:
-        folder: on the file system that the checkpoint is written to.
+        copies: of the save.
         layouts: of each flat partition.
         n_states: states of each element.
 
@@ -232,9 +231,9 @@ class OrderedCopy:
         OSError: the disk is full.
     """
 
-    def __init__(self, folder: Path, layouts: Sequence[Layout], *, n_states: int) -> None:
+    def __init__(self, copies: DiskCopies, layouts: Sequence[Layout], *, n_states: int) -> None:
         self._layouts, self.n_states = layouts, n_states
-        self.states = [[on_disk(folder, layout.partition_numel) for _ in range(n_states)] for layout in layouts]
+        self.states = [[copies.zeros(layout.partition_numel) for _ in range(n_states)] for layout in layouts]
 
     def fill(
         self,

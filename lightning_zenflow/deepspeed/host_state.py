@@ -29,9 +29,6 @@ from lightning_zenflow.worker.moments import CodedMoment, Moment
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Keys of AdamW's moments in the state of a flat partition."""
 
-_mapped: list[tuple[mmap.mmap, range]] = []
-"""Copies of the present save, on disk, with their addresses."""
-
 
 class HostState:
     """Replaces DeepSpeed's flat fp32 partitions and the optimizer's moments by views of the arena, so that DeepSpeed's checkpoint code
@@ -126,43 +123,48 @@ def _as_float32(moment: Tensor) -> Tensor:
     return moment if moment.dtype == torch.float32 else moment.as_subclass(SavedAsFloat32)
 
 
-def on_disk(folder: Path, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[numel], zeros, mapped: the page cache holds it and may give memory back to others.
+class DiskCopies:
+    """Memory of one save's copies: files without a name, mapped, of which the page cache may give memory back to others.
 
     Args:
-        folder: on the file system that is to hold the file.
-        numel: elements.
-        dtype: their type.
-
-    Raises:
-        OSError: the disk is full.
+        folder: on the file system that is to hold the files.
     """
-    if numel == 0:
-        return torch.empty(0, dtype=dtype, device="cpu")
-    with tempfile.TemporaryFile(dir=folder) as file:
-        # A write to a page that a full disk has no place for would end the process.
-        os.posix_fallocate(file.fileno(), 0, dtype.itemsize * numel)
-        # By the descriptor: others who may write in the folder could put another file in the place of one with a name.
-        memory = mmap.mmap(file.fileno(), 0)
-    copied = torch.frombuffer(memory, dtype=dtype)
-    _mapped.append((memory, range(copied.data_ptr(), copied.data_ptr() + copied.nbytes)))
-    return copied
 
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._mapped: list[tuple[mmap.mmap, range]] = []
 
-def is_on_disk(address: int) -> bool:
-    """Whether an address is in a copy of the present save on disk, which nothing changes."""
-    return any(address in addresses for _, addresses in _mapped)
+    def zeros(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[numel], zeros, on the disk.
 
+        Raises:
+            OSError: the disk is full.
+        """
+        if numel == 0:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        with tempfile.TemporaryFile(dir=self._folder) as file:
+            # A write to a page that a full disk has no place for would end the process.
+            os.posix_fallocate(file.fileno(), 0, dtype.itemsize * numel)
+            # By the descriptor: others who may write in the folder could put another file in the place of one with a name.
+            memory = mmap.mmap(file.fileno(), 0)
+        copied = torch.frombuffer(memory, dtype=dtype)
+        self._mapped.append((memory, range(copied.data_ptr(), copied.data_ptr() + copied.nbytes)))
+        return copied
 
-def free_disk() -> None:
-    """Gives the space of all copies back to the disk, whose elements are zeros from now on. Who has an error of a save refers to them, and
-    torch's code for files leaves a cycle that does, until a collection.
-    """
-    for memory, _ in _mapped:
-        # Where a file system has no holes, the collection frees it.
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_REMOVE)
-    _mapped.clear()
+    def has(self, address: int) -> bool:
+        """Whether an address is in one of the copies."""
+        return any(address in addresses for _, addresses in self._mapped)
+
+    def free(self) -> None:
+        """Gives the space back to the disk; all elements are zeros from now on. May be called again.
+
+        Who has an error of a save refers to the copies, and torch's code for files leaves a cycle that does, until a collection.
+        """
+        for memory, _ in self._mapped:
+            # Where a file system has no holes, the collection frees it.
+            with suppress(OSError):
+                memory.madvise(mmap.MADV_REMOVE)
+        self._mapped.clear()
 
 
 def with_own_storage(part: Tensor) -> Tensor:

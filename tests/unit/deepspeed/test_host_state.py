@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_zenflow.deepspeed.host_state import free_disk, on_disk, with_own_storage
+from lightning_zenflow.deepspeed.host_state import DiskCopies, with_own_storage
 from processes import open_files
 
 
@@ -16,12 +16,13 @@ def blocks_in(folder: Path) -> int:
 
 def test_space_is_taken_at_once_and_given_back(tmp_path: Path) -> None:
     """A write to a page without space would end the process; no other user can swap a file that has no name."""
-    copies = [on_disk(tmp_path, 10_000), on_disk(tmp_path, 33, torch.bfloat16), on_disk(tmp_path, 0)]
+    disk = DiskCopies(tmp_path)
+    copies = [disk.zeros(10_000), disk.zeros(33, torch.bfloat16), disk.zeros(0)]
     assert [c.numel() for c in copies] == [10_000, 33, 0]
     assert not any(c.any() for c in copies) and [*tmp_path.iterdir()] == []
     assert blocks_in(tmp_path) >= 40_000 + 66
     copies[0].fill_(1)
-    free_disk()
+    disk.free()
     assert blocks_in(tmp_path) == 0
     assert not copies[0].any()
 
