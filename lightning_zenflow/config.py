@@ -51,7 +51,8 @@ _Cores: TypeAlias = Annotated[
 
 
 class ZenFlowConfig(BaseModel):
-    """Which weights ZenFlow updates where, when, and with which resources. docs/configuration.md lists the allowed values.
+    """Configuration of a ZenFlow training. The keys select the weights that the device updates, the schedule of the worker's updates, and
+    the resources of both. docs/configuration.md lists the allowed values.
 
     Raises:
         ValueError: a value is not allowed; the message names the key, the allowed values and the value.
@@ -122,8 +123,8 @@ class ZenFlowConfig(BaseModel):
     """A key of DeepSpeed's ZenFlow without effect: the states of device-owned columns stay on the device."""
 
     accumulate_on: Literal["device", "host", "auto"] = _key("auto", changes_numbers=False)
-    """Where gradients are accumulated over micro-batches: the device (2 bytes per element of the rank's partition, 4 in fp32) or host
-    memory (each sum crosses PCIe both ways). "auto" takes the device if it has room."""
+    """Memory that holds the sums of gradients over micro-batches. On the device they take 2 bytes per element of the rank's partition, 4 in
+    fp32; in host memory each sum crosses PCIe both ways. "auto" takes the device if it has room."""
 
     worker_cores: Annotated[int, Field(ge=1)] | _Cores | _Auto = _key(
         "auto", unit="logical CPU cores", changes_numbers=False
@@ -143,9 +144,9 @@ class ZenFlowConfig(BaseModel):
     """Times that a killed worker is restarted before training stops with an error."""
 
     checkpoint_format: Literal["auto", "deepspeed", "lightning"] = _key("auto", changes_numbers=False)
-    """What a checkpoint is. "lightning": one file, as Lightning's strategies for one device write it, with float32 weights and the state in
-    the layout of torch's AdamW; "deepspeed": a folder of DeepSpeed's ZeRO, to which each rank writes its part. "auto" is "lightning" on one
-    rank and "deepspeed" on several; weights only are always one file. Each run resumes from both."""
+    """Format of checkpoints. "lightning": one file, as Lightning's strategies for one device write it, with float32 weights and the state
+    in the layout of torch's AdamW; "deepspeed": a folder of DeepSpeed's ZeRO, to which each rank writes its part. "auto" is "lightning" on
+    one rank and "deepspeed" on several; weights only are always one file. Each run resumes from both."""
 
     sync_checkpoints: bool = _key(True, changes_numbers=False)
     """Syncs a checkpoint to the disk before it takes its name, so that it survives a failure of power. If false, a save ends before the
@@ -222,12 +223,12 @@ class ZenFlowConfig(BaseModel):
 
     @property
     def is_immediate(self) -> bool:
-        """Whether every step ends with weights that have all of its gradients (S = 1, d = 0): nothing is approximated."""
+        """True if every step ends with weights that have all of its gradients (S = 1, d = 0). Nothing is approximated then."""
         return self.update_intervals == [1] and self.publish_lags == [0]
 
     @property
     def predicts_clipping(self) -> bool:
-        """Whether forward passes may see weights with a predicted clip factor."""
+        """True if forward passes may see weights with a predicted clip factor."""
         return self.clip_prediction is not False
 
     @property
@@ -237,12 +238,12 @@ class ZenFlowConfig(BaseModel):
 
     @property
     def submits_in_backward(self) -> bool:
-        """Whether this configuration allows steps with d = 0, which submit in backward."""
+        """True if the schedule may have steps with d = 0, and these submit blocks to the worker in backward."""
         return self.optimizer_in_backward and self.overlap_step and 0 in self.publish_lags
 
     @property
     def measures(self) -> bool:
-        """Whether measured times decide on anything that changes numbers: S or d."""
+        """True if measured times choose S or d, which change numbers."""
         return len(self.update_intervals) * len(self.publish_lags) > 1
 
     @property
@@ -279,7 +280,7 @@ _REMOVED = {
     ),
     "tail": "publish_lag='auto', or a fixed publish_lag of 1, hides the blocks that arrive last behind the next step",
 }
-"""What to use instead of keys that were there once."""
+"""Removed keys, each with the option that replaces the key."""
 
 
 def check_keys(keys: Iterable[object], known: Collection[str], where: str) -> None:

@@ -1,5 +1,5 @@
-"""What DeepSpeed's engine has in a checkpoint besides the optimizer's state: weights, buffers, counts, and the *client state*, which is
-what Lightning saves.
+"""The part of a checkpoint that DeepSpeed's engine saves and loads: weights, buffers, counts, and the *client state*, which Lightning hands
+to the engine. The optimizer saves and loads the rest.
 """
 
 from collections.abc import Mapping

@@ -58,7 +58,7 @@ class SavedCheckpoint:
 
     path: Path
     bf16: bool | None = None
-    """Whether the saved model must be in bfloat16, as this run's is; None: any type is allowed."""
+    """Required precision of the saved model: bfloat16 (True), another one (False), or any (None)."""
 
     def __post_init__(self) -> None:
         """Checks the structure of the directory."""

@@ -1,4 +1,4 @@
-"""Whole weights and moments for a checkpoint that is one file, put together from all ranks; `single_file` has the layout."""
+"""`WholeState` puts together the whole weights and moments of all ranks, for a checkpoint that is one file (`single_file`)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -209,7 +209,7 @@ class WholeState:
         }
 
     def _is_as_shown(self, name: str, shown: Any) -> bool:
-        """Whether an entry is the weight that the module shows, by place or values, and that weight is the rounded master weight."""
+        """True if an entry is the weight that the module shows, by place or values, and that weight is the rounded master weight."""
         p = self._parameters[name]
         if not isinstance(shown, Tensor) or (is_divided(p) and shown.numel() == 0):
             return isinstance(shown, Tensor)
