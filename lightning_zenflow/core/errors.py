@@ -38,7 +38,7 @@ def raise_also_as(other: type[Exception]) -> None:
 def other_backward() -> MisconfigurationException:
     """The error for gradients of a backward pass that is the user's own."""
     return MisconfigurationException(
-        "ZenFlowStrategy: gradients of the weights must come from the loss that `training_step` returns, or that `fabric.backward` gets,"
-        " got some of another `backward()`: for the gradient of an input, call `torch.autograd.grad(loss, input)`, which leaves weights"
-        " alone"
+        "ZenFlowStrategy: gradients of the weights must come from the loss that `training_step` returns, or that `self.manual_backward` or"
+        " `fabric.backward` gets, got some of another `backward()`: for the gradient of an input, call `torch.autograd.grad(loss, input)`,"
+        " which leaves weights alone"
     )

@@ -262,8 +262,9 @@ class TakenGradients:
         """Refuses gradients that were there before a step's first backward pass, to which torch would add."""
         if any(p.grad is mark for p, mark in zip(self._names, self._marks, strict=False)):
             raise MisconfigurationException(
-                "`optimizer_zero_grad` must call `optimizer.zero_grad()` before the backward pass of each step: ZenFlowStrategy does not"
-                " keep gradients of a step that is done; accumulate them with `Trainer(accumulate_grad_batches=...)`"
+                "`optimizer_zero_grad`, in manual optimization `training_step`, must call `optimizer.zero_grad()` before the first backward"
+                " pass of each step: ZenFlowStrategy does not keep gradients of a step that is done; accumulate them before it, with"
+                " `Trainer(accumulate_grad_batches=...)` or, in manual optimization, by several backward passes"
             )
 
     def refuse_second_step(self) -> None:

@@ -173,11 +173,14 @@ class ZenFlowOptimizer(Checkpointing):
         self.follow_dropped()
         self.taken.clear()
         self.begin_micro_batch()
+        self._refuse_other_backward()
+        self._in_backward = True
+        self.zenflow_step.begin_backward(last=last)
+
+    def _refuse_other_backward(self) -> None:
         # Private: DeepSpeed's buckets, which the end of a backward pass empties.
         if any(bucket.params for bucket in self.ipg_buckets.values()):
             raise other_backward()
-        self._in_backward = True
-        self.zenflow_step.begin_backward(last=last)
 
     def _receive(self, slice_index: int, gradient: Tensor, *, last: bool) -> None:
         """`ZenFlowStep.receive`; raises `MisconfigurationException` for gradients of a backward pass of the user's own."""
@@ -224,6 +227,7 @@ class ZenFlowOptimizer(Checkpointing):
         if self.zenflow_step.micro_batches == 0:
             # As torch's, which skips parameters without a gradient.
             self.taken.refuse_second_step()
+            self._refuse_other_backward()
             return
         self._written.refuse()
         if not self.ignore_unused_parameters:

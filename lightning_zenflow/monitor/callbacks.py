@@ -70,6 +70,8 @@ class StallMonitoring(OtherBases):  # type: ignore[misc]
         if not (trainer.loggers or shows_bar):
             return
         metrics = self._meter.metrics()
+        if not metrics:
+            return
         for logger in trainer.loggers:
             # Lightning logs a step's own metrics under the same number, counted from 0.
             logger.log_metrics(metrics, step=self._global_step - 1)

@@ -163,10 +163,11 @@ class StepMeter:
             self._pause_ns = None
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of the steps since the last call, by name in `METRICS`; none if no step has ended since."""
-        if self._n_read == len(self.step_s):
+        """The metrics of the steps since the last call, by name in `METRICS`; none if no step with gradients has ended since."""
+        now = self._optimizer.counters.read()
+        if now.steps == self._last_read.steps:
             return {}
-        before, self._last_read = self._last_read, self._optimizer.counters.read()
+        before, self._last_read = self._last_read, now
         seconds = sum(self.step_s[self._n_read :])
         self._n_read = len(self.step_s)
         return interval_metrics(before, self._last_read, seconds=seconds)

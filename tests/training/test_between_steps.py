@@ -152,7 +152,7 @@ class TestGradients:
     def test_left_from_a_step_before(self, how: str) -> None:
         """torch would add to them."""
         with pytest.raises(
-            MisconfigurationException, match="optimizer_zero_grad.* must call .*accumulate_grad_batches"
+            MisconfigurationException, match="optimizer_zero_grad`.* must call .*accumulate_grad_batches"
         ):
             fit(LeavesGradients(), ZenFlowStrategy(**HOW[how]))
         ours, theirs = (LeavesGradients(accumulates=False) for _ in range(2))
