@@ -147,6 +147,8 @@ class TrainerStrategy(TrainerCheckpoints):
         self._handed: Mapping[str, Any] = {}
         self._trainers_plugin: CheckpointIO | None = None
         self._config_without_trainer: dict[str, Any] | None = None
+        # Backward passes in the present closure of `optimizer.step`, and whether the closure before had one only.
+        self._n_in_closure, self._has_single_backward = 0, False
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy: configuration and module. What a training has left, DeepSpeed's and the arena, belongs to this process."""
@@ -277,6 +279,7 @@ class TrainerStrategy(TrainerCheckpoints):
     ) -> tuple[Any, Optimizer]:
         # Those of a fit before, which would keep its state in memory.
         self.optimizers: list[Optimizer] = []
+        self._has_single_backward = False
         # Private: calls `deepspeed.initialize`, during which ZenFlow's optimizer takes the place of DeepSpeed's.
         initialize = partial(super()._setup_model_and_optimizer, model, optimizer, lr_scheduler)
         engine: tuple[Any, Optimizer] = self._set_up(initialize, model, optimizer)
@@ -328,9 +331,10 @@ class TrainerStrategy(TrainerCheckpoints):
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Backward pass of a micro-batch, by the Trainer or by `manual_backward`.
 
-        The last one of a step is that in the closure of `optimizer_step`, if there is one: where the step is called without, only the call
-        tells that there are no more, and the step's updates begin behind it.
+        The last one of a step is that in the closure of `optimizer_step`, if the closure before had one only. Elsewhere only the call of
+        `optimizer_step`, or the closure's end, tells that there are no more, and the step's updates begin behind it.
         """
+        self._n_in_closure += 1
         plugin, optimizer = self.precision_plugin, self.zenflow_optimizer
         if isinstance(plugin, TrainerPrecision) and optimizer is not None:
             if optimizer.zenflow_step.micro_batches == 0:
@@ -341,12 +345,23 @@ class TrainerStrategy(TrainerCheckpoints):
         return super().backward(*args, **kwargs)
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the step's last micro-batch (forward and backward are in its closure, if there is one) and the step."""
-        self.deepspeed_engine.set_gradient_accumulation_boundary(True)
-        output = super().optimizer_step(*args, **kwargs)
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs the step's last micro-batches (forward and backward are in its closure, if there is one) and the step."""
+        set_boundary = self.deepspeed_engine.set_gradient_accumulation_boundary
+        set_boundary(self._is_automatic or self._has_single_backward)
+        self._n_in_closure = 0
+
+        def complete() -> Any:
+            output = closure()
+            # A step without a closure says nothing about later ones.
+            if self._n_in_closure:
+                self._has_single_backward = self._n_in_closure == 1
+            set_boundary(True)
+            return output
+
+        output = super().optimizer_step(optimizer, complete, *args, **kwargs)
         # In manual optimization another step may begin in the same batch.
-        self.deepspeed_engine.set_gradient_accumulation_boundary(False)
+        set_boundary(False)
         return output
 
     @override

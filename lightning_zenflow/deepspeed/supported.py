@@ -142,8 +142,8 @@ def refuse_moved(name: str) -> None:
 def refuse_further_backward() -> NoReturn:
     """Refuses a backward pass behind a step's last one, or behind its clipping."""
     raise MisconfigurationException(
-        "ZenFlowStrategy: a step must have no backward pass behind `clip_gradients`, and one in the closure of `optimizer.step`; call"
-        " `manual_backward` for the other micro-batches before, without a closure for all of them"
+        "ZenFlowStrategy: a step must have no backward pass behind `clip_gradients`, and no second one in the closure of `optimizer.step`"
+        " where the closure before had one only; call `manual_backward` for the other micro-batches before `optimizer.step`"
     )
 
 

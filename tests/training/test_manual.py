@@ -1,11 +1,14 @@
 """Manual optimization: the steps of `automatic_optimization = False` are those of torch's AdamW, and of automatic optimization."""
 
+import csv
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -119,6 +122,30 @@ def in_closure(module: Manual, batch: Tensor, number: int) -> None:
     optimizer.step(closure)
 
 
+def several_in_closure(module: Manual, batch: Tensor, number: int) -> None:
+    optimizer = module.optimizers()
+
+    def closure() -> None:
+        optimizer.zero_grad()
+        for part in (batch[:4], batch[4:]):
+            module.manual_backward(module.loss(part))
+
+    optimizer.step(closure)
+
+
+def retained(module: Manual, batch: Tensor, number: int) -> None:
+    """Two backward passes of one forward pass, in a closure."""
+    optimizer = module.optimizers()
+
+    def closure() -> None:
+        loss = module.loss(batch)
+        module.manual_backward(loss, retain_graph=True)
+        module.manual_backward(loss)
+
+    optimizer.step(closure)
+    optimizer.zero_grad()
+
+
 def twice(module: Manual, batch: Tensor, number: int) -> None:
     """Two steps a batch, the second one of two backward passes, and gradients that are dropped."""
     plain(module, batch[:4], number)
@@ -146,7 +173,21 @@ def scheduled(module: Manual, batch: Tensor, number: int) -> None:
     module.lr_schedulers().step()
 
 
-LOOPS = {f.__name__: f for f in (plain, clipped, accumulated, toggled, in_closure, twice, dropped, scheduled)}
+LOOPS = {
+    f.__name__: f
+    for f in (
+        plain,
+        clipped,
+        accumulated,
+        toggled,
+        in_closure,
+        several_in_closure,
+        retained,
+        twice,
+        dropped,
+        scheduled,
+    )
+}
 
 
 def fit(train: Callable[[Manual, Tensor, int], Any], strategy: Any, **options: Any) -> Manual:
@@ -175,7 +216,7 @@ def test_steps_in_a_closure_have_the_bits_of_automatic_ones(keys: dict[str, Any]
     assert all(map(torch.equal, module.parameters(), expected.parameters()))
 
 
-@pytest.mark.parametrize("name", ["clipped", "accumulated", "in_closure"])
+@pytest.mark.parametrize("name", ["clipped", "accumulated", "in_closure", "several_in_closure"])
 def test_losses_of_parameters_in_host_memory(name: str) -> None:
     expected = fit(LOOPS[name], "auto")
     module = fit(LOOPS[name], ZenFlowStrategy(worker_cores=1, stage=3, offload_parameters=True))
@@ -195,10 +236,13 @@ def test_a_validation_between_backward_and_step(where: str) -> None:
     ("train", "message"),
     [
         (
-            lambda module, batch, number: module.optimizers().step(
-                lambda: [module.manual_backward(module.loss(batch)) for _ in range(2)]
-            ),
-            "one in the closure of `optimizer.step`",
+            lambda module, batch, number: [
+                module.optimizers().step(
+                    lambda: [module.manual_backward(module.loss(batch)) for _ in range(1 + number)]
+                ),
+                module.zero_grad(),
+            ][-1],
+            "no second one in the closure of `optimizer.step` where the closure before had one only",
         ),
         (
             lambda module, batch, number: [
@@ -208,12 +252,35 @@ def test_a_validation_between_backward_and_step(where: str) -> None:
             ],
             "no backward pass behind `clip_gradients`",
         ),
+        (
+            lambda module, batch, number: [module.loss(batch).backward(), module.optimizers().step()],
+            "must come from .* `self.manual_backward`",
+        ),
     ],
-    ids=["two backward passes in a closure", "a backward pass behind clipping"],
+    ids=["a further backward pass in a closure", "a backward pass behind clipping", "another backward pass"],
 )
 def test_what_has_no_meaning_is_refused(train: Any, message: str) -> None:
     with pytest.raises(MisconfigurationException, match=message):
         fit(train, ZenFlowStrategy(worker_cores=1, **EXACT))
+
+
+def test_steps_without_gradients_are_not_measured(tmp_path: Path) -> None:
+    """As under torch, they change nothing."""
+
+    def train(module: Manual, batch: Tensor, number: int) -> None:
+        if number % 3:
+            plain(module, batch, number)
+        else:
+            module.optimizers().zero_grad()
+            module.optimizers().step()
+
+    expected = fit(train, "auto")
+    logger = CSVLogger(tmp_path)
+    module = fit(train, ZenFlowStrategy(worker_cores=1, **EXACT), logger=logger, log_every_n_steps=1)
+    assert module.losses == pytest.approx(expected.losses, rel=2e-5)
+    assert module.global_steps == expected.global_steps
+    rows = csv.DictReader(Path(logger.experiment.metrics_file_path).read_text().splitlines())
+    assert [int(row["step"]) for row in rows] == [step for step in range(24) if step % 3]
 
 
 class Several(Manual):
