@@ -403,12 +403,13 @@ def run_case(
         *callbacks,
         After([case.save_at] if case.save_at else [], lambda trainer: trainer.save_checkpoint(case.checkpoint)),
     ]
+    # In manual optimization Lightning refuses them, and the model does both.
+    automatic = {"accumulate_grad_batches": case.accumulate, "gradient_clip_val": case.max_norm}
     trainer = make_trainer(
         strategy or case.make_strategy(),
         devices=devices,
         max_steps=case.steps,
-        accumulate_grad_batches=case.accumulate,
-        gradient_clip_val=case.max_norm,
+        **(automatic if model.automatic_optimization else {}),
         precision=case.precision,
         accelerator=case.accelerator,
         callbacks=all_callbacks,

@@ -97,6 +97,45 @@ class SmallNet(TestModule):
         return functional.cross_entropy(logits.float(), tokens.sum(1) % 3)
 
 
+class ByHand(SmallNet):
+    """As `SmallNet`, in manual optimization: accumulates by steps that are left out, clips and schedules.
+
+    Args:
+        max_norm: largest norm of a gradient.
+        in_closure: whether the last backward pass is in the step's closure.
+    """
+
+    def __init__(self, *, max_norm: float, in_closure: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+        self.max_norm = max_norm
+        self.in_closure = in_closure
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = torch.empty(0)
+        optimizer = self.optimizers()
+        is_last = (batch_idx + 1) % self.accumulate == 0
+
+        def backward() -> None:
+            nonlocal loss
+            loss = super(ByHand, self).training_step(batch, batch_idx) / self.accumulate
+            self.manual_backward(loss)
+            if is_last:
+                self.clip_gradients(optimizer, gradient_clip_val=self.max_norm, gradient_clip_algorithm="norm")
+
+        if is_last and self.in_closure:
+            optimizer.step(backward)
+        else:
+            backward()
+        if is_last:
+            if not self.in_closure:
+                optimizer.step()
+            optimizer.zero_grad()
+            self.lr_schedulers().step()
+        return loss
+
+
 class TiedNet(TestModule):
     """A language model in small: the embedding's matrix is the head's as well, between them three residual layers.
 

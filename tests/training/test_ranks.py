@@ -42,6 +42,21 @@ FIXED = Case(steps=11)
 CLIPPED = replace(FIXED, accumulate=3, max_norm=1.0)
 ADAM = replace(FIXED, precision="bf16-true", max_norm=1.0, optimizer=OptimizerOptions(kind="Adam"))
 NOT_FINITE = {"not_finite": {(0, 1): math.nan, (4, 0): math.inf, (5, 1): -math.inf, (10, 1): math.nan}}
+AUTOMATIC = replace(CLIPPED, model="SmallNet", topk_ratio=0.3)
+BY_HAND = {
+    "S=1, d=0": replace(AUTOMATIC, update_interval=1, publish_lag=0).with_keys(clip_prediction=False),
+    "S=3, d=1": replace(AUTOMATIC, update_interval=3).with_keys(**EVERYTHING),
+}
+"""In automatic optimization, with which manual optimization is compared. Clip factors are the true ones: by hand, they are predicted from
+one step later on.
+"""
+
+
+def by_hand(case: Case, *, in_closure: bool) -> Case:
+    """A case in manual optimization."""
+    return replace(case, model="ByHand", model_options={"max_norm": case.max_norm, "in_closure": in_closure})
+
+
 GRID = [
     (FIXED, 0.5, 7, 3),
     (CLIPPED, 0.05, 1, 0),
@@ -75,6 +90,11 @@ OF_ADAMW = {
         for dtype in ("bfloat16", "int8")
     },
     **{f"true factors: {name}": VERIFIED[name] for name in ("half", "accumulated", "not finite in the end")},
+    **{f"by hand: {name}": by_hand(case, in_closure=False) for name, case in BY_HAND.items()},
+    **{f"in a closure: {name}": by_hand(case, in_closure=True) for name, case in BY_HAND.items()},
+    "in a closure: predicted clip factors": by_hand(
+        replace(AUTOMATIC, update_interval=2, publish_lag=0).with_keys(**APPROXIMATE), in_closure=True
+    ),
     "accumulated on the host": replace(CLIPPED, model="SmallNet", strategy_options=APPROXIMATE).with_keys(
         accumulate_on="host"
     ),
@@ -91,7 +111,7 @@ STEP_BY_STEP = {
 
 @functools.cache
 def on_two_ranks() -> Runs:
-    cases = {**OF_ADAMW, **STEP_BY_STEP, "updated": UPDATED, "plain": PLAIN}
+    cases = {**OF_ADAMW, **STEP_BY_STEP, **BY_HAND, "updated": UPDATED, "plain": PLAIN}
     return run_each({name: replace(case, loop="trainer") for name, case in cases.items()})
 
 
@@ -104,6 +124,12 @@ def test_the_state_is_adamws(name: str) -> None:
 @pytest.mark.parametrize("name", STEP_BY_STEP)
 def test_every_step_is_the_oracles(name: str) -> None:
     compare_with_oracle(STEP_BY_STEP[name], on_two_ranks()[name])
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_steps_in_a_closure_have_the_bits_of_automatic_ones(name: str) -> None:
+    for ours, expected in zip(on_two_ranks()[f"in a closure: {name}"], on_two_ranks()[name], strict=True):
+        assert_same_run(ours, expected)
 
 
 def test_provisional_updates_are_of_host_owned_matrices_only() -> None:
