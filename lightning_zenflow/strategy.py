@@ -22,7 +22,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.put_off import PutOffSaves, undisturbed
+from lightning_zenflow.checkpoint.deferred import DeferredSaves, undisturbed
 from lightning_zenflow.checkpoint.single_file import SavedFile
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
@@ -142,7 +142,7 @@ class TrainerStrategy(TrainerCheckpoints):
         self._precision_plugin = deepspeed_options.get("precision_plugin")
         self._over = self._needs_files = False
         self._file: SavedFile | None = None
-        self._saves = PutOffSaves(self._save_again)
+        self._saves = DeferredSaves(self._save_again)
         # What the hooks of the present save were given under stage 3.
         self._handed: Mapping[str, Any] = {}
         self._trainers_plugin: CheckpointIO | None = None

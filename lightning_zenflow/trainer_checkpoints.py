@@ -16,9 +16,9 @@ from typing_extensions import override
 from lightning_zenflow.checkpoint.atomic import remove
 from lightning_zenflow.checkpoint.background import BackgroundSaves
 from lightning_zenflow.checkpoint.collective import load_file_together, load_together, read_file_together
+from lightning_zenflow.checkpoint.deferred import DeferredSaves, undisturbed
 from lightning_zenflow.checkpoint.engine_content import AVERAGED, CURRENT, as_lightning_saved, to_save
 from lightning_zenflow.checkpoint.files import place_of
-from lightning_zenflow.checkpoint.put_off import PutOffSaves, undisturbed
 from lightning_zenflow.checkpoint.single_file import SavedFile
 from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.core.errors import MisconfigurationException
@@ -31,7 +31,7 @@ class TrainerCheckpoints(Saving):
 
     # Lightning's own, declared for the type checker.
     model: Any
-    _saves: PutOffSaves
+    _saves: DeferredSaves
     _file: SavedFile | None
     """What `load_checkpoint` has read, until `load_model_state_dict`."""
     _handed: Mapping[str, Any]
@@ -43,7 +43,7 @@ class TrainerCheckpoints(Saving):
 
     @cached_property
     def _exact_weights(self) -> pl.Callback:
-        """Makes weights exact, and saves that were put off, before the user's callbacks read them.
+        """Makes weights exact, and deferred saves, before the user's callbacks read them.
 
         Lightning calls the strategy's hooks after those of all callbacks, so this callback is the first of the trainer's. Callbacks that
         replace the weights at the end of training (`WeightAveraging`) or export them then work on the result of all steps.
@@ -98,7 +98,7 @@ class TrainerCheckpoints(Saving):
         self.lightning_module.trainer.save_checkpoint(path, weights_only, storage_options)
 
     def _save_before_step(self) -> None:
-        """Saves what was put off since the batch began, with the state after the last step; the present step goes on as without a save."""
+        """Saves what was deferred since the batch began, with the state after the last step; the present step goes on as without a save."""
         assert self.zenflow_optimizer is not None
         self.zenflow_optimizer.before_step = None
         with self.zenflow_optimizer.zenflow_step.gradients_set_aside():
@@ -146,7 +146,7 @@ class TrainerCheckpoints(Saving):
             MisconfigurationException: there has been no training.
         """
         if self._saves.must_wait:
-            self._saves.put_off(filepath, "optimizer_states" not in checkpoint, storage_options)
+            self._saves.defer(filepath, "optimizer_states" not in checkpoint, storage_options)
             if self.zenflow_optimizer is not None:
                 self.zenflow_optimizer.before_step = self._save_before_step
             return

@@ -1,4 +1,4 @@
-"""Saves that are asked for at a moment at which none is possible, as by the handler of a signal that comes at any instruction."""
+"""Deferred saves: those that are asked for at a moment at which none is possible, as by the handler of a signal that comes at any instruction."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class PutOffSaves:
+class DeferredSaves:
     """Saves that wait for the next moment at which the state is whole: before an optimizer step, at the end of a batch, or of a call that
     must not be disturbed.
 
@@ -34,7 +34,7 @@ class PutOffSaves:
         """True inside a batch or a call that must not be disturbed."""
         return self.in_batch or self._depth > 0
 
-    def put_off(self, path: Any, weights_only: bool, storage_options: Any) -> None:
+    def defer(self, path: Any, weights_only: bool, storage_options: Any) -> None:
         """Appends a save to `wanted`."""
         self.wanted.append((path, weights_only, storage_options))
         rank_zero_info(
