@@ -203,10 +203,3 @@ class StateAccess(OtherBases):  # type: ignore[misc]
     def update_fp32_grad_for_param_vectorized(self, update_func: Callable[..., Any], param_list: list[Any]) -> None:
         for param in param_list:
             self.set_fp32_grad_for_param(param.new_empty(0), param)
-
-    @override
-    def offload_states(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: it would move weights and states away from where the worker's updates go."""
-        raise MisconfigurationException(
-            "ZenFlowStrategy does not support engine.offload_states: states are in host memory"
-        )

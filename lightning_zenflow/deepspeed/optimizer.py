@@ -22,6 +22,7 @@ from lightning_zenflow.deepspeed.environment import RankResources
 from lightning_zenflow.deepspeed.flat_buffers import slices_of
 from lightning_zenflow.deepspeed.full_state import FullState
 from lightning_zenflow.deepspeed.release import restore_process
+from lightning_zenflow.deepspeed.sleep import Sleep
 from lightning_zenflow.deepspeed.supported import refuse_unused
 from lightning_zenflow.deepspeed.user_optimizer import read_hyperparameters
 from lightning_zenflow.offload.plan import StepInputs
@@ -33,7 +34,7 @@ from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 
 
-class ZenFlowOptimizer(Checkpointing):
+class ZenFlowOptimizer(Sleep, Checkpointing):
     """Mixin of one of DeepSpeed's ZeRO offload optimizers, whose step then does not wait for the CPU (ZenFlow, arXiv 2505.12242).
 
     DeepSpeed keeps its part: flat model weights, gradient buckets and their reduction, checkpoint format, the engine around it. Its fp32
@@ -130,6 +131,7 @@ class ZenFlowOptimizer(Checkpointing):
         runtime_of(parts.step.rank.device).forget_peak()
 
     def _read_inputs(self) -> StepInputs:
+        self._refuse_asleep()
         self._written.begin_updates()
         groups = read_hyperparameters(self.optimizer)
         return StepInputs(groups=groups, loss_scale=self.loss_scale, max_norm=float(self.clip_grad))
@@ -154,6 +156,7 @@ class ZenFlowOptimizer(Checkpointing):
 
     def begin_micro_batch(self) -> None:
         """Before a forward pass, and before a backward pass."""
+        self._refuse_asleep()
         if self._has_found_writes():
             self.flush()
 
@@ -214,6 +217,7 @@ class ZenFlowOptimizer(Checkpointing):
             raise WorkerError(
                 "training has ended, and the ZenFlow worker of this training has been ended with it: set up the training again"
             )
+        self._refuse_asleep()
         if self.before_step is not None:
             self.before_step()
         # Private: runs torch's hooks around a step, those of all optimizers and those of the user's.
@@ -336,6 +340,7 @@ class ZenFlowOptimizer(Checkpointing):
         """Drops what refers to the flat buffers of the model's weights."""
         self._rank.forget_weights()
         self.parts.provisional.forget_weights()
+        self._forget_copies()
 
     @property
     def closed(self) -> bool:

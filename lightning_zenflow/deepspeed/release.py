@@ -251,7 +251,8 @@ def pickled_as_before(parts: Iterable[Module | Tensor]) -> Iterator[None]:
     """
     parts = list(parts)
     parameters: list[Any] = [p for p in parts if isinstance(p, Tensor) and _names_on(p)]
-    buffers = {t.untyped_storage().data_ptr() for p in parameters for t in (p, getattr(p, "ds_tensor", p))} - {0}
+    # Private: the address of the storage object, whose memory may change (`Sleep`).
+    buffers = {t.untyped_storage()._cdata for p in parameters for t in (p, getattr(p, "ds_tensor", p)) if t.numel()}
     table: dict[type, Any] = copyreg.dispatch_table
     before = {kind: table.get(kind) for kind in {*map(type, parts), Tensor}}
     for kind, theirs in before.items():
@@ -267,7 +268,7 @@ def pickled_as_before(parts: Iterable[Module | Tensor]) -> Iterator[None]:
 
 def _reduce(theirs: Callable[[Any], Any], buffers: set[int], part: Module | Tensor) -> Any:
     if type(part) is Tensor:
-        is_ours = part.layout is torch.strided and part.untyped_storage().data_ptr() in buffers
+        is_ours = part.layout is torch.strided and part.untyped_storage()._cdata in buffers
         return theirs(_alone(part) if is_ours else part)
     if isinstance(part, Tensor):
         return theirs(_twin(part))

@@ -40,7 +40,7 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         super().__init__(*args, **{**kwargs, "round_robin_gradients": True})
         # Private: DeepSpeed links the moments to the parameters after its own first step; ours exist already.
         self._lazy_init_hp_params_optimizer_state()
-        self._addresses = [parameter.data_ptr() for parameter in self._trained_parameters]
+        self._places = self._places_of_weights()
 
     @override
     def _round_robin_reorder(
@@ -136,11 +136,15 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         finally:
             self.overlap_comm = overlap_comm
 
+    def _places_of_weights(self) -> list[tuple[Any, ...]]:
+        # Private: the address of the storage object, whose memory may change (`Sleep`).
+        return [(p.untyped_storage()._cdata, p.storage_offset()) for p in self._trained_parameters]
+
     @override
     def _begin_step(self) -> None:
-        if self._addresses != (addresses := [parameter.data_ptr() for parameter in self._trained_parameters]):
-            places = zip(self._trained_parameters, addresses, self._addresses, strict=True)
-            refuse_moved(next(self.param_names[parameter] for parameter, now, before in places if now != before))
+        if self._places != (places := self._places_of_weights()):
+            compared = zip(self._trained_parameters, places, self._places, strict=True)
+            refuse_moved(next(self.param_names[parameter] for parameter, now, before in compared if now != before))
 
     @override
     def _forget_weights(self) -> None:

@@ -83,6 +83,12 @@ class Accumulation:
         """Drops all sums that have not been taken."""
         self._pending.clear()
 
+    def release(self) -> Tensor | None:
+        """Frees the device memory of the sums where none is pending; where some are, returns it."""
+        if not self._pending:
+            self._on_device = None
+        return self._on_device
+
     def _sum(self, slice_index: int) -> Tensor:
         s = self._rank.partition.slices[slice_index]
         if self._where == "device":

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -49,6 +49,9 @@ _SHAPE_ONLY = {
 }
 
 
+_resize = UntypedStorage.resize_
+
+
 def place() -> str:
     """The innermost function of the package, or of DeepSpeed's optimizer, that is running; empty: neither is."""
     frame = sys._getframe(1)
@@ -70,7 +73,7 @@ class Watch(TorchDispatchMode):
         """For each address that a device copied to last: what precedes the copy's end."""
         self._words = range(0)
         self._numbers: dict[int, int] = {}
-        self._storages: set[int] = set()
+        self._storages: dict[int, int] = {}  # with their memory; 0: none
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -168,16 +171,30 @@ class Watch(TorchDispatchMode):
 
     def _allocated(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        number, base = storage._cdata, storage.data_ptr()
-        if number in self._storages:
+        if storage._cdata in self._storages:
             return
-        self._storages.add(number)
-        weakref.finalize(storage, self._storages.discard, number)
+        weakref.finalize(storage, self._freed, storage._cdata)
+        self._take(storage)
+
+    def _take(self, storage: UntypedStorage) -> None:
+        base = self._storages[storage._cdata] = storage.data_ptr()
         if base:
             self._order.allocate(base, self._device.current.name)
-            weakref.finalize(storage, self._order.free, base)
-            weakref.finalize(storage, self._device.memory.free, base)
             self._device.memory.allocate(base, storage.nbytes(), place(), counts=not self._device.is_within_pass)
+
+    def _freed(self, number: int) -> None:
+        if base := self._storages.pop(number):
+            self._order.free(base)
+            self._device.memory.free(base)
+
+    def resize(self, storage: UntypedStorage, n_bytes: int) -> None:
+        """`UntypedStorage.resize_`, which is no operation of torch's."""
+        is_on_device = storage._cdata in self._storages
+        if is_on_device:
+            self._freed(storage._cdata)
+        _resize(storage, n_bytes)
+        if is_on_device:
+            self._take(storage)
 
     def spans(self, tensor: Tensor) -> list[Span]:
         """Parts of memory whose order matters: the device's, and of the host's what the device or the worker uses."""
@@ -310,6 +327,7 @@ def recorded_device(*, events_are_reached: bool = False, memory_limit: float = m
             device.order.keep_for(tensor.untyped_storage().data_ptr(), stream.name)
 
         stack.enter_context(patch.object(Tensor, "record_stream", record_stream))
+        stack.enter_context(patch.object(UntypedStorage, "resize_", lambda storage, n: watch.resize(storage, n)))
 
         work_wait = dist.Work.wait
 

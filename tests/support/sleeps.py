@@ -1,0 +1,54 @@
+"""What happens behind batches: sleeps, in which what the device has leaves (`engine.offload_states`) and comes back; or flushes."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from deepspeed.utils import safe_get_full_fp32_param
+from typing_extensions import override
+
+from harness import optimizer_of
+
+
+class Behind(pl.Callback):
+    """Calls `act` behind some batches, counted from 1; with accumulation there are several a step."""
+
+    def __init__(self, batches: Sequence[int]) -> None:
+        self._batches = batches
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx + 1 in self._batches:
+            self.act(trainer)
+
+    def act(self, trainer: pl.Trainer) -> None:
+        """Flushes."""
+        optimizer_of(trainer).flush()
+
+
+class Sleeps(Behind):
+    """Sleeps.
+
+    Args:
+        batches: see `Behind`.
+        asleep: called with the Trainer.
+        **options: of `offload_states`.
+    """
+
+    def __init__(
+        self, batches: Sequence[int], *, asleep: Callable[[pl.Trainer], object] | None = None, **options: Any
+    ) -> None:
+        super().__init__(batches)
+        self._asleep, self._options = asleep, options
+
+    @override
+    def act(self, trainer: pl.Trainer) -> None:
+        engine, parts = trainer.strategy.deepspeed_engine, optimizer_of(trainer).parts
+        engine.offload_states(**self._options)
+        assert not any(weights.untyped_storage().nbytes() for weights in parts.rank.weights)
+        assert parts.ownership.numel == 0
+        # A collective, which needs the state only.
+        safe_get_full_fp32_param(next(iter(trainer.lightning_module.parameters())))
+        if self._asleep is not None:
+            self._asleep(trainer)
+        engine.reload_states()

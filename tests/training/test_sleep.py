@@ -1,0 +1,163 @@
+"""Memory that leaves the device between steps (`engine.offload_states`) and comes back (`engine.reload_states`)."""
+
+import io
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.utils import safe_get_full_fp32_param
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from fabric_runs import set_up, train_step
+from harness import EVERYTHING, Case, run_here, snapshot
+from lightning_zenflow.kernels.factored import NOISE_NUMEL
+from networks import SmallNet
+from rank_processes import run_on_ranks
+from recorded_device.watch import recorded_device
+from same_bits import assert_same_run, assert_same_tensors
+from sleeps import Behind, Sleeps
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+LATE = Case(model="SmallNet", precision="bf16-true", topk_ratio=0.3, max_norm=0.1).with_keys(**EVERYTHING)
+IN_BACKWARD = replace(LATE, update_interval=1, publish_lag=0, max_norm=None)
+CASES = {
+    f"{name}, stage {stage}": replace(case, stage=stage)
+    for name, case in {"S=1, d=0": IN_BACKWARD, "S=4, d=1": LATE}.items()
+    for stage in (2, 3)
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_state_are_those_without(name: str) -> None:
+    """One of three sleeps is in the middle of a step. Where weights are late, a flush takes the place of each."""
+    case, batches = replace(CASES[name], accumulate=2), (6, 9, 12)
+    slept = run_here(replace(case, callbacks=(Sleeps(batches),)))
+    assert_same_run(slept, run_here(replace(case, callbacks=(Behind(batches),) if case.publish_lag else ())))
+
+
+def test_two_ranks() -> None:
+    cases = {
+        f"{name}, {callback.__name__}": replace(case, steps=6, callbacks=(callback((3, 4)),))
+        for name, case in CASES.items()
+        for callback in (Sleeps, Behind)
+        if case.publish_lag
+    }
+    runs = run_on_ranks(cases)
+    for name in (name for name in cases if name.endswith("Sleeps")):
+        for ours, theirs in zip(runs[name], runs[name.replace("Sleeps", "Behind")], strict=True):
+            assert_same_run(ours, theirs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_memory_leaves_and_all_is_ordered(name: str) -> None:
+    """On a device that runs behind the host."""
+    widths = [64] * 8
+    case = replace(CASES[name], model="Perceptron", model_options={"widths": widths}, recorded=False, max_norm=None)
+    asleep: list[int] = []
+    with recorded_device() as device:
+        sleeps = Sleeps((3, 6), asleep=lambda _: asleep.append(device.memory.total), pin_memory=name in [*CASES][::2])
+        run_here(replace(case, callbacks=(sleeps,)))
+    weights = 2 * sum(m * n + n for m, n in itertools.pairwise(widths))
+    noise = 2 * NOISE_NUMEL * 4
+    assert not device.order.races
+    assert len(asleep) == 2 and max(asleep) < noise + weights / 8
+
+
+Loop = tuple[Any, Any, Any, Any]
+"""Fabric, model, optimizer, and DeepSpeed's engine."""
+
+
+@pytest.fixture(params=[2, 3], ids=["stage 2", "stage 3"])
+def loop(request: pytest.FixtureRequest) -> Loop:
+    """After two steps with late weights."""
+    fabric, model, optimizer, _ = set_up(SmallNet(), **{**LATE.keys(), "stage": request.param})
+    request.addfinalizer(fabric.strategy.teardown)
+    for step in range(2):
+        train_step(fabric, model, optimizer, step)
+    return fabric, model, optimizer, fabric.strategy.model
+
+
+def test_no_training_goes_on(loop: Loop, tmp_path: Path) -> None:
+    fabric, model, optimizer, engine = loop
+    loss = model.loss(2, 0, 0)
+    engine.offload_states()
+    fabric.save(tmp_path / "checkpoint", state := {"model": model, "optimizer": optimizer})
+    refused: list[Callable[[], object]] = [
+        lambda: model.loss(2, 0, 0),
+        lambda: fabric.backward(loss),
+        lambda: engine.optimizer.step(),
+        lambda: fabric.load(tmp_path / "checkpoint", state),
+    ]
+    for call in refused:
+        with pytest.raises(MisconfigurationException, match="call `engine.reload_states"):
+            call()
+
+
+def test_not_between_backward_and_step(loop: Loop) -> None:
+    fabric, model, optimizer, engine = loop
+    fabric.backward(model.loss(2, 0, 0))
+    with pytest.raises(MisconfigurationException, match="behind the step"):
+        engine.offload_states()
+    optimizer.step()
+    engine.offload_states()
+    engine.reload_states()
+
+
+def test_not_with_parameters_in_host_memory() -> None:
+    fabric, _, _, _ = set_up(SmallNet(), stage=3, offload_parameters=True)
+    with pytest.raises(AssertionError, match="not supported for offloaded parameters"):
+        fabric.strategy.model.offload_states()
+    fabric.strategy.teardown()
+
+
+def test_what_is_included_leaves(loop: Loop) -> None:
+    _, _, _, engine = loop
+    (weights, *_) = engine.optimizer.parts.rank.weights
+    engine.offload_states(include=[OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states])
+    train_step(*loop[:3], 2)
+    engine.offload_states(include=[OffloadStateTypeEnum.contiguous_grad_buffer])
+    assert weights.untyped_storage().nbytes()
+    engine.offload_states(include=[OffloadStateTypeEnum.lp_params])
+    assert not weights.untyped_storage().nbytes()
+    engine.offload_states()
+    engine.reload_states()
+    engine.reload_states()
+    train_step(*loop[:3], 3)
+
+
+def test_weights_are_read_and_written_in_host_memory(loop: Loop) -> None:
+    """What is written counts from then on, as between two steps."""
+    fabric, model, _, engine = loop
+    fabric.strategy.flush()
+    before = snapshot(model.module)
+    engine.offload_states()
+    assert_same_tensors(snapshot(model.module), before)
+    parameters = list(model.module.parameters())
+    with GatheredParameters(parameters, modifier_rank=0), torch.no_grad():
+        parameters[0].fill_(0.5)
+    engine.reload_states()
+    model.loss(2, 0, 0)
+    assert safe_get_full_fp32_param(parameters[0]).eq(0.5).all()
+    assert_same_tensors(snapshot(model.module)[1:], before[1:])
+
+
+def test_a_training_ends_asleep_and_files_have_no_more_than_before(loop: Loop) -> None:
+    fabric, model, _, engine = loop
+    engine.offload_states()
+    engine.reload_states()
+    name, weight = next(iter(model.state_dict().items()))
+    if weight.numel():
+        torch.save({name: weight}, file := io.BytesIO())
+        assert len(file.getvalue()) < weight.nbytes + 2500
+    engine.offload_states()
+    before = snapshot(model.module)
+    fabric.strategy.teardown()
+    assert_same_tensors(snapshot(model.module), before)
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.module.parameters())
