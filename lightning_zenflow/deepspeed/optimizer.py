@@ -130,6 +130,13 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         # DeepSpeed's start needs up to 6 bytes a parameter more than a step, which `has_room` would count for ever.
         runtime_of(parts.step.rank.device).forget_peak()
 
+    def _refuse_asleep(self) -> None:
+        if self._away:
+            raise MisconfigurationException(
+                "ZenFlowStrategy: between `engine.offload_states` and `engine.reload_states` no training goes on and no checkpoint is"
+                f" loaded, got {', '.join(sorted(self._away))} away from the device: call `engine.reload_states()` on all ranks"
+            )
+
     def _read_inputs(self) -> StepInputs:
         self._refuse_asleep()
         self._written.begin_updates()

@@ -13,18 +13,12 @@ from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.mixins import OtherBases
 from lightning_zenflow.deepspeed.pieces import is_divided
-from lightning_zenflow.offload.run_state import StepParts
-from lightning_zenflow.offload.step import ZenFlowStep
 
 
 class Sleep(OtherBases):  # type: ignore[misc]
     """Mixin of `ZenFlowOptimizer`. Storages stay, without memory: all views of them, which DeepSpeed and the components of the step hold,
     are valid again when the storages have memory again, at other addresses. An interrupted call is undone by `reload_states`.
     """
-
-    parts: StepParts
-    zenflow_step: ZenFlowStep
-    param_names: dict[Any, str]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Never bound anew: Fabric's wrapper of the optimizer has a copy of its attributes.
@@ -66,14 +60,14 @@ class Sleep(OtherBases):  # type: ignore[misc]
                 " `optimizer.step()`, when updates are under way: call it behind the step"
             )
         self.flush()
-        away = {*(OffloadStateTypeEnum if include is None else include)}
+        new, is_first = {*(OffloadStateTypeEnum if include is None else include)} - self._away, not self._away
+        # First: training is refused after an interruption.
+        self._away.update(new)
         # DeepSpeed's drops what is gathered, and stage 3's buckets.
-        super().offload_states(away & {OffloadStateTypeEnum.contiguous_grad_buffer}, device, pin_memory)
-        away -= self._away
-        if away and not self._away and (sums := self.parts.fill.accumulation.release()) is not None:
+        super().offload_states(new & {OffloadStateTypeEnum.contiguous_grad_buffer}, device, pin_memory)
+        if new and is_first and (sums := self.parts.fill.accumulation.release()) is not None:
             self._copy(sums, pin_memory=pin_memory)
-        self._away.update(away)
-        if OffloadStateTypeEnum.lp_params in away:
+        if OffloadStateTypeEnum.lp_params in new:
             self._columns.append(self.parts.ownership.state_dict())
             self.parts.ownership.clear()
             for p in self.param_names:
@@ -88,8 +82,7 @@ class Sleep(OtherBases):  # type: ignore[misc]
     def reload_states(self, non_blocking: bool = False) -> None:
         """Ends `offload_states`; training goes on as behind a flush. Where the device has no room, the call can be repeated.
 
-        Args:
-            non_blocking: has no effect.
+        `non_blocking` has no effect.
         """
         super().reload_states()
         for storage, copy in self._storages.values():
@@ -106,13 +99,6 @@ class Sleep(OtherBases):  # type: ignore[misc]
     def _forget_copies(self) -> None:
         for memory in (self._storages, self._shown, self._columns, self._away):
             memory.clear()
-
-    def _refuse_asleep(self) -> None:
-        if self._away:
-            raise MisconfigurationException(
-                "ZenFlowStrategy: between `engine.offload_states` and `engine.reload_states` no training goes on and no checkpoint is"
-                f" loaded, got {', '.join(sorted(self._away))} away from the device: call `engine.reload_states()` on all ranks"
-            )
 
     def _copy(self, tensor: Tensor, *, pin_memory: bool) -> None:
         """Copies a tensor's storage, once for all of its tensors, to host memory, which the tensor then shows."""

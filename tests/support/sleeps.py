@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from deepspeed.utils import safe_get_full_fp32_param
 from typing_extensions import override
 
-from harness import optimizer_of
+from harness import optimizer_of, snapshot
+from same_bits import assert_same_tensors
 
 
 class Behind(pl.Callback):
@@ -47,8 +47,8 @@ class Sleeps(Behind):
         engine.offload_states(**self._options)
         assert not any(weights.untyped_storage().nbytes() for weights in parts.rank.weights)
         assert parts.ownership.numel == 0
-        # A collective, which needs the state only.
-        safe_get_full_fp32_param(next(iter(trainer.lightning_module.parameters())))
+        shown = snapshot(trainer.lightning_module)
         if self._asleep is not None:
             self._asleep(trainer)
         engine.reload_states()
+        assert_same_tensors(snapshot(trainer.lightning_module), shown)
