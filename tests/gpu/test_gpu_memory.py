@@ -1,7 +1,8 @@
 """On a CUDA device: page-locked memory, and how much of the device's is used."""
 
 import gc
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import pytest
@@ -13,6 +14,8 @@ from harness import APPROXIMATE, Case, run_here
 from lightning_zenflow.core.device import has_room, runtime_of
 from lightning_zenflow.core.partition import Slice, build_partition
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
+from same_bits import assert_same_tensors
+from sleeps import Behind, Sleeps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda", "no_worker_is_left")]
 
@@ -131,3 +134,34 @@ def test_memory_ceiling() -> None:
     # On top: what cuBLAS keeps for itself, 32 MiB for each of its handles.
     used = memory.n_bytes - before
     assert used < 1.1 * allowed + 96 * 2**20, (used, allowed, weights, buckets, columns, repeated, working)
+
+
+class Awake(Behind):
+    """Device memory in use, and how many entries the device owns, before a sleep."""
+
+    @override
+    def act(self, trainer: pl.Trainer) -> None:
+        self.n_bytes, self.owned = torch.cuda.memory_allocated(), optimizer_of(trainer).parts.ownership.numel
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_device_is_free_in_a_sleep(stage: Literal[2, 3]) -> None:
+    """And trains on with the bits of a run that flushes at the same place."""
+    width, layers = 1024, 8
+    case = Case(
+        model="Perceptron",
+        model_options={"widths": [width] * (layers + 1)},
+        precision="bf16-true",
+        steps=10,
+        accelerator="gpu",
+        recorded=False,
+        stage=stage,
+        strategy_options=APPROXIMATE,
+    )
+    awake, asleep = Awake((6,)), list[int]()
+    sleeps = Sleeps((6,), asleep=lambda _: asleep.append(torch.cuda.memory_allocated()))
+    slept = run_here(replace(case, callbacks=(awake, sleeps)))
+    assert awake.owned > 0
+    weights, columns = 2 * layers * (width * width + width), (2 + 12) * awake.owned
+    assert awake.n_bytes - asleep[0] >= weights + columns
+    assert_same_tensors(slept.weights, run_here(replace(case, callbacks=(Behind((6,)),))).weights)
