@@ -43,10 +43,11 @@ class Sleeps(Behind):
 
     @override
     def act(self, trainer: pl.Trainer) -> None:
-        engine, parts = trainer.strategy.deepspeed_engine, optimizer_of(trainer).parts
+        engine, optimizer = trainer.strategy.deepspeed_engine, optimizer_of(trainer)
+        # Frozen weights too; under stage 3 the rank's pieces.
+        storages = [getattr(p, "ds_tensor", p).untyped_storage() for p in trainer.lightning_module.parameters()]
         engine.offload_states(**self._options)
-        assert not any(weights.untyped_storage().nbytes() for weights in parts.rank.weights)
-        assert parts.ownership.numel == 0
+        assert not any(storage.nbytes() for storage in storages) and optimizer.parts.ownership.numel == 0
         shown = snapshot(trainer.lightning_module)
         if self._asleep is not None:
             self._asleep(trainer)

@@ -22,6 +22,7 @@ from rank_processes import run_on_ranks
 from recorded_device.watch import recorded_device
 from same_bits import assert_same_run, assert_same_tensors
 from sleeps import Behind, Sleeps
+from stage3_runs import PiecesNet
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
@@ -37,7 +38,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_state_are_those_without(name: str) -> None:
     """One of three sleeps is in the middle of a step. Where weights are late, a flush takes the place of each."""
-    case, batches = replace(CASES[name], accumulate=2), (6, 9, 12)
+    case, batches = replace(CASES[name], model=PiecesNet, accumulate=2), (6, 9, 12)
     slept = run_here(replace(case, callbacks=(Sleeps(batches),)))
     assert_same_run(slept, run_here(replace(case, callbacks=(Behind(batches),) if case.publish_lag else ())))
 
@@ -98,6 +99,30 @@ def test_no_training_goes_on(loop: Loop, tmp_path: Path) -> None:
     for call in refused:
         with pytest.raises(MisconfigurationException, match="call `engine.reload_states"):
             call()
+
+
+@pytest.mark.parametrize("in_reload", [False, True], ids=["offload", "reload"])
+@pytest.mark.parametrize("name", ["resize_", "copy_"])
+def test_an_interrupted_call_is_undone(loop: Loop, name: str, in_reload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the first storage that it has to do with."""
+    fabric, model, optimizer, engine = loop
+    fabric.strategy.flush()
+    before, original = snapshot(model.module), getattr(torch.UntypedStorage, name)
+
+    def interrupted(*args: Any) -> None:
+        original(*args)
+        raise KeyboardInterrupt
+
+    if in_reload:
+        engine.offload_states()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch.UntypedStorage, name, interrupted)
+        (engine.reload_states if in_reload else engine.offload_states)()
+    with pytest.raises(MisconfigurationException, match="call `engine.reload_states"):
+        model.loss(2, 0, 0)
+    engine.reload_states()
+    assert_same_tensors(snapshot(model.module), before)
+    train_step(fabric, model, optimizer, 2)
 
 
 def test_not_between_backward_and_step(loop: Loop) -> None:
