@@ -40,7 +40,7 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         super().__init__(*args, **{**kwargs, "round_robin_gradients": True})
         # Private: DeepSpeed links the moments to the parameters after its own first step; ours exist already.
         self._lazy_init_hp_params_optimizer_state()
-        self._places = self._places_of_weights()
+        self._note_places()
 
     @override
     def _round_robin_reorder(
@@ -136,15 +136,28 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         finally:
             self.overlap_comm = overlap_comm
 
-    def _places_of_weights(self) -> list[tuple[Any, ...]]:
-        # Private: the address of the storage object, whose memory may change (`Sleep`).
-        return [(p.untyped_storage()._cdata, p.storage_offset()) for p in self._trained_parameters]
+    def _note_places(self) -> None:
+        self._addresses = [parameter.data_ptr() for parameter in self._trained_parameters]
+
+    @override
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        if not self._away:
+            self._refuse_moved()
+        super().offload_states(*args, **kwargs)
+
+    @override
+    def reload_states(self, non_blocking: bool = False) -> None:
+        super().reload_states(non_blocking)
+        self._note_places()
 
     @override
     def _begin_step(self) -> None:
-        if self._places != (places := self._places_of_weights()):
-            compared = zip(self._trained_parameters, places, self._places, strict=True)
-            refuse_moved(next(self.param_names[parameter] for parameter, now, before in compared if now != before))
+        self._refuse_moved()
+
+    def _refuse_moved(self) -> None:
+        if self._addresses != (addresses := [parameter.data_ptr() for parameter in self._trained_parameters]):
+            places = zip(self._trained_parameters, addresses, self._addresses, strict=True)
+            refuse_moved(next(self.param_names[parameter] for parameter, now, before in places if now != before))
 
     @override
     def _forget_weights(self) -> None:
