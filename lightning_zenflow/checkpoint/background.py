@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
@@ -59,7 +59,7 @@ class BackgroundSaves:
             write: writes the file.
             on_disk: copies that this save has made already.
         """
-        with (counting := _HostCopies(None, on_disk)):
+        with (counting := _HostCopies(on_disk, only_counts=True)):
             copy.deepcopy(content)
         needed, free = self._ranks_on_host * counting.n_bytes, free_host_memory()
         if needed > free.n_bytes:
@@ -70,7 +70,7 @@ class BackgroundSaves:
             )
             write(content)
             return _nothing
-        with _HostCopies({}, on_disk):
+        with _HostCopies(on_disk):
             return partial(write, copy.deepcopy(content))
 
     def start(self, finish: Callable[[], None], ending: ExitStack) -> None:
@@ -145,23 +145,25 @@ def _unless_failed(save: Future[None], call: Callable[[], None]) -> None:
 
 
 class _HostCopies(TorchFunctionMode):
-    """Context in which `copy.deepcopy` copies tensors to host memory, each storage once, as `torch.save` writes each storage once.
+    """Context in which `copy.deepcopy` copies tensors to host memory, each with the memory that the tensor spans, and equal ones once.
 
-    Tensors that are more than a strided storage, and `torch.nn.Parameter`, are copied where they are. What this save has copied to disk
+    Tensors that are more than a view of a storage, and `torch.nn.Parameter`, are copied where they are. What this save has copied to disk
     stays.
 
     Args:
-        storages: copies that have been made; None: nothing is copied, only counted.
         on_disk: copies that this save has made already.
+        only_counts: nothing is copied.
 
     Attributes:
-        n_bytes: bytes of the storages that were found.
+        n_bytes: bytes of the copies.
     """
 
-    def __init__(self, storages: dict[Any, UntypedStorage] | None, on_disk: DiskCopies) -> None:
+    def __init__(self, on_disk: DiskCopies, *, only_counts: bool = False) -> None:
         super().__init__()
-        self._on_disk = on_disk
-        self._storages, self._found, self.n_bytes = storages, set[Any](), 0
+        self._on_disk, self._only_counts = on_disk, only_counts
+        # By the place of the original.
+        self._copies: dict[Any, Tensor] = {}
+        self.n_bytes = 0
 
     @override
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -169,25 +171,22 @@ class _HostCopies(TorchFunctionMode):
         if not is_copy:
             return function(*args, **(kwargs or {}))
         tensor, memo = args
-        is_plain = tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_quantized)
-        if not is_plain or is_traceable_wrapper_subclass(tensor):
+        is_view = tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_quantized or tensor.is_conj())
+        if not is_view or is_traceable_wrapper_subclass(tensor):
             return function(tensor, memo)
         if id(tensor) not in memo:
             memo[id(tensor)] = self._copied(tensor)
         return memo[id(tensor)]
 
     def _copied(self, tensor: Tensor) -> Tensor:
-        storage: Any = tensor.untyped_storage()
-        if self._on_disk.has(storage.data_ptr()):
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        numel = 1 + sum((n - 1) * stride for n, stride in sizes) if tensor.numel() else 0
+        spanned = tensor.detach().as_strided((numel,), (1,))
+        if self._on_disk.has(spanned.data_ptr()):
             return tensor
-        key = storage.device, storage.data_ptr(), storage.nbytes()
-        if key not in self._found:
-            self._found.add(key)
-            self.n_bytes += storage.nbytes()
-            if self._storages is not None:
-                self._storages[key] = storage.clone() if storage.device.type == "cpu" else storage.cpu()
-        if self._storages is None:
-            return tensor
-        copied = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        copied.set_(self._storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())
+        key = spanned.device, spanned.data_ptr(), spanned.dtype, numel
+        if key not in self._copies:
+            self.n_bytes += spanned.nbytes
+            self._copies[key] = spanned if self._only_counts else spanned.to("cpu", copy=True)
+        copied = self._copies[key].as_strided(tensor.shape, tensor.stride())
         return copied.requires_grad_(tensor.requires_grad).as_subclass(type(tensor))

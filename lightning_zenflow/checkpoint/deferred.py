@@ -1,4 +1,4 @@
-"""Deferred saves: those that are asked for at a moment at which none is possible, as by the handler of a signal that comes at any instruction."""
+"""Saves that are deferred, where none is possible: as by the handler of a signal, which may come at any instruction."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
