@@ -30,6 +30,8 @@ COMMAND = re.compile(
 )
 SEVERAL_PROCESSES = "num_nodes="
 """In snippets that `test_recipes.py` runs, with the command for torchrun."""
+RAY = "import ray.train"
+"""In the snippet that `test_ray.py` runs, where Ray is installed."""
 
 
 def short(path: Path) -> str:
@@ -130,7 +132,7 @@ def test_command(document: str, command: str, capsys: pytest.CaptureFixture[str]
         (short(d), number)
         for d in GUIDES
         for number, snippet in enumerate(blocks(d, "python"))
-        if SEVERAL_PROCESSES not in snippet
+        if SEVERAL_PROCESSES not in snippet and RAY not in snippet
     ],
 )
 def test_snippet(
