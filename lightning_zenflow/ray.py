@@ -1,7 +1,10 @@
 """The strategy for Ray Train, whose `prepare_trainer` takes subclasses of its own strategies only."""
 
+from typing import Any
+
 from typing_extensions import override
 
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.strategy import ZenFlowStrategy
 
 try:
@@ -31,6 +34,14 @@ class RayZenFlowStrategy(ZenFlowStrategy, RayDeepSpeedStrategy):  # type: ignore
     def is_alone(self) -> bool:
         """Whether there is one worker. The Trainer's `num_nodes` is not Ray's."""
         return bool(self.world_size == 1)
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        if self.zenflow_config.async_checkpoints:
+            raise MisconfigurationException(
+                "RayZenFlowStrategy: async_checkpoints must be false, got True: Ray's callback reports a checkpoint right after the save"
+            )
+        super().setup(trainer)
 
     @override
     def _saves_file(self, *, weights_only: bool = False) -> bool:

@@ -78,6 +78,8 @@ def save_together(
                 files.append(background.copied(of_file, write_file, copies))
 
         with _saving(path, content):
+            if isinstance(content, Path) and not isinstance(states, WholeState) and not content.is_dir():
+                raise OSError(f"{content}, which rank 0 has made, is not there: all nodes must share the storage")
             copy: Any = None if states is None else states.copy_for_save(copies)
         with nullcontext() if states is None else states.saved_as(copy), _saving(path, content):
             write(content, put)

@@ -3,9 +3,10 @@
 import gc
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import deepspeed.runtime.engine as engine_module
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from typing_extensions import override
 
 from checkpoint_files import MODEL_FILE, RANK_FILE, change_byte
@@ -118,7 +120,21 @@ class FailingSaves(pl.Callback):
             with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match=f"failed.ckpt could not .*{when}"):
                 patch.setattr(engine_class, "save_checkpoint", failing)
                 trainer.save_checkpoint(self.folder / "failed.ckpt")
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match=r"all nodes must share the storage"):
+            patch.setattr(
+                collective.dist,
+                "broadcast_object_list",
+                partial(elsewhere, trainer.global_rank, dist.broadcast_object_list),
+            )
+            trainer.save_checkpoint(self.folder / "failed.ckpt")
         trainer.save_checkpoint(self.folder / "saved.ckpt")
+
+
+def elsewhere(rank: int, broadcast: Callable[..., None], contents: list[Any], **options: Any) -> None:
+    """What rank 0 has made is not on the disk of rank 1."""
+    broadcast(contents, **options)
+    if rank == 1 and "zenflow-saving" in str(contents[0]):
+        contents[0] = contents[0].parent / "elsewhere"
 
 
 @dataclass
