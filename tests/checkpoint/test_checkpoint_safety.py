@@ -130,9 +130,9 @@ class FailingSaves(pl.Callback):
         trainer.save_checkpoint(self.folder / "saved.ckpt")
 
 
-def elsewhere(rank: int, broadcast: Callable[..., None], contents: list[Any], **options: Any) -> None:
+def elsewhere(rank: int, broadcast: Callable[..., None], contents: list[Any], *args: Any, **options: Any) -> None:
     """What rank 0 has made is not on the disk of rank 1."""
-    broadcast(contents, **options)
+    broadcast(contents, *args, **options)
     if rank == 1 and "zenflow-saving" in str(contents[0]):
         contents[0] = contents[0].parent / "elsewhere"
 
