@@ -117,19 +117,21 @@ def step_scale(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float, co
         loss_scale: factor of the loss in backward.
         count: 0-D float64; number of steps applied before this one.
     """
-    factor = clip_factor(sum_of_squares, max_norm=max_norm, loss_scale=loss_scale)
+    norm = _norm(sum_of_squares, loss_scale)
+    factor = clip_factor(sum_of_squares, max_norm=max_norm, loss_scale=loss_scale, norm=norm)
     finite = ~factor.isnan()
-    return StepScale(factor=factor, finite=finite, norm=_norm(sum_of_squares, loss_scale), count=count + finite)
+    return StepScale(factor=factor, finite=finite, norm=norm, count=count + finite)
 
 
-def clip_factor(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float) -> Tensor:
-    """`StepScale.factor` of `step_scale` alone, in fewer launches."""
+def clip_factor(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float, norm: Tensor | None = None) -> Tensor:
+    """`StepScale.factor` of `step_scale` alone, in fewer launches; `norm`: that of `StepScale`, if it is known."""
     # Zero, or NaN where the sum is not finite in float32. Few operations: each block that is submitted in backward has a factor.
     single = sum_of_squares.float()
     gap = single - single
     if max_norm == 0:
         return gap.add_(1.0 / loss_scale)
-    divisor = _norm(sum_of_squares, loss_scale).add_(1e-6).div_(max_norm).clamp_(min=1.0)
+    norm = _norm(sum_of_squares, loss_scale) if norm is None else norm
+    divisor = norm.add(1e-6).div_(max_norm).clamp_(min=1.0)
     return (divisor if loss_scale == 1 else divisor.mul_(loss_scale)).reciprocal_().add_(gap)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Sequence, Set
 from contextlib import nullcontext
+from functools import partial
 
 from torch import Tensor
 
@@ -247,12 +248,9 @@ class JobQueue:
         """
         published = self.in_flight.publish(step, "publish_wait", due_only=True)
         if not self._publisher.in_place:
-            if wrong := self.verification.wrong():
-                ahead = self._compensation.prediction_steps(self.schedule, beta1)
-                for block in wrong:
-                    self._submit(block, due_step=step, prediction_steps=ahead, cause="correction")
-                published |= self.in_flight.publish(step, "correction", due_only=True)
-            self.verification.end()
+            ahead = self._compensation.prediction_steps(self.schedule, beta1)
+            self.verification.end(partial(self._submit, due_step=step, prediction_steps=ahead, cause="correction"))
+            published |= self.in_flight.publish(step, "correction", due_only=True)
         self._submitted_in_backward.clear()
         return published
 

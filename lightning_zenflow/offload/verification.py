@@ -1,9 +1,11 @@
 """Phase *verify* of `JobQueue`: no forward pass sees a clip factor other than the true one, although blocks are submitted in backward."""
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from lightning_zenflow.native.protocol import Tentative
 from lightning_zenflow.offload.in_flight import JobsInFlight
@@ -97,56 +99,52 @@ class Verification:
         all_differ = not as_shown or (self._in_place and self.n_clipped > 0)
         resubmitted = shown if all_differ else one if self._in_place else ()
         if self._in_place or as_shown:
-            self._correct(step, resubmitted or one)
+            # In that order: in place the worker takes the newest first.
+            for block in resubmitted or one:
+                self._correct(block, step)
         if shown or (is_awaited and not self._in_place):
             self.step = ShownStep(number=step, loss_scale=loss_scale, blocks=shown, resubmitted=resubmitted)
         else:
             self.n_clipped, self.step = self._unknown, None
         return () if self._in_place else resubmitted
 
-    def wrong(self) -> list[Block]:
-        """Blocks of `step` that show another factor than its own and have not been submitted since; once the step's word has arrived."""
-        if self.step is None:
-            return []
-        return [block for block in self._with_other_factors(self.step) if block not in self.step.resubmitted]
+    def end(self, correct: Callable[[Block], object] = lambda block: None) -> None:
+        """Ends the phase, once the step's word has arrived.
 
-    def end(self) -> None:
-        """Ends the phase, where no block of `step` shows another factor any more."""
-        if self.step is None:
+        Args:
+            correct: submits a block again, which shows another factor than the step's own; by default all have been.
+        """
+        if (step := self.step) is None:
             return
-        factor = self._rank.arena.step_words.factor(self.step.number)
+        factor = self._rank.arena.step_words.factor(step.number)
+        shown = self._rank.arena.block_words.clip[[block.number for block in step.blocks]]
+        # A step that changes nothing must not be shown, by a factor that is not finite either.
+        others = ((shown != factor) if math.isfinite(factor) else shown.isfinite()).tolist()
+        for block in itertools.compress(step.blocks, others):
+            if block not in step.resubmitted:
+                correct(block)
+        # Behind the corrections, which are repeated if they are interrupted.
         if math.isfinite(factor):
-            is_clipped = factor * self.step.loss_scale < _UNCLIPPED
+            is_clipped = factor * step.loss_scale < _UNCLIPPED
             self.n_clipped = min(self.n_clipped + 1, _IN_A_ROW) if is_clipped else 0
-        self.n_corrected += bool(self._with_other_factors(self.step))
+        self.n_corrected += any(others)
         self.step = None
 
     def run_in_place(self) -> None:
         """Waits for the step's word and corrects the blocks that differ, before a forward pass fetches their weights."""
         if self.step is not None:
             self._in_flight.publish_blocks(self.step.blocks[-1:], "publish_wait")
-            self._correct(self.step.number, self.wrong())
-            self.end()
+            self.end(partial(self._correct, step=self.step.number))
 
-    def _with_other_factors(self, step: ShownStep) -> list[Block]:
-        factor = self._rank.arena.step_words.factor(step.number)
-        shown = self._rank.arena.block_words.clip[[block.number for block in step.blocks]]
-        # A step that changes nothing must not be shown, by a factor that is not finite either.
-        others = (shown != factor) if math.isfinite(factor) else shown.isfinite()
-        return [block for block, is_other in zip(step.blocks, others.tolist(), strict=True) if is_other]
-
-    def _correct(self, step: int, blocks: Iterable[Block]) -> None:
-        """Submits again, with the true factor, blocks that were submitted in backward; in that order: in place the worker takes the newest
-        first.
-        """
-        for block in blocks:
-            window = block.window
-            assert window is not None, "its last gradient is tentative"
-            buffer = block.number if self._in_place else None
-            with self._rank.records:
-                # The block's window goes on.
-                again = dataclasses.replace(window, slots=list(window.slots))
-                self._in_flight.enqueue(
-                    block, again, buffer, due_step=step + self._in_place, tentative=Tentative.CORRECTION
-                )
-            self._worker.send()
+    def _correct(self, block: Block, step: int) -> None:
+        """Submits a block again that was submitted in backward, with the true factor."""
+        window = block.window
+        assert window is not None, "its last gradient is tentative"
+        buffer = block.number if self._in_place else None
+        with self._rank.records:
+            # The block's window goes on.
+            again = dataclasses.replace(window, slots=list(window.slots))
+            self._in_flight.enqueue(
+                block, again, buffer, due_step=step + self._in_place, tentative=Tentative.CORRECTION
+            )
+        self._worker.send()
