@@ -1,11 +1,9 @@
 """Weights in host memory that the worker writes where they are: AdamW's bits, and those of copies, whatever happens between two steps."""
 
 import os
-import random
 import re
 import signal
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor
 
 from direct_step import DirectStep, direct_step
+from eventful_training import SHAPES, assert_same_training, random_tensors, train
 from harness import Case, run_here
 from lightning_zenflow.core.device import SideStream
 from lightning_zenflow.native.protocol import Tentative
@@ -24,14 +23,12 @@ from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from processes import wait_for
 from recorded_device.device import RecordedDevice
-from recorded_device.tensors import CPU, DEVICE
+from recorded_device.tensors import DEVICE
 from recorded_device.watch import recorded_device
 from same_bits import assert_is_adamw, assert_same_run
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
-SHAPES = ((131, 61), (8, 3, 3, 50), (53, 71), (370,), (3, 1511), (1,), (5, 2, 2))
-"""Of eight to eleven blocks that end inside rows."""
 CASE = Case(
     steps=9,
     model_options={"shapes": SHAPES},
@@ -170,49 +167,13 @@ def test_the_bits_do_not_depend_on_when_the_worker_begins(dtype: str, monkeypatc
         assert all(map(torch.equal, ours, late))
 
 
-def random_tensors(seed: int, device: torch.device = CPU, shapes: Sequence[Sequence[int]] = SHAPES) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
-
-
-EVENTS = ["step", "step", "flush", "step", "not finite", "step", "interrupted", "step", "accumulated", "interrupted"]
-EVENTS += ["interrupted", "accumulated", "not finite", "flush", "step", "interrupted behind the norm", "step"]
-
-
-def train(direct: DirectStep, kill: Callable[[], None] = lambda: None) -> list[list[Tensor]]:
-    """What the model shows after each of `EVENTS`, and the exact state at the end; `kill` is called where a worker may die."""
-    shown: list[list[Tensor]] = []
-    for number, event in enumerate(EVENTS):
-        gradients = random_tensors(number)
-        if event == "not finite":
-            gradients[3][7] = torch.nan
-        if event == "accumulated":
-            direct.backward(random_tensors(100 + number), last=False)
-        for index in reversed(range(2 if event == "interrupted" else 0, len(SHAPES) if event != "flush" else 0)):
-            kill()
-            direct.receive(index, gradients[index], last=True)
-        direct.join()
-        if event == "interrupted behind the norm":
-            direct.step.gradient_norm()
-        if event in ("flush", "interrupted", "interrupted behind the norm"):
-            kill()
-            direct.step.flush()
-        else:
-            kill()
-            direct.step.step()
-        direct.fetch()
-        shown.append([flat.clone() for flat in direct.shown])
-    direct.step.flush()
-    return [*shown, direct.state()]
-
-
 @pytest.mark.usefixtures("same_blocks")
 @pytest.mark.parametrize(
     ("keys", "of_copies"),
     [
         ({"clip_prediction": True, "accumulate_on": "host"}, {}),
         ({"optimizer_in_backward": False}, {}),
-        ({}, {"optimizer_in_backward": False}),
+        ({"max_norm": 1e6}, {"optimizer_in_backward": False}),
     ],
     ids=["predicted, on the host", "at the end", "true factors"],
 )
@@ -222,20 +183,10 @@ def test_steps_that_do_not_end_and_workers_that_die(keys: dict[str, Any], of_cop
     with direct_step([random_tensors(50)], **{**options, **of_copies}) as copies:
         expected = train(copies)
     for deaths in (0, 0.3):
-        draw = random.Random(1)
         with direct_step([random_tensors(50)], in_place=True, **options) as direct:
-
-            def kill(direct: DirectStep = direct, draw: random.Random = draw, deaths: float = deaths) -> None:
-                if draw.random() < deaths:
-                    # So that it may be anywhere in what it has been given.
-                    time.sleep(draw.uniform(0, 0.001))
-                    os.kill(direct.parts.worker.pid, signal.SIGKILL)
-
-            found = train(direct, kill)
+            assert_same_training(train(direct, deaths), expected)
             restarts = direct.parts.step.rank.telemetry.stalls.worker_restarts
         assert (restarts > 5) == (deaths > 0)
-        for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-            assert all(map(torch.equal, ours, theirs)), (number, EVENTS[number : number + 1])
         # The arena is freed, the weights are not.
         assert all(map(torch.equal, direct.shown, expected[-1][-len(direct.shown) :]))
 

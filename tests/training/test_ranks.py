@@ -26,6 +26,7 @@ from test_short_moments import CASES as SHORT_MOMENTS
 from test_training import CASES as LATE
 from test_training import compare_with_oracle
 from test_verification import NOTHING_LATE as VERIFIED
+from test_verification import Corrects, at_the_end
 from torch import Tensor
 from typing_extensions import override
 
@@ -193,6 +194,21 @@ def test_more_ranks(ranks: int) -> None:
             for ours, theirs in zip([*run.shown, run.weights], [*first.shown, first.weights], strict=True):
                 assert all(torch.isfinite(w).all() for w in ours)
                 assert_same_tensors(ours, theirs, name)
+
+
+@pytest.mark.slow
+def test_corrected_steps_have_the_bits_of_those_that_wait_for_the_norm() -> None:
+    """On four ranks, each with gradients of its own."""
+    network = replace(VERIFIED["a network"], max_norm=0.0275)
+    cases = {
+        name: replace(case, loop="trainer", callbacks=(Corrects(),))
+        for name, case in {"half": VERIFIED["half"], "a network": network}.items()
+    }
+    at_their_ends = {f"{name}, at the end": at_the_end(replace(case, callbacks=())) for name, case in cases.items()}
+    runs = run_on_ranks({**cases, **at_their_ends}, ranks=4)
+    for name in cases:
+        for ours, expected in zip(runs[name], runs[f"{name}, at the end"], strict=True):
+            assert_same_run(ours, expected)
 
 
 @pytest.mark.slow

@@ -1,10 +1,6 @@
 """AdamW's own trajectory where gradients are clipped and blocks are submitted in backward: factors are speculated, verified, corrected."""
 
 import math
-import os
-import random
-import signal
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +9,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
 from typing_extensions import override
 
-from direct_step import DirectStep, direct_step
+from direct_step import direct_step
+from eventful_training import assert_same_training, random_tensors, train
 from gpu_cases import optimizer_of
 from harness import AUTO, RESELECTING, Case, run_here
 from same_bits import assert_is_adamw, assert_same_run
@@ -89,22 +85,17 @@ def test_lightning_gives_the_same_bits() -> None:
         assert_same_run(run_here(lightning), run_here(case))
 
 
-class Corrections(pl.Callback):
-    """Reads the number of steps that were corrected."""
-
-    n = 0
+class Corrects(pl.Callback):
+    """Some steps were corrected by the end."""
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.n = optimizer_of(trainer).counters.read().corrected_steps
+        assert optimizer_of(trainer).counters.read().corrected_steps > 0
 
 
 def test_stage_3_gives_the_same_bits() -> None:
-    counter = Corrections()
-    case = replace(HALF, loop="trainer", stage=3, callbacks=(counter,))
-    run = run_here(case)
-    assert counter.n > 0
-    assert_same_run(run, run_here(at_the_end(case)))
+    case = replace(HALF, loop="trainer", stage=3, callbacks=(Corrects(),))
+    assert_same_run(run_here(case), run_here(at_the_end(replace(case, callbacks=()))))
 
 
 @pytest.mark.parametrize("save_at", [2, 5, 8])
@@ -117,7 +108,6 @@ def test_a_run_continues_bit_for_bit(save_at: int, tmp_path: Path) -> None:
     assert resumed.in_backward_jobs > 0
 
 
-SHAPES = ((131, 61), (8, 3, 3, 50), (53, 71), (370,), (3, 1511), (1,))
 KEYS = {
     "update_interval": 1,
     "publish_lag": 0,
@@ -125,13 +115,6 @@ KEYS = {
     "provisional_scale": 0,
     "clip_prediction": False,
 }
-
-
-def random_tensors(seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES]
-
-
 # For each step its largest norm, 0 for no clipping; and what is expected of it: whether blocks are submitted in backward, and corrected.
 STEPS: list[tuple[float, bool, bool]] = [
     (1e6, False, False),  # nothing is known before
@@ -198,52 +181,12 @@ def test_what_changes_after_backward_is_shown(change: str) -> None:
         assert all(map(torch.equal, ours, expected))
 
 
-EVENTS = ["step", "step", "clipped", "step", "step", "clipped", "flush", "step", "not finite", "step", "interrupted"]
-EVENTS += ["step", "step", "accumulated", "interrupted", "clipped", "interrupted behind the norm", "step", "step"]
-
-
-def train(direct: DirectStep, kill: Any = lambda: None) -> list[list[Tensor]]:
-    """What the model shows after each of `EVENTS`, and the exact state at the end; `kill` is called where a worker may die."""
-    shown: list[list[Tensor]] = []
-    for number, event in enumerate(EVENTS):
-        gradients = random_tensors(number)
-        if event == "not finite":
-            gradients[0][7] = torch.nan
-        direct.max_norm = 1.0 if event == "clipped" else 1e6
-        if event == "accumulated":
-            direct.backward(random_tensors(100 + number), last=False)
-        for index in reversed(range(2 if event == "interrupted" else 0, len(SHAPES) if event != "flush" else 0)):
-            kill()
-            direct.receive(index, gradients[index], last=True)
-        direct.join()
-        if event == "interrupted behind the norm":
-            direct.step.gradient_norm()
-        kill()
-        if event in ("flush", "interrupted", "interrupted behind the norm"):
-            direct.step.flush()
-        else:
-            direct.step.step()
-        shown.append([flat.clone() for flat in direct.shown])
-    direct.step.flush()
-    return [*shown, direct.state()]
-
-
 @pytest.mark.parametrize("accumulate_on", ["device", "host"])
 def test_steps_that_do_not_end_and_workers_that_die(accumulate_on: str) -> None:
-    options = {**KEYS, "accumulate_on": accumulate_on, "loss_scale": 4.0, "max_worker_restarts": 1000}
+    options = {"max_norm": 1e6, "loss_scale": 4.0, "accumulate_on": accumulate_on, "max_worker_restarts": 1000, **KEYS}
     with direct_step([random_tensors(50)], **options, optimizer_in_backward=False) as direct:
         expected = train(direct)
     for deaths in (0, 0.3):
-        draw = random.Random(1)
         with direct_step([random_tensors(50)], **options) as direct:
-
-            def kill(direct: DirectStep = direct, draw: random.Random = draw, deaths: float = deaths) -> None:
-                if draw.random() < deaths:
-                    # So that it may be anywhere in what it has been given.
-                    time.sleep(draw.uniform(0, 0.001))
-                    os.kill(direct.parts.worker.pid, signal.SIGKILL)
-
-            found = train(direct, kill)
+            assert_same_training(train(direct, deaths), expected)
             assert direct.parts.step.counters.read().corrected_steps > 2
-        for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-            assert all(map(torch.equal, ours, theirs)), (number, EVENTS[number : number + 1])
