@@ -2,10 +2,10 @@
 
     python -m benchmarks.convergence.clipping
     python -m benchmarks.convergence.clipping --settings recall,modular
-    PYTHONPATH=. python examples/glue.py fit --config conf/glue.yaml --trainer.strategy=auto \
-        --trainer.callbacks+=benchmarks.convergence.clipping.ClippedSteps
+    PYTHONPATH=. python examples/alpaca.py fit --config conf/alpaca.yaml --trainer.strategy=auto \
+        --trainer.callbacks+=benchmarks.convergence.clipping.ClippedSteps --trainer.callbacks.name=alpaca
 
-Prints a row of docs/convergence.md for each training.
+The last command is alike for `examples/glue.py` with `conf/glue.yaml`. Each training prints a row of docs/convergence.md.
 """
 
 import argparse
@@ -48,7 +48,7 @@ class ClippedSteps(pl.Callback):
         n, tenth = len(self._clipped), len(self._clipped) // 10
         behind = sum(now and not before for before, now in zip(self._clipped, self._clipped[1:], strict=False))
         parts = self._clipped, self._clipped[:tenth], self._clipped[-tenth:]
-        shares = [f"{sum(part) / len(part):.1%}" for part in parts] + [f"{behind / n:.1%}"]
+        shares = [f"{100 * sum(part) / len(part):.1f} %" for part in parts] + [f"{100 * behind / n:.1f} %"]
         print(f"| {self._name} | {n} | {' | '.join(shares)} |", flush=True)
 
 
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 max_steps=setting.steps,
                 gradient_clip_val=1.0,
                 limit_val_batches=0,
-                callbacks=[ClippedSteps(f"{name}, lr {lr:g}")],
+                callbacks=[ClippedSteps(f"`{name}`, {lr:g}")],
             )
             trainer.fit(module, datamodule=data)
 

@@ -49,8 +49,8 @@ class Verification:
             only waits for the word, and blocks with another factor are submitted with the step committed.
 
     Attributes:
-        n_clipped: applied steps up to the last one that were clipped in a row. Where nothing is known: as many as make a step careful whose
-            factor would have to be speculated, otherwise 0.
+        n_clipped: applied steps up to the last one whose word was read that were clipped in a row. At the start: as many as make a step
+            careful whose factor would have to be speculated, otherwise 0.
         step: the step that phase *verify* has begun for; None: it has ended.
         n_corrected: steps so far that some block has shown, or would have shown, with another factor than the true one.
     """
@@ -63,7 +63,7 @@ class Verification:
         self._worker = worker
         self._in_flight = in_flight
         self._in_place = in_place
-        self.n_clipped = self._unknown = 0 if in_place else _IN_A_ROW
+        self.n_clipped = 0 if in_place else _IN_A_ROW
         self.step: ShownStep | None = None
         self.n_corrected = 0
 
@@ -104,8 +104,6 @@ class Verification:
                 self._correct(block, step)
         if shown or (is_awaited and not self._in_place):
             self.step = ShownStep(number=step, loss_scale=loss_scale, blocks=shown, resubmitted=resubmitted)
-        else:
-            self.n_clipped, self.step = self._unknown, None
         return () if self._in_place else resubmitted
 
     def end(self, correct: Callable[[Block], object] = lambda block: None) -> None:

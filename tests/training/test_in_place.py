@@ -45,6 +45,9 @@ CLIPPED = {
     "clipped, not finite": replace(
         CASE, max_norm=0.5, model_options={"shapes": SHAPES, "not_finite": {(4, 0): float("inf")}}
     ),
+    "two blocks, some steps clipped": replace(
+        CASE, max_norm=1e3, model_options={"shapes": ((40, 41), (350,)), "factors": dict.fromkeys((2, 5, 6), 1e6)}
+    ),
     "clipped, moments in bf16": replace(NETWORK, max_norm=0.5, precision="bf16-true").with_keys(
         moments_dtype="bfloat16"
     ),

@@ -134,7 +134,8 @@ STEPS: list[tuple[float, bool, bool]] = [
 ]
 
 
-@pytest.mark.parametrize("loss_scale", [1.0, 1024.0, 1000.0])
+# The last one has a reciprocal that is rounded down.
+@pytest.mark.parametrize("loss_scale", [1.0, 1024.0, 50.0])
 def test_what_is_submitted_in_backward_depends_on_the_factors_before(loss_scale: float) -> None:
     shown = []
     for in_backward in (True, False):
