@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> None:
     hardware = {key: trainer[key] for key in ("accelerator", "devices", "precision")}
     fabric = Fabric(strategy=strategy, loggers=CSVLogger("logs", name="fabric"), **hardware)
     fabric.seed_everything(settings["seed_everything"])
-    data = GlueDataModule(**settings["data"])
+    data = GlueDataModule(**settings["data"], pretrained=hyperparameters.get("pretrained"))
     data.setup("fit")
     sizes = {"vocab_size": data.vocab_size, "pad_token_id": data.pad_token_id, "max_length": data.max_length}
     module = GlueClassifier(task=data.task.name, **sizes, **hyperparameters)

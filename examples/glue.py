@@ -1,4 +1,4 @@
-"""Fine-tune a GPT-2 classifier on a GLUE task under ZenFlow.
+"""Fine-tune a classifier on a GLUE task under ZenFlow: a small GPT-2, or any pretrained model that `transformers` classifies with.
 
     python examples/glue.py fit --config conf/glue.yaml
     python examples/glue.py fit --config conf/glue.yaml --model.lr=5e-4 --trainer.max_epochs=2
@@ -16,7 +16,6 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
 import lightning_zenflow  # noqa: F401  registers --trainer.strategy=zenflow
-from common.byte_tokens import BYTE_TOKENIZER
 from glue_task.data import GlueDataModule
 from glue_task.module import GlueClassifier
 from glue_task.submission import SubmissionWriter
@@ -31,18 +30,10 @@ class GlueCLI(LightningCLI):
         parser.link_arguments("data.task", "model.task")
         parser.link_arguments("data.task", "submission.task")
         parser.link_arguments("data.max_length", "model.max_length")
+        parser.link_arguments("model.pretrained", "data.pretrained")
         # The tokenizer knows these two, so the data module has to exist before the model.
         parser.link_arguments("data.vocab_size", "model.vocab_size", apply_on="instantiate")
         parser.link_arguments("data.pad_token_id", "model.pad_token_id", apply_on="instantiate")
-
-    @override
-    def before_instantiate_classes(self) -> None:
-        config = self.config[self.subcommand]
-        if config.model.pretrained is not None and config.data.tokenizer == BYTE_TOKENIZER:
-            raise ValueError(
-                f"data.tokenizer={BYTE_TOKENIZER!r} does not fit model.pretrained={config.model.pretrained!r}, which was trained on "
-                f"other tokens; set data.tokenizer={config.model.pretrained!r}"
-            )
 
 
 def main() -> None:

@@ -9,23 +9,21 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
 from typing_extensions import NotRequired, override
 
-from common.byte_tokens import BYTE_TOKENIZER
-from common.loading import check_at_least, check_one_source, data_loader, padded_length
+from common.loading import check_at_least, check_one_source, data_loader
 from glue_task.hub import load_hub, load_split, split_name
 from glue_task.tasks import EvaluationSet, Example, GlueTask, Stage, find_task
-from glue_task.tokenizers import Encoder, build_encoder
+from glue_task.tokenizers import byte_tokenizer, encode, pretrained_tokenizer
 from glue_task.tsv import find_folder, read_tsv, split_path
 
 
 class Batch(TypedDict):
-    """Examples as tensors; B is the batch size, L the padded length."""
+    """Examples as tensors; B is the batch size."""
 
-    input_ids: Tensor
-    """int64 [B, L], padded on the right."""
-    attention_mask: Tensor
-    """int64 [B, L], 1 for tokens and 0 for padding."""
+    inputs: dict[str, Tensor]
+    """See `encode`."""
     indices: Tensor
     """int64 [B], `Example.index`."""
     labels: NotRequired[Tensor]
@@ -49,22 +47,15 @@ def unpack_scores(labels: Tensor) -> Tensor:
 class Collator:
     """Makes a `Batch` of a list of examples."""
 
-    def __init__(self, task: GlueTask, encoder: Encoder, max_length: int) -> None:
+    def __init__(self, task: GlueTask, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
         self.task = task
-        self.encoder = encoder
+        self.tokenizer = tokenizer
         self.max_length = max_length
 
     def __call__(self, examples: Sequence[Example]) -> Batch:
-        rows = [self.encoder.encode(example.first, example.second, self.max_length) for example in examples]
-        width = padded_length(max(map(len, rows)), self.max_length)
-        input_ids = torch.full((len(rows), width), self.encoder.pad_token_id)
-        attention_mask = torch.zeros_like(input_ids)
-        for row, ids in enumerate(rows):
-            input_ids[row, : len(ids)] = torch.tensor(ids)
-            attention_mask[row, : len(ids)] = 1
+        seconds = [example.second for example in examples if example.second is not None]
         batch = Batch(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
+            inputs=encode(self.tokenizer, [example.first for example in examples], seconds or None, self.max_length),
             indices=torch.tensor([example.index for example in examples]),
         )
         labels = [example.label for example in examples if example.label is not None]
@@ -84,7 +75,7 @@ class GlueDataModule(pl.LightningDataModule):
         task: str = "SST-2",
         data_dir: str | None = None,
         dataset: str | None = None,
-        tokenizer: str = BYTE_TOKENIZER,
+        pretrained: str | None = None,
         max_length: int = 128,
         batch_size: int = 32,
         eval_batch_size: int = 128,
@@ -96,7 +87,7 @@ class GlueDataModule(pl.LightningDataModule):
             task: CoLA, SST-2, MRPC, QQP, STS-B, MNLI, QNLI, RTE or WNLI.
             data_dir: Folder of the task's TSV files in GLUE's layout, or the folder of all tasks.
             dataset: Name of a Hugging Face dataset with GLUE's configurations: nyu-mll/glue.
-            tokenizer: "bytes" (ours, nothing to download) or a tokenizer of transformers by name, such as gpt2.
+            pretrained: Name or folder of the model whose tokenizer is used; null: bytes, where nothing is downloaded.
             max_length: Longest input in tokens; longer ones are cut.
             batch_size: Training examples per step and device.
             eval_batch_size: Examples per step and device of validate, test and predict.
@@ -114,18 +105,18 @@ class GlueDataModule(pl.LightningDataModule):
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
         self.num_workers = num_workers
-        self.encoder = build_encoder(tokenizer)
+        self.tokenizer = byte_tokenizer() if pretrained is None else pretrained_tokenizer(pretrained)
         self._examples: dict[tuple[Stage, str], list[Example]] = {}
 
     @property
     def vocab_size(self) -> int:
         """Number of token ids; the model is built with it."""
-        return self.encoder.vocab_size
+        return len(self.tokenizer)
 
     @property
     def pad_token_id(self) -> int:
         """Token id of padding; the model is built with it."""
-        return self.encoder.pad_token_id
+        return int(self.tokenizer.pad_token_id)
 
     @override
     def prepare_data(self) -> None:
@@ -187,7 +178,7 @@ class GlueDataModule(pl.LightningDataModule):
     def _loader(self, examples: Sequence[Example], *, training: bool) -> DataLoader[Any]:
         return data_loader(
             examples,
-            Collator(self.task, self.encoder, self.max_length),
+            Collator(self.task, self.tokenizer, self.max_length),
             batch_size=self.batch_size if training else self.eval_batch_size,
             shuffle=training,
             num_workers=self.num_workers,

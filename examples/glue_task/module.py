@@ -10,12 +10,12 @@ from typing_extensions import override
 from common.optimizers import adamw_with_warmup, check_warmup_ratio
 from glue_task.data import Batch, unpack_scores
 from glue_task.metrics import TaskMetrics
-from glue_task.model import Gpt2Classifier, build_transformer, load_transformer
+from glue_task.model import build_model, language_model_loss, load_model
 from glue_task.tasks import find_task
 
 
 class GlueClassifier(pl.LightningModule):
-    """A GPT-2 classifier, or for STS-B a regressor."""
+    """A classifier, or for STS-B a regressor."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class GlueClassifier(pl.LightningModule):
             vocab_size: Number of token ids of the tokenizer.
             pad_token_id: Token id of padding.
             max_length: Longest input in tokens.
-            pretrained: Name or folder of a GPT-2 model in transformers; null builds one with random weights.
-            layers: Transformer blocks. This and the next two are for random weights only.
+            pretrained: Name or folder of a model in transformers; null builds a GPT-2 with random weights.
+            layers: Transformer blocks. This and the next four are for random weights only.
             width: Size of the embeddings; the feed-forward layers are four times as wide.
             heads: Attention heads; they divide the width.
-            dropout: Share of activations dropped in training, everywhere GPT-2 has dropout.
+            dropout: Share of activations dropped in training, everywhere GPT-2 has dropout. Pretrained models have their own.
             lm_weight: Weight of the language-model loss that is added to the task's loss, the auxiliary objective of the first GPT
                 (Radford et al. 2018, section 3.2). It teaches random weights what words are; 0 leaves it out.
             lr: Learning rate of AdamW at the end of the warm-up.
@@ -62,40 +62,34 @@ class GlueClassifier(pl.LightningModule):
         if lm_weight < 0:
             raise ValueError(f"model.lm_weight={lm_weight} is not allowed; it must be 0 or more")
         self.task = find_task(task)
+        sizes = {"pad_token_id": pad_token_id, "max_length": max_length}
         if pretrained is None:
-            transformer = build_transformer(
-                layers=layers,
-                width=width,
-                heads=heads,
-                dropout=dropout,
-                vocab_size=vocab_size,
-                pad_token_id=pad_token_id,
-                max_length=max_length,
-            )
+            shape = {"layers": layers, "width": width, "heads": heads, "dropout": dropout, "vocab_size": vocab_size}
+            self.model = build_model(self.task.num_outputs, **shape, **sizes)
         else:
-            transformer = load_transformer(
-                pretrained, dropout=dropout, vocab_size=vocab_size, pad_token_id=pad_token_id, max_length=max_length
-            )
-        self.model = Gpt2Classifier(transformer, self.task.num_outputs)
+            self.model = load_model(pretrained, self.task.num_outputs, **sizes)
+        self._lm_weight = lm_weight if pretrained is None else 0.0
         self.validation_metrics = TaskMetrics(self.task)
         self.test_metrics = TaskMetrics(self.task)
 
     @override
     def forward(self, batch: Batch) -> Tensor:
         """Predicted classes, int64 [B], or scores, float32 [B]."""
-        outputs, _ = self.model(batch["input_ids"], batch["attention_mask"])
-        return self._decide(outputs)
+        return self._decide(self._outputs(batch))
+
+    def _outputs(self, batch: Batch) -> Tensor:
+        """What the head gives, float32 [B, number of outputs]."""
+        return self.model(**batch["inputs"]).logits.float()
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        outputs, hidden = self.model(batch["input_ids"], batch["attention_mask"])
-        loss = self._task_loss(outputs, self._labels(batch))
+        found = self.model(**batch["inputs"], output_hidden_states=self._lm_weight > 0)
+        loss = self._task_loss(found.logits.float(), self._labels(batch))
         self.log("train/loss", loss, prog_bar=True)
-        lm_weight: float = self.hparams["lm_weight"]
-        if lm_weight:
-            lm_loss = self.model.language_model_loss(hidden, batch["input_ids"], batch["attention_mask"])
+        if self._lm_weight:
+            lm_loss = language_model_loss(self.model, found.hidden_states[-1], batch["inputs"])
             self.log("train/lm_loss", lm_loss, prog_bar=True)
-            loss = loss + lm_weight * lm_loss
+            loss = loss + self._lm_weight * lm_loss
         return loss
 
     @override
@@ -120,8 +114,7 @@ class GlueClassifier(pl.LightningModule):
         self._log_metrics("test", self.test_metrics)
 
     def _update_metrics(self, metrics: TaskMetrics, batch: Batch, set_index: int) -> None:
-        outputs, _ = self.model(batch["input_ids"], batch["attention_mask"])
-        labels = self._labels(batch)
+        outputs, labels = self._outputs(batch), self._labels(batch)
         metrics.update(set_index, self._task_loss(outputs, labels), self._decide(outputs), labels)
 
     def _log_metrics(self, prefix: str, metrics: TaskMetrics) -> None:

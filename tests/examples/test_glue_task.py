@@ -13,8 +13,9 @@ from glue_task.metrics import TaskMetrics
 from glue_task.module import GlueClassifier
 from glue_task.submission import SubmissionWriter, prediction_text
 from glue_task.tasks import TASKS, Example
-from glue_task.tokenizers import ByteEncoder, PretrainedEncoder, join_pair
+from glue_task.tokenizers import byte_tokenizer, encode, pretrained_tokenizer
 from glue_task.tsv import find_folder, read_tsv, split_path
+from tiny_models import TINY_MODELS, save_tiny_model
 
 
 def write(path: Path, *lines: str) -> Path:
@@ -109,21 +110,22 @@ def test_a_local_copy_of_the_dataset_is_read_by_configuration(tmp_path: Path, mo
 def test_the_longer_sentence_is_cut_first() -> None:
     cases = {(9, None): (8, 0), (2, 3): (2, 3), (9, 2): (5, 2), (2, 9): (2, 5), (9, 9): (3, 4), (0, 9): (0, 7)}
     for (first, second), kept in cases.items():
-        pair = [1] * first, None if second is None else [2] * second
-        ids = join_pair(*pair, start=[7], separator=[8], end=[9], max_length=10)
-        assert (ids.count(1), ids.count(2)) == kept
+        pair = ["a" * first], None if second is None else ["b" * second]
+        (ids,) = encode(byte_tokenizer(), *pair, max_length=10)["input_ids"].tolist()
+        assert (ids.count(ord("a")), ids.count(ord("b"))) == kept
         assert len(ids) <= 10
-        assert (ids[0], ids[-1], ids.count(8)) == (7, 9, int(second is not None))
+        assert (ids[0], ids.count(258), ids.count(259)) == (257, int(second is not None), 1)
 
 
-def test_batches_are_padded_on_the_right_and_hold_scores_exactly() -> None:
-    texts = (("abc", None), ("é", "b"), ("z" * 20, None))
-    examples = [Example(index=3 + i, first=a, second=b, label=1.1 * i) for i, (a, b) in enumerate(texts)]
-    batch = Collator(TASKS["STS-B"], ByteEncoder(), max_length=12)(examples)
-    assert batch["input_ids"].shape == (3, 12) and batch["indices"].tolist() == [3, 4, 5]
-    assert batch["input_ids"][0].tolist() == [257, 97, 98, 99, 259] + [256] * 7
-    assert batch["input_ids"][1].tolist() == [257, 0xC3, 0xA9, 258, 98, 259] + [256] * 6
-    assert batch["attention_mask"].sum(1).tolist() == [5, 6, 12]
+def test_batches_are_padded_and_hold_scores_exactly() -> None:
+    texts = ("abc", "é ", "z" * 20)
+    examples = [Example(index=3 + i, first=text, second=None, label=1.1 * i) for i, text in enumerate(texts)]
+    batch = Collator(TASKS["STS-B"], byte_tokenizer(), max_length=12)(examples)
+    ids = batch["inputs"]["input_ids"]
+    assert ids.shape == (3, 12) and batch["indices"].tolist() == [3, 4, 5]
+    assert ids[0].tolist() == [257, 97, 98, 99, 259] + [256] * 7
+    assert ids[1].tolist() == [257, 0xC3, 0xA9, 32, 259] + [256] * 7
+    assert batch["inputs"]["attention_mask"].sum(1).tolist() == [5, 5, 12]
     # DeepSpeed casts tensors of floating point to the training's precision.
     assert not batch["labels"].is_floating_point()
     assert torch.equal(unpack_scores(batch["labels"]), torch.tensor([0, 1.1, 2.2]))
@@ -158,21 +160,42 @@ def tiny_module(task: str = "SST-2", **overrides: Any) -> GlueClassifier:
     return GlueClassifier(task=task, **(settings | overrides))
 
 
-def test_pretrained_weights_are_taken_and_checked(tiny_gpt2: Path) -> None:
+@pytest.mark.parametrize("architecture", TINY_MODELS)
+def test_every_architecture_reads_pairs_and_no_padding(architecture: str, tmp_path: Path) -> None:
+    """Also where the tokenizer has no token for padding (all but BERT's), none between sentences, or pads on the left (Llama's)."""
+    folder = save_tiny_model(tmp_path / "model", architecture)
+    tokenizer = pretrained_tokenizer(str(folder))
+    module = tiny_module("RTE", pretrained=str(folder), pad_token_id=tokenizer.pad_token_id, max_length=32).eval()
+    examples = [
+        Example(index=i, first=first, second=second, label=0)
+        for i, (first, second) in enumerate([("the plot", "is dull"), ("the plot is", "dull"), ("the cast", "x " * 60)])
+    ]
+    collate = Collator(TASKS["RTE"], tokenizer, max_length=32)
+    batch = collate(examples)
+    assert batch["inputs"]["input_ids"].shape == (3, 32)
+    ends_at_the_last_column = batch["inputs"]["attention_mask"][:, -1].tolist()
+    assert ends_at_the_last_column == ([1, 1, 1] if architecture == "llama" else [0, 0, 1])
+    outputs = module.model(**batch["inputs"]).logits
+    alone = torch.cat([module.model(**collate([example])["inputs"]).logits for example in examples])
+    torch.testing.assert_close(outputs, alone, atol=1e-5, rtol=1e-5)
+    # Where one sentence ends and the other begins is seen.
+    assert (outputs[0] - outputs[1]).abs().max() > 1e-4
+    if architecture == "bert":
+        assert batch["inputs"]["token_type_ids"].any(1).all()
+
+
+def test_pretrained_weights_are_taken_and_checked(tmp_path: Path) -> None:
     from transformers import GPT2Model
 
-    encoder = PretrainedEncoder(str(tiny_gpt2))
-    settings = {"pretrained": str(tiny_gpt2), "vocab_size": encoder.vocab_size, "pad_token_id": encoder.pad_token_id}
-    module = tiny_module("MNLI", **settings, max_length=32)
-    stored = GPT2Model.from_pretrained(tiny_gpt2).float()
+    folder = save_tiny_model(tmp_path, "gpt2")
+    module = tiny_module("MNLI", pretrained=str(folder), pad_token_id=0, max_length=32)
+    stored = GPT2Model.from_pretrained(folder).float()
     assert torch.equal(module.model.transformer.wte.weight, stored.wte.weight)
     assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
-    assert module.model.head.out_features == 3
+    assert module.model.score.out_features == 3
     assert all(part.training for part in module.modules())  # or there would be no dropout
     with pytest.raises(ValueError, match="data.max_length=64 exceeds the 32 positions"):
-        tiny_module(**settings, max_length=64)
-    with pytest.raises(ValueError, match=r"knows \d+ tokens but data.tokenizer has 50257"):
-        tiny_module(**settings | {"vocab_size": 50257}, max_length=32)
+        tiny_module(pretrained=str(folder), pad_token_id=0, max_length=64)
 
 
 # --- training and submission -------------------------------------------------------------------------------------------------
