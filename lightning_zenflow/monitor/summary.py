@@ -112,6 +112,9 @@ _MANY_AT_END = 0.1
 _SHOWN = 0.01
 """Smallest share of a step that is worth words."""
 
+_FEW = 0.1
+"""Largest share of the CPU's work that is good news where it was waited for."""
+
 _REMEDIES = {
     "publish_buffer": "in synchronous steps: lower full_warm_up_rounds, or validate and save checkpoints less often",
     "select": "selecting columns: raise select_interval",
@@ -202,9 +205,10 @@ def summary(step_s: Sequence[float], before: Reading, now: Reading, config: ZenF
     d2h, h2d = (now.d2h_bytes - before.d2h_bytes) / model_bytes, (now.h2d_bytes - before.h2d_bytes) / model_bytes
     waits = {cause: s / seconds for cause, s in device.items()}
     work = f"CPU work {_ms(busy_s / n)} ms a step"
-    if busy_s > _SHOWN * seconds:
-        hidden = max(0.0, 1.0 - sum(device[cause] for cause in (*_WORKER, "flush")) / busy_s)
-        work += f", {hidden:.0%} hidden"
+    waited_s = sum(device[cause] for cause in (*_WORKER, "flush"))
+    # A low share of little work would sound like a fault.
+    if busy_s > _SHOWN * seconds and (waited_s < _FEW * busy_s or waited_s >= SMALL_STALL * seconds):
+        work += f", {max(0.0, 1.0 - waited_s / busy_s):.0%} hidden"
     details = [
         work,
         f"copies a step: d2h {d2h:.2f}, h2d {h2d:.2f} model sizes",

@@ -146,6 +146,10 @@ def test_summary_by_hand() -> None:
         "ZenFlow: 5 steps, median 500 ms, p99 2500 ms; waits of the device 0.2%, of the training thread 5.0%",
         f"CPU work 2.5 ms a step; {shown}",
     ]
+    # Nor is a low share of what is hidden, as long as the waits for it are not worth advice.
+    for waited, said in ((0.12, ""), (0.2, ", 0% hidden")):
+        found = lines(replace(now, device_stall_s={"flush": waited}, worker_busy_s=0.13))
+        assert found[1].startswith(f"CPU work 32.5 ms a step{said}; copies")
     late = lines(replace(now, device_stall_s={"publish_wait": 1.0}, worker_busy_s=4.0, update_interval=16))
     assert late[-1].endswith(", or raise max_update_interval.")
     counts = {
