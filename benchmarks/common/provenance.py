@@ -37,6 +37,9 @@ _CODE = (
 STEP_CODE = (*_CODE, "examples/data", "benchmarks/step_time", "benchmarks/gpu")
 """The same for runs on a GPU."""
 
+GLUE_CODE = (*_CODE, "benchmarks/glue", "conf/glue_minilm.yaml", "examples/common", "examples/glue_task")
+"""The same for fine-tuning on GLUE."""
+
 
 def commit_of_code(code: Sequence[str] = _CODE) -> str:
     """The last commit that changed files or folders of the repository, "+" and a hash of uncommitted changes.
@@ -94,11 +97,11 @@ def hardware(device: str = "cpu") -> str:
     return f"{torch.cuda.get_device_name()}, {cpu}" if device == "cuda" else cpu
 
 
-def origin(device: str = "cpu") -> dict[str, Any]:
-    """Commit, versions and hardware."""
+def origin(device: str = "cpu", code: Sequence[str] = _CODE) -> dict[str, Any]:
+    """Commit of the code, versions and hardware."""
     versions = {name: version(name) for name in ("torch", "lightning", "deepspeed")}
     return {
-        "commit": commit_of_code(),
+        "commit": commit_of_code(code),
         "versions": {"python": platform.python_version(), **versions},
         "hardware": hardware(device),
     }

@@ -36,6 +36,11 @@ class ClippedSteps(pl.Callback):
         self._name, self._max_norm = name, max_norm
         self._clipped: list[bool] = []
 
+    @property
+    def share(self) -> float:
+        """Of the steps that were clipped, so far."""
+        return sum(self._clipped) / len(self._clipped)
+
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -45,7 +50,8 @@ class ClippedSteps(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        n, tenth = len(self._clipped), len(self._clipped) // 10
+        n = len(self._clipped)
+        tenth = max(1, n // 10)
         behind = sum(now and not before for before, now in zip(self._clipped, self._clipped[1:], strict=False))
         parts = self._clipped, self._clipped[:tenth], self._clipped[-tenth:]
         shares = [f"{100 * sum(part) / len(part):.1f} %" for part in parts] + [f"{100 * behind / n:.1f} %"]

