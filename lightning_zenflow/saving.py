@@ -1,7 +1,7 @@
 """What both strategies' saves have in common: formats, plugins, the collective save, and saves in the background."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.release import as_in_training, pickled_as_before
 from lightning_zenflow.session import Session
+from lightning_zenflow.worker.cores import allowed_cores
 from lightning_zenflow.worker.process import WorkerError
 
 
@@ -65,6 +66,16 @@ class Saving(Session):
         """
         if self._background is not None:
             self._background.wait()
+
+    @contextmanager
+    def _with_all_cores(self) -> Iterator[None]:
+        """Context in which torch uses this rank's share of all allowed cores, in a save, while the worker has nothing to do."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(max(threads, len(allowed_cores()) // self.num_processes))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
     def _end_background(self) -> None:
         background, self._background = self._background, None

@@ -150,7 +150,7 @@ class TrainerCheckpoints(Saving):
             if self.zenflow_optimizer is not None:
                 self.zenflow_optimizer.before_step = self._save_before_step
             return
-        with self._saves.undisturbed():
+        with self._saves.undisturbed(), self._with_all_cores():
             self._save_now(checkpoint, filepath, storage_options)
 
     def _save_now(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:

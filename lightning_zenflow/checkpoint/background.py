@@ -50,6 +50,10 @@ class BackgroundSaves:
         self.group = dist.new_group(backend="gloo", timeout=timeout)
         self._thread = ThreadPoolExecutor(1, "zenflow-save", initializer=_come_last)
         self._under_way: list[Future[None]] = []
+        # By the place of the original: copies of the save before, whose memory is used again, and of the present one. Memory that is new
+        # takes four times as long to write.
+        self._before: dict[Any, Tensor] = {}
+        self._present: dict[Any, Tensor] = {}
 
     def copied(self, content: Any, write: Write, on_disk: DiskCopies) -> Callable[[], None]:
         """A call that writes what a file has at present; where host memory has no room for a copy, the file is written at once.
@@ -59,7 +63,8 @@ class BackgroundSaves:
             write: writes the file.
             on_disk: copies that this save has made already.
         """
-        with (counting := _HostCopies(on_disk, only_counts=True)):
+        copies = self._before, self._present
+        with (counting := _HostCopies(on_disk, copies, only_counts=True)):
             copy.deepcopy(content)
         needed, free = self._ranks_on_host * counting.n_bytes, free_host_memory()
         if needed > free.n_bytes:
@@ -70,7 +75,7 @@ class BackgroundSaves:
             )
             write(content)
             return _nothing
-        with _HostCopies(on_disk):
+        with _HostCopies(on_disk, copies):
             return partial(write, copy.deepcopy(content))
 
     def start(self, finish: Callable[[], None], ending: ExitStack) -> None:
@@ -91,12 +96,14 @@ class BackgroundSaves:
             self._under_way.append(self._thread.submit(_unless_failed, self._under_way[0], call))
 
     def wait(self) -> None:
-        """Waits for the save that is under way; all ranks call it together.
+        """Waits for the save that is under way; each save begins so. All ranks call it together.
 
         Raises:
             OSError: the save has failed, on this rank or on another one.
         """
         wait(self._under_way)
+        if self._present:
+            self._before, self._present = self._present, {}
         ended, self._under_way = self._under_way, []
         for future in ended:
             future.result()
@@ -152,18 +159,24 @@ class _HostCopies(TorchFunctionMode):
 
     Args:
         on_disk: copies that this save has made already.
+        copies: by the place of the original, those of the save before and of this one.
         only_counts: nothing is copied.
 
     Attributes:
-        n_bytes: bytes of the copies.
+        n_bytes: bytes of new memory.
     """
 
-    def __init__(self, on_disk: DiskCopies, *, only_counts: bool = False) -> None:
+    def __init__(
+        self, on_disk: DiskCopies, copies: tuple[dict[Any, Tensor], dict[Any, Tensor]], *, only_counts: bool = False
+    ) -> None:
         super().__init__()
         self._on_disk, self._only_counts = on_disk, only_counts
-        # By the place of the original.
-        self._copies: dict[Any, Tensor] = {}
-        self.n_bytes = 0
+        self._before, self._present = copies
+        self._counted: dict[Any, int] = {}
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(self._counted.values())
 
     @override
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -185,8 +198,12 @@ class _HostCopies(TorchFunctionMode):
         if self._on_disk.has(spanned.data_ptr()):
             return tensor
         key = spanned.device, spanned.data_ptr(), spanned.dtype, numel
-        if key not in self._copies:
-            self.n_bytes += spanned.nbytes
-            self._copies[key] = spanned if self._only_counts else spanned.to("cpu", copy=True)
-        copied = self._copies[key].as_strided(tensor.shape, tensor.stride())
+        if self._only_counts:
+            if key not in self._before and key not in self._present:
+                self._counted[key] = spanned.nbytes
+            return tensor
+        if key not in self._present:
+            memory = self._before.get(key)
+            self._present[key] = spanned.to("cpu", copy=True) if memory is None else memory.copy_(spanned)
+        copied = self._present[key].as_strided(tensor.shape, tensor.stride())
         return copied.requires_grad_(tensor.requires_grad).as_subclass(type(tensor))

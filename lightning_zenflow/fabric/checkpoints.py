@@ -44,13 +44,14 @@ class FabricCheckpoints(Saving):
             MisconfigurationException: there are several models that were set up, or none; or an entry has the name of ours.
         """
         self.flush()
-        if self._saves_file():
-            self._save_as_file(path, state, storage_options, filter or {})
-            return
-        save = super().save_checkpoint
-        engine = one_engine(state.values())
-        content = state if self._engine is None else to_save(state, self._engine)
-        self._save_folder(path, engine, lambda folder: save(folder, content, storage_options, filter))
+        with self._with_all_cores():
+            if self._saves_file():
+                self._save_as_file(path, state, storage_options, filter or {})
+                return
+            save = super().save_checkpoint
+            engine = one_engine(state.values())
+            content = state if self._engine is None else to_save(state, self._engine)
+            self._save_folder(path, engine, lambda folder: save(folder, content, storage_options, filter))
 
     def _save_as_file(
         self, path: Any, state: dict[str, Any], storage_options: Any, filter: dict[str, Callable[[str, Any], bool]]
