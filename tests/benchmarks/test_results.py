@@ -23,6 +23,7 @@ TABLES = {
     "step_time.bookkeeping --report-only",
     "kernel.__main__ --report-only",
     "projects.__main__ --report-only",
+    "saves.__main__ --report-only",
 }
 
 
