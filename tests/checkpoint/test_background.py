@@ -43,10 +43,12 @@ def strategy(**keys: Any) -> ZenFlowStrategy:
 def cases(folder: Path, name: str, case: Case) -> dict[str, Case]:
     """A run with a save that is held for three steps, one with an ordinary save, and what resumes from either."""
     held, ordinary = folder / f"{name}, held.ckpt", folder / f"{name}.ckpt"
-    saving = replace(case, callbacks=(HeldSave(held, 3, until=6),)).with_keys(async_checkpoints=True)
+    # Whose memory the next one uses again.
+    first = Saves(folder / f"{name}, first.ckpt", 2)
+    saving = replace(case, callbacks=(first, HeldSave(held, 3, until=6))).with_keys(async_checkpoints=True)
     return {
         f"{name}, held": saving,
-        f"{name}, ordinary": replace(case, save_at=3, checkpoint=str(ordinary)),
+        f"{name}, ordinary": replace(case, callbacks=(first,), save_at=3, checkpoint=str(ordinary)),
         f"{name}, resumed": replace(case, checkpoint=str(held)),
         f"{name}, resumed from ordinary": replace(case, checkpoint=str(ordinary)),
     }
@@ -72,7 +74,7 @@ def test_the_checkpoint_has_the_state_of_its_step(format_: str, stage: Any, keys
     """Training that goes on while the file is written changes nothing in it, and is the training with an ordinary save."""
     case = replace(CASE, stage=stage).with_keys(checkpoint_format=format_, **keys)
     assert_same_runs({name: run_here(c) for name, c in cases(tmp_path, "a", case).items()}, "a")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a, held.ckpt", "a.ckpt"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a, first.ckpt", "a, held.ckpt", "a.ckpt"]
 
 
 @pytest.mark.parametrize("name", ["folder", pytest.param("file", marks=pytest.mark.slow)])
