@@ -109,7 +109,11 @@ class Sleep(OtherBases):  # type: ignore[misc]
             return
         number, shape = storage._cdata, (storage.nbytes(),)  # private: the address
         if number not in self._storages:
-            copy = runtime.empty_on_host(shape, torch.uint8) if pin_memory else torch.empty(shape, dtype=torch.uint8)
+            copy = (
+                runtime.empty_on_host(shape, torch.uint8)
+                if pin_memory
+                else torch.empty(shape, dtype=torch.uint8, device="cpu")
+            )
             copy.untyped_storage().copy_(storage)
             self._storages[number] = storage, copy
         of_host = self._storages[number][1].untyped_storage()

@@ -45,6 +45,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "max_worker_restarts": ([0, 100], ["auto"]),
     "checkpoint_format": (["auto", "deepspeed", "lightning"], ["file", "Lightning", 1]),
     "sync_checkpoints": BOOLEAN,
+    "async_checkpoints": BOOLEAN,
     "stall_monitor": BOOLEAN,
 }
 """Allowed values of each key, and values that are not."""
