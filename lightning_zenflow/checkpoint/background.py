@@ -6,6 +6,7 @@ A second process would need memory that both share. A thread does not slow train
 import copy
 import logging
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -25,6 +26,9 @@ from lightning_zenflow.deepspeed.host_state import DiskCopies
 from lightning_zenflow.worker.memory import free_host_memory
 
 _log = logging.getLogger(__name__)
+
+_LOWEST_PRIORITY = 19
+"""Of Linux' scheduler: training and the worker come first."""
 
 Write = Callable[[Any], None]
 """Writes what one file of a checkpoint has."""
@@ -128,8 +132,8 @@ def _nothing() -> None:
 
 
 def _come_last() -> None:
-    # Of the thread: training and the worker get its core at once when they wake up. A low priority would let it finish its time slice.
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    # Under Linux, of a thread.
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
 
 
 def _finish(finish: Callable[[], None], ending: ExitStack) -> None:
