@@ -135,10 +135,10 @@ class Saving(Session):
         def write(file: Path | str, put: Put) -> None:
             if self.is_global_zero:
                 whole = {**content(), **({} if state.run_state is None else {FILE_KEY: state.run_state})}
-                by_io = (
-                    partial(io.save_checkpoint, path=path, storage_options=storage_options) if io is not None else None
-                )
-                put(whole, by_io or partial(torch.save, f=file))
+                if io is None:
+                    put(whole, partial(torch.save, f=file))
+                else:
+                    put(whole, partial(io.save_checkpoint, path=path, storage_options=storage_options))
 
         self._save(path, write, state)
 

@@ -141,7 +141,7 @@ def _finish(finish: Callable[[], None], ending: ExitStack) -> None:
         try:
             finish()
         except Exception as error:
-            # At once, too: nobody may ask for a long time.
+            # At once, too: the training thread raises the error at its next save or flush only.
             _log.error("ZenFlow: %s", error)
             raise
 

@@ -164,7 +164,7 @@ def deepspeed_files(engine: DeepSpeedEngine, put: Put) -> Iterator[None]:
 
 
 class _PutFiles:
-    """What writes DeepSpeed's files, which leaves that to `put`."""
+    """DeepSpeed's checkpoint engine, with saves by `put`."""
 
     def __init__(self, files: Any, put: Put) -> None:
         self._files, self._put = files, put

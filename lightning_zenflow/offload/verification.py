@@ -106,11 +106,11 @@ class Verification:
             self.step = ShownStep(number=step, loss_scale=loss_scale, blocks=shown, resubmitted=resubmitted)
         return () if self._in_place else resubmitted
 
-    def end(self, correct: Callable[[Block], object] = lambda block: None) -> None:
+    def end(self, correct: Callable[[Block], object] | None = None) -> None:
         """Ends the phase, once the step's word has arrived.
 
         Args:
-            correct: submits a block again, which shows another factor than the step's own; by default all have been.
+            correct: submits a block again, which shows another factor than the step's own; None: all have been.
         """
         if (step := self.step) is None:
             return
@@ -119,7 +119,7 @@ class Verification:
         # A step that changes nothing must not be shown, by a factor that is not finite either.
         others = ((shown != factor) if math.isfinite(factor) else shown.isfinite()).tolist()
         for block in itertools.compress(step.blocks, others):
-            if block not in step.resubmitted:
+            if correct is not None and block not in step.resubmitted:
                 correct(block)
         # Behind the corrections, which are repeated if they are interrupted.
         if math.isfinite(factor):
