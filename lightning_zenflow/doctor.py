@@ -15,9 +15,8 @@ import torch
 from tabulate import tabulate
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.native.paths import worker_executable
-from lightning_zenflow.worker.cores import Place, read_place, worker_cores
-from lightning_zenflow.worker.memory import free_host_memory
+from lightning_zenflow.native import worker_executable
+from lightning_zenflow.worker.machine import Place, free_host_memory, read_place, worker_cores
 from lightning_zenflow.worker.process import worker_environment
 
 _ELEMENTS = 1 << 24

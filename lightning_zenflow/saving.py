@@ -19,7 +19,7 @@ from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.release import as_in_training, pickled_as_before
 from lightning_zenflow.session import Session
-from lightning_zenflow.worker.cores import allowed_cores
+from lightning_zenflow.worker.machine import allowed_cores
 from lightning_zenflow.worker.process import WorkerError
 
 

@@ -20,7 +20,7 @@ import torch
 from benchmarks.common.results import RESULTS
 from benchmarks.gpu.calls import Calls
 from benchmarks.gpu.pack import find_worker
-from lightning_zenflow.worker.memory import HOST_MEMORY
+from lightning_zenflow.worker.machine import HOST_MEMORY
 
 _PARTS = {"tests": ("suite", "run_tests"), "bench": ("bench", "run_bench"), "train": ("training", "run_training")}
 """Module and function; each imports what the others do not need."""

@@ -80,7 +80,7 @@ def find_worker() -> Path | None:
     if PACKED.exists() and json.loads(PACKED.read_text())["csrc"] == digest_of_code(["csrc"]) and _runs(packed):
         return packed
     try:
-        from lightning_zenflow.native.paths import worker_executable
+        from lightning_zenflow.native import worker_executable
 
         worker_executable()
         return None

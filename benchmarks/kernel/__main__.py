@@ -30,7 +30,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from benchmarks.common.command_line import CommandLine
 from benchmarks.common.provenance import with_origin
 from benchmarks.common.results import markdown, report
-from lightning_zenflow.native.paths import worker_executable
+from lightning_zenflow.native import worker_executable
 
 BYTES_OF_ONE_STEP = 28
 """Reads and writes of master weights and moments, and the 32-bit gradient; passes around the step are not counted."""

@@ -3,7 +3,7 @@
 // Each rank has one memfd, the *arena*, which both processes map. The trainer creates it, fills the header and the tables, and
 // passes its file descriptor and one end of a SOCK_SEQPACKET socket pair to the worker at exec. Byte offsets count from the start
 // of the arena, element offsets from the start of the rank's partition. All structures are plain, naturally aligned and
-// little-endian. lightning_zenflow/native/protocol.py mirrors them field by field; a test compares the mirror with the sizes and
+// little-endian. lightning_zenflow/native.py mirrors them field by field; a test compares the mirror with the sizes and
 // offsets that `zenflow-worker --layout` prints.
 //
 // Ownership. A *job* updates one block and publishes its weights.

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lightning_zenflow.core.distributed import all_agree
 from lightning_zenflow.deepspeed.host_state import DiskCopies
-from lightning_zenflow.worker.memory import free_host_memory
+from lightning_zenflow.worker.machine import free_host_memory
 
 _log = logging.getLogger(__name__)
 

@@ -1,8 +1,11 @@
-"""The exception for what a user has set wrongly, which both of Lightning's packages know."""
+"""What classes of this package share with both of Lightning's packages: the exception for what a user has set wrongly, and mixins' base."""
 
 from typing import Any
 
 from typing_extensions import Self, override
+
+OtherBases: Any = object
+"""What comes after a mixin in the order of base classes. `Any` for the type checker: there are several such classes."""
 
 
 class MisconfigurationException(Exception):

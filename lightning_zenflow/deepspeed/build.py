@@ -32,10 +32,9 @@ from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
 from lightning_zenflow.offload.rank_state import Blocks, RankState
 from lightning_zenflow.offload.run_state import CounterReader, StepParts
 from lightning_zenflow.offload.selector import Selector
-from lightning_zenflow.telemetry.telemetry import StallClock, Telemetry
+from lightning_zenflow.telemetry import StallClock, Telemetry
 from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
-from lightning_zenflow.worker.cores import WorkerCores
-from lightning_zenflow.worker.memory import check_host_memory, free_host_memory
+from lightning_zenflow.worker.machine import WorkerCores, check_host_memory, free_host_memory
 from lightning_zenflow.worker.process import Worker
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.core.mixins import OtherBases
+from lightning_zenflow.core.errors import MisconfigurationException, OtherBases
 from lightning_zenflow.deepspeed.flat_buffers import Layout, OrderedCopy
 from lightning_zenflow.deepspeed.host_state import MOMENTS, DiskCopies
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY

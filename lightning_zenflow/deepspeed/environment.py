@@ -22,9 +22,14 @@ from typing_extensions import override
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.distributed import raising_together
-from lightning_zenflow.core.mixins import OtherBases
-from lightning_zenflow.worker.cores import WorkerCores, places_on_this_host, read_place, worker_cores
-from lightning_zenflow.worker.memory import free_host_memory
+from lightning_zenflow.core.errors import OtherBases
+from lightning_zenflow.worker.machine import (
+    WorkerCores,
+    free_host_memory,
+    places_on_this_host,
+    read_place,
+    worker_cores,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

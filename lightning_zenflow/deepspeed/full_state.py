@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.core.mixins import OtherBases
+from lightning_zenflow.core.errors import MisconfigurationException, OtherBases
 from lightning_zenflow.core.partition import Slice
 from lightning_zenflow.deepspeed.host_state import with_own_storage
 from lightning_zenflow.deepspeed.pieces import is_divided

@@ -29,7 +29,7 @@ from lightning_zenflow.offload.plan import StepInputs
 from lightning_zenflow.offload.run_state import CounterReader, StepParts
 from lightning_zenflow.offload.selector import Freezing
 from lightning_zenflow.offload.step import ZenFlowStep
-from lightning_zenflow.telemetry.telemetry import Telemetry
+from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 

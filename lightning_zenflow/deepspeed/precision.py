@@ -11,8 +11,7 @@ from torch.nn import Module
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
-from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.core.mixins import OtherBases
+from lightning_zenflow.core.errors import MisconfigurationException, OtherBases
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 
 _types = WeakTensorKeyDictionary()

@@ -32,7 +32,7 @@ from torch.nn import Module
 
 from lightning_zenflow.core.distributed import all_agree
 from lightning_zenflow.deepspeed.pieces import is_divided, piece_of
-from lightning_zenflow.worker.memory import free_host_memory
+from lightning_zenflow.worker.machine import free_host_memory
 
 _OF_MODULES = (
     *("_external_params", "_original_parameters", "all_parameters", "applied_pre_backward_ref_cnt"),

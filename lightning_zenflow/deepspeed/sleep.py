@@ -10,8 +10,7 @@ from torch import Tensor, UntypedStorage
 from typing_extensions import override
 
 from lightning_zenflow.core.device import runtime_of
-from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.core.mixins import OtherBases
+from lightning_zenflow.core.errors import MisconfigurationException, OtherBases
 from lightning_zenflow.deepspeed.pieces import is_divided
 
 

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_zenflow import native
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import IN_ORDER, ColumnWrite, Destination, Kernels, SquaredNorms
 from lightning_zenflow.kernels.factored import NOISE_NUMEL, Factors, RoundingNoise, SecondMoment
-from lightning_zenflow.native import protocol
-from lightning_zenflow.native.paths import cannot_run, device_library
-from lightning_zenflow.native.protocol import fields
+from lightning_zenflow.native import cannot_run, device_library, fields
 
 _SMALLEST_PART = 1 << 18
 """Elements; fewer do not pay for a thread."""
@@ -65,7 +64,7 @@ class _AdamwArgs(ctypes.Structure):
     _fields_ = fields(
         (_pointer, "master exp_avg exp_avg_sq gradient weights"),
         (_int64, "n"),
-        (ctypes.POINTER(protocol.Hyperparameters), "hyperparameters"),
+        (ctypes.POINTER(native.Hyperparameters), "hyperparameters"),
         (_int64, "count"),
         (_float, "factor"),
         (_uint32, "dtype"),
@@ -131,7 +130,7 @@ class CpuKernels(Kernels):
         if any(destination.slot.shape[1] != n_columns for destination in destinations):
             return super().route(gradient, destinations, per_axis=per_axis, copies=copies)
         parts = _parts(n_rows, n_columns)
-        dtype, row_bytes = protocol.DATA_TYPES[gradient.dtype], n_columns * gradient.itemsize
+        dtype, row_bytes = native.DATA_TYPES[gradient.dtype], n_columns * gradient.itemsize
         rows = gradient.new_empty(n_rows, dtype=torch.float32)
         columns = rows.new_zeros(len(parts) * n_columns) if per_axis else None
         source, row_norms = _address(gradient, gradient.dtype), rows.data_ptr()
@@ -204,7 +203,7 @@ class CpuKernels(Kernels):
         if not factors.finite:
             return
         row_scale, col_scale = factors.row_scale.contiguous(), factors.col_scale.contiguous()
-        dtype, row_bytes = protocol.DATA_TYPES[weights.dtype], n_columns * weights.itemsize
+        dtype, row_bytes = native.DATA_TYPES[weights.dtype], n_columns * weights.itemsize
         target, source = _address(weights, weights.dtype), _address(gradient, weights.dtype, weights.numel())
         rows, columns = _address(row_scale, torch.float32, n_rows), _address(col_scale, torch.float32, n_columns)
 
@@ -222,10 +221,10 @@ class CpuKernels(Kernels):
         if not scale.finite:
             weights.copy_(state[0])
             return
-        values = protocol.Hyperparameters(
+        values = native.Hyperparameters(
             lr=h.lr, beta1=h.beta1, beta2=h.beta2, eps=h.eps, weight_decay=h.weight_decay, decoupled=int(h.decoupled)
         )
-        steps, factor, dtype = int(scale.count), float(scale.factor), protocol.DATA_TYPES[weights.dtype]
+        steps, factor, dtype = int(scale.count), float(scale.factor), native.DATA_TYPES[weights.dtype]
         n, kinds = gradient.numel(), (*[torch.float32] * 3, weights.dtype, weights.dtype)
         begins = [
             (_address(t, kind, n), kind.itemsize) for t, kind in zip((*state, gradient, weights), kinds, strict=True)
@@ -253,7 +252,7 @@ class CpuKernels(Kernels):
     def _write_columns(self, table: Any, writes: Sequence[ColumnWrite]) -> None:
         """Executes a table, which points into the tensors of `writes`."""
         if writes:
-            dtype = protocol.DATA_TYPES[writes[0].matrix.dtype]
+            dtype = native.DATA_TYPES[writes[0].matrix.dtype]
             self._library.zenflow_scatter_columns(table, len(table), dtype)
 
 

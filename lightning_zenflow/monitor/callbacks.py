@@ -8,8 +8,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.core.mixins import OtherBases
+from lightning_zenflow.core.errors import MisconfigurationException, OtherBases
 from lightning_zenflow.monitor.summary import METRICS, StepMeter
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.auto_policy import HIDDEN, SMALL_STALL
-from lightning_zenflow.telemetry.telemetry import CAUSES, Cause, Reading
+from lightning_zenflow.telemetry import CAUSES, Cause, Reading
 
 if TYPE_CHECKING:
     from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer

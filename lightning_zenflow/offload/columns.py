@@ -20,12 +20,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from lightning_zenflow import native
 from lightning_zenflow.core.partition import STATE_BYTES, Partition, Tile, align, column_count
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import ColumnWrite, Selection
-from lightning_zenflow.native import protocol
 from lightning_zenflow.offload.rank_state import RankState
-from lightning_zenflow.telemetry.telemetry import Cause
+from lightning_zenflow.telemetry import Cause
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 
 _COLUMN_BYTES = 4
@@ -92,7 +92,7 @@ class RegionSize:
     @property
     def columns_offset(self) -> int:
         """Bytes of the table of tiles."""
-        return self.n_tiles * ctypes.sizeof(protocol.ExportTile)
+        return self.n_tiles * ctypes.sizeof(native.ExportTile)
 
     @property
     def state_offset(self) -> int:
@@ -152,7 +152,7 @@ class ExportRegion:
             numel[owned.param_group] += owned.numel
         # Behind each other: [3, n] of each parameter group.
         first_bytes = [0, *accumulate(STATE_BYTES * n for n in numel)]
-        entries = (protocol.ExportTile * len(tiles))()
+        entries = (native.ExportTile * len(tiles))()
         n_columns = 0
         for entry, owned in zip(entries, tiles, strict=True):
             tile, group = owned.tile, owned.param_group

@@ -5,10 +5,10 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Set
 
 from lightning_zenflow.core.device import Event, runtime_of
-from lightning_zenflow.native.protocol import Tentative
+from lightning_zenflow.native import Tentative
 from lightning_zenflow.offload.buffers import Publisher, SlotPool
 from lightning_zenflow.offload.rank_state import Block, Job, JobState, RankState, Window
-from lightning_zenflow.telemetry.telemetry import Cause
+from lightning_zenflow.telemetry import Cause
 from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 

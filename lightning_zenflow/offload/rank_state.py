@@ -14,8 +14,8 @@ from torch import Tensor
 from lightning_zenflow.core.device import Event, SideStream
 from lightning_zenflow.core.partition import Partition, Range
 from lightning_zenflow.kernels.base import Kernels
-from lightning_zenflow.native.protocol import Tentative
-from lightning_zenflow.telemetry.telemetry import Telemetry
+from lightning_zenflow.native import Tentative
+from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.supervisor import Submission, Transaction
 

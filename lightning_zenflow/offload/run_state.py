@@ -44,7 +44,7 @@ from lightning_zenflow.offload.plan import Planner
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
 from lightning_zenflow.offload.rank_state import RankState
 from lightning_zenflow.offload.selector import Selector
-from lightning_zenflow.telemetry.telemetry import Reading
+from lightning_zenflow.telemetry import Reading
 
 CHECKPOINT_KEY = "zenflow"
 """In DeepSpeed's optimizer state of a rank; DeepSpeed itself reads the keys it knows only."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_zenflow.native.protocol import Tentative
+from lightning_zenflow.native import Tentative
 from lightning_zenflow.offload.in_flight import JobsInFlight
 from lightning_zenflow.offload.rank_state import Block, RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker

@@ -19,12 +19,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_zenflow import native
 from lightning_zenflow.core.device import runtime_of, warn_of_pageable_memory
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
-from lightning_zenflow.native import protocol
-from lightning_zenflow.worker.cores import running_on
-from lightning_zenflow.worker.memory import MEMORY_PREFIX, exclude_from_children
+from lightning_zenflow.worker.machine import MEMORY_PREFIX, exclude_from_children, running_on
 from lightning_zenflow.worker.moments import CodedMoment, CodedMoments, Moment, first_scales
 
 _log = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ PAGE_BYTES = 4096
 
 _CACHE_LINE_BYTES = 64
 
-WORD_BYTES = ctypes.sizeof(protocol.StepWord)
+WORD_BYTES = ctypes.sizeof(native.StepWord)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,12 +152,12 @@ class Arena:
         # Forked dataloader workers must neither keep nor copy the optimizer states.
         exclude_from_children(self._memory)
         ctypes.memmove(self._address(), ctypes.addressof(header), ctypes.sizeof(header))
-        self._header = protocol.ArenaHeader.from_buffer(self._memory)
+        self._header = native.ArenaHeader.from_buffer(self._memory)
 
         self.first_scales = first_scales(partition.tiles)
         self.write_ranges(partition)
-        blocks = (protocol.Block * header.n_blocks).from_buffer(self._memory, header.blocks_offset)
-        blocks[:] = [protocol.Block(begin=block.begin, end=block.end) for block in partition.blocks]
+        blocks = (native.Block * header.n_blocks).from_buffer(self._memory, header.blocks_offset)
+        blocks[:] = [native.Block(begin=block.begin, end=block.end) for block in partition.blocks]
 
         def array(name: str) -> Tensor:
             offset, dtype, shape = sections[name]
@@ -175,9 +174,9 @@ class Arena:
         self.slots, self.publish, self.export = map(array, ("slots", "publish", "export"))
         self.export_offset = int(header.export_offset)
         records = array("step_records")
-        self.step_words = StepWords(records[:, protocol.StepRecord.word.offset :])
+        self.step_words = StepWords(records[:, native.StepRecord.word.offset :])
         self.block_words = StepWords(array("block_words"))
-        self._counts = records.view(torch.int64)[:, protocol.StepRecord.count.offset // 8]
+        self._counts = records.view(torch.int64)[:, native.StepRecord.count.offset // 8]
         self._runtime = runtime_of(device)
         self._cores = cores
         self._reserved: list[tuple[int, int]] = []
@@ -269,7 +268,7 @@ class Arena:
     def worker_state(self) -> str:
         """What the worker does, by its own account, for an error message."""
         h = self._header
-        word = "" if h.awaited_block == protocol.NO_BLOCK else f" and block {h.awaited_block}"
+        word = "" if h.awaited_block == native.NO_BLOCK else f" and block {h.awaited_block}"
         waits = f"waits for the word of step {h.awaited_step}{word}" if h.awaited_step else "waits for no word"
         return f"job {h.begun_job} begun, job {h.completed_job} completed, step {h.resolved_step} resolved; {waits}"
 
@@ -305,10 +304,10 @@ class Arena:
         assert all(0 <= g.beta1 < 1 and 0 <= g.beta2 < 1 for g in groups), groups
         assert all(0 <= v < math.inf for g in groups for v in (g.lr, g.eps, g.weight_decay)), groups
         begin = header.step_records_offset + (step % self.n_step_records) * header.step_record_bytes
-        begin += ctypes.sizeof(protocol.StepRecord)
-        begin += tentative * len(groups) * ctypes.sizeof(protocol.Hyperparameters)
-        entries = (protocol.Hyperparameters * len(groups)).from_buffer(self._memory, begin)
-        entries[:] = [protocol.Hyperparameters(**vars(group)) for group in groups]
+        begin += ctypes.sizeof(native.StepRecord)
+        begin += tentative * len(groups) * ctypes.sizeof(native.Hyperparameters)
+        entries = (native.Hyperparameters * len(groups)).from_buffer(self._memory, begin)
+        entries[:] = [native.Hyperparameters(**vars(group)) for group in groups]
 
     def write_ranges(self, partition: Partition) -> None:
         """Sets the elements that workers update which start later: those of the partition's tiles that lie in its ranges."""
@@ -320,9 +319,9 @@ class Arena:
             # A tile is part of a slice, and a slice lies in a range or in none.
             if r >= 0 and tile.end <= ranges[r].end:
                 group = ranges[r].param_group
-                trained.append(protocol.Range(begin=tile.begin, end=tile.end, param_group=group, first_scale=scale))
+                trained.append(native.Range(begin=tile.begin, end=tile.end, param_group=group, first_scale=scale))
         self._header.n_ranges = len(trained)
-        table = (protocol.Range * len(trained)).from_buffer(self._memory, self._header.ranges_offset)
+        table = (native.Range * len(trained)).from_buffer(self._memory, self._header.ranges_offset)
         table[:] = trained
 
     def close(self, *, keep_state: bool, take_weights: Callable[[], None] | None = None) -> None:
@@ -374,21 +373,21 @@ def arena_bytes(partition: Partition, sizes: ArenaSizes) -> int:
 
 def _layout(
     partition: Partition, sizes: ArenaSizes
-) -> tuple[protocol.ArenaHeader, dict[str, tuple[int, torch.dtype, tuple[int, ...]]]]:
+) -> tuple[native.ArenaHeader, dict[str, tuple[int, torch.dtype, tuple[int, ...]]]]:
     """The header, and the offset, element type and shape of each section behind it; of structures, the bytes."""
     dtype, moments = sizes.dtype, sizes.moments_dtype
     n_blocks, numel = len(partition.blocks), partition.numel
     # Whole memory pages, so that a slot is never split between reservations: the device copies only within one.
     slot_numel = _round_up(partition.block_numel, PAGE_BYTES // dtype.itemsize)
     n_sets = 2 * sizes.n_param_groups
-    record_bytes = ctypes.sizeof(protocol.StepRecord) + n_sets * ctypes.sizeof(protocol.Hyperparameters)
+    record_bytes = ctypes.sizeof(native.StepRecord) + n_sets * ctypes.sizeof(native.Hyperparameters)
     record_bytes = _round_up(record_bytes, _CACHE_LINE_BYTES)
-    header = protocol.ArenaHeader(
-        magic=protocol.MAGIC,
-        version=protocol.VERSION,
-        gradient_dtype=protocol.DATA_TYPES[dtype],
-        weight_dtype=protocol.DATA_TYPES[dtype],
-        moments_dtype=protocol.DATA_TYPES[moments],
+    header = native.ArenaHeader(
+        magic=native.MAGIC,
+        version=native.VERSION,
+        gradient_dtype=native.DATA_TYPES[dtype],
+        weight_dtype=native.DATA_TYPES[dtype],
+        moments_dtype=native.DATA_TYPES[moments],
         numel=numel,
         n_scales=first_scales(partition.tiles)[-1] if moments == torch.int8 else 0,
         n_blocks=n_blocks,
@@ -403,13 +402,13 @@ def _layout(
         export_bytes=sizes.export_bytes,
     )
     contents: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-        "ranges": (torch.uint8, (len(partition.tiles), ctypes.sizeof(protocol.Range))),
-        "blocks": (torch.uint8, (n_blocks, ctypes.sizeof(protocol.Block))),
+        "ranges": (torch.uint8, (len(partition.tiles), ctypes.sizeof(native.Range))),
+        "blocks": (torch.uint8, (n_blocks, ctypes.sizeof(native.Block))),
         "step_records": (torch.uint8, (sizes.n_step_records, record_bytes)),
         "block_words": (torch.uint8, (n_blocks, WORD_BYTES)),
         "block_jobs": (torch.int64, (n_blocks,)),
-        "block_shown": (torch.uint8, (n_blocks, ctypes.sizeof(protocol.BlockShown))),
-        "journal": (torch.uint8, (sizes.n_threads, ctypes.sizeof(protocol.JournalEntry))),
+        "block_shown": (torch.uint8, (n_blocks, ctypes.sizeof(native.BlockShown))),
+        "journal": (torch.uint8, (sizes.n_threads, ctypes.sizeof(native.JournalEntry))),
         "master": (torch.float32, (numel,)),
         "exp_avg": (moments, (numel,)),
         "exp_avg_sq": (torch.uint8 if moments == torch.int8 else moments, (numel,)),
@@ -418,7 +417,7 @@ def _layout(
         "publish": (dtype, (sizes.n_publish_buffers, slot_numel)),
         "export": (torch.uint8, (sizes.export_bytes,)),
     }
-    sections, end = {}, protocol.HEADER_BYTES
+    sections, end = {}, native.HEADER_BYTES
     for name, (kind, shape) in contents.items():
         sections[name] = end, kind, shape
         setattr(header, f"{name}_offset", end)

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zenflow.core.partition import Tile
-from lightning_zenflow.native.protocol import TILE_ELEMENTS
+from lightning_zenflow.native import TILE_ELEMENTS
 
 _CHUNK = TILE_ELEMENTS << 14
 """Elements that are converted at once: 8 MB for each operation."""

@@ -17,10 +17,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_zenflow.native import protocol
-from lightning_zenflow.native.paths import cannot_run, worker_executable
+from lightning_zenflow import native
+from lightning_zenflow.native import cannot_run, worker_executable
 from lightning_zenflow.worker.arena import Arena
-from lightning_zenflow.worker.memory import MEMORY_PREFIX, keep_from_children
+from lightning_zenflow.worker.machine import MEMORY_PREFIX, keep_from_children
 
 _log = logging.getLogger(__name__)
 
@@ -61,31 +61,31 @@ class JobMessage:
     slots: Sequence[int]
     publish_buffer: int
     prediction_steps: float = 0.0
-    tentative: protocol.Tentative = protocol.Tentative.NONE
+    tentative: native.Tentative = native.Tentative.NONE
 
     def __post_init__(self) -> None:
         # The worker checks the same when it reads the message.
         assert self.job_id >= 1 and (self.first_step >= 1 or not self.slots), self
         assert 0 <= self.prediction_steps <= 1e6, self
         assert self.slots or not self.tentative, self
-        assert len(self.slots) == 1 or self.tentative is not protocol.Tentative.CORRECTION, self
+        assert len(self.slots) == 1 or self.tentative is not native.Tentative.CORRECTION, self
 
     def __bytes__(self) -> bytes:
         numbers = {name: value for name, value in vars(self).items() if name != "slots"}
         n_committed = len(self.slots) - bool(self.tentative)
-        header = protocol.UpdateJob(type=protocol.MessageType.JOB, n_committed=n_committed, **numbers)
+        header = native.UpdateJob(type=native.MessageType.JOB, n_committed=n_committed, **numbers)
         return bytes(header) + bytes((ctypes.c_uint32 * len(self.slots))(*self.slots))
 
 
-Request = protocol.Export | protocol.Touch
+Request = native.Export | native.Touch
 """Requests to the worker beside jobs; executed in order with them, and idempotent."""
 
-Answer = protocol.Ready | protocol.Done | protocol.Acknowledged
+Answer = native.Ready | native.Done | native.Acknowledged
 
 _ANSWERS: dict[int, type[Answer]] = {
-    protocol.MessageType.READY: protocol.Ready,
-    protocol.MessageType.DONE: protocol.Done,
-    protocol.MessageType.ACKNOWLEDGED: protocol.Acknowledged,
+    native.MessageType.READY: native.Ready,
+    native.MessageType.DONE: native.Done,
+    native.MessageType.ACKNOWLEDGED: native.Acknowledged,
 }
 
 
@@ -158,10 +158,10 @@ class Worker:
         try:
             # The start takes as long as the system needs to allocate the states, 12 bytes a parameter.
             ready = self.wait()
-            assert isinstance(ready, protocol.Ready), "the worker's first message"
-            if ready.version != protocol.VERSION:
+            assert isinstance(ready, native.Ready), "the worker's first message"
+            if ready.version != native.VERSION:
                 raise WorkerError(
-                    f"the ZenFlow worker's protocol must be {protocol.VERSION}, got {ready.version}: reinstall lightning-zenflow"
+                    f"the ZenFlow worker's protocol must be {native.VERSION}, got {ready.version}: reinstall lightning-zenflow"
                 )
             assert ready.n_threads == len(cores), "one for each core"
         except BaseException:
@@ -190,7 +190,7 @@ class Worker:
         if isinstance(message, JobMessage):
             self._arena.assert_has(block=message.block, slots=message.slots, publish_buffer=message.publish_buffer)
         data = bytes(message)
-        assert len(data) <= protocol.MAX_MESSAGE_BYTES, message
+        assert len(data) <= native.MAX_MESSAGE_BYTES, message
         self._send(data)
 
     def wait(self) -> Answer:
@@ -208,9 +208,9 @@ class Worker:
             message = self._read()
         if not message:
             raise self._death()
-        kind = protocol.MessageHeader.from_buffer_copy(message).type
-        if kind == protocol.MessageType.ERROR:
-            text = message[ctypes.sizeof(protocol.MessageHeader) :].decode(errors="replace")
+        kind = native.MessageHeader.from_buffer_copy(message).type
+        if kind == native.MessageType.ERROR:
+            text = message[ctypes.sizeof(native.MessageHeader) :].decode(errors="replace")
             raise WorkerError(f"{self} failed: {text}")
         answer = _ANSWERS.get(kind)
         if answer is None or len(message) != ctypes.sizeof(answer):
@@ -225,7 +225,7 @@ class Worker:
         """Lets the worker complete the submitted jobs and exit; kills it if it does not."""
         if self._process.poll() is None:
             try:
-                self._send(bytes(protocol.MessageHeader(type=protocol.MessageType.EXIT)))
+                self._send(bytes(native.MessageHeader(type=native.MessageType.EXIT)))
                 self._process.wait(timeout=_EXIT_TIMEOUT_S)
             except (WorkerError, subprocess.TimeoutExpired):
                 _log.warning("%s did not exit in time and is killed", self)
@@ -284,7 +284,7 @@ class Worker:
     def _read(self) -> bytes:
         """Next message of the worker, which is there; an empty one means that it has closed its end."""
         try:
-            return self._socket.recv(protocol.MAX_MESSAGE_BYTES)
+            return self._socket.recv(native.MAX_MESSAGE_BYTES)
         except OSError as error:
             raise self._death() from error
 

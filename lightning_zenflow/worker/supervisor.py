@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
 
-from lightning_zenflow.native.protocol import Done, Export, MessageType, Touch
-from lightning_zenflow.telemetry.telemetry import Cause, StallClock
-from lightning_zenflow.worker.memory import OutOfMemoryKills
+from lightning_zenflow.native import Done, Export, MessageType, Touch
+from lightning_zenflow.telemetry import Cause, StallClock
 from lightning_zenflow.worker.process import (
     Answer,
     JobMessage,
@@ -110,7 +109,6 @@ class SupervisedWorker:
         self._exchange = Transaction()
         self._failure: WorkerError | None = None
         self._restart_times: deque[float] = deque()
-        self._memory_kills = OutOfMemoryKills()
         self._request_ids = count(1)
         self._worker = self._start()
 
@@ -255,20 +253,18 @@ class SupervisedWorker:
         Raises:
             WorkerError: the limit is exceeded.
         """
-        cause = self._memory_kills.since_last()
-        because = f"\n{cause}" if cause else ""
         now = time.monotonic()
         while self._restart_times and now - self._restart_times[0] > RESTART_WINDOW_S:
             self._restart_times.popleft()
         if len(self._restart_times) >= self._max_restarts:
             raise WorkerError(
-                f"{death}{because}\nThe worker was restarted {len(self._restart_times)} times within {RESTART_WINDOW_S / 60:g} minutes, the"
-                f" limit max_worker_restarts={self._max_restarts};"
-                f" {'take less memory' if cause else 'find out what kills it'}, or raise the limit"
+                f"{death}\nThe worker was restarted {len(self._restart_times)} times within {RESTART_WINDOW_S / 60:g} minutes, the limit"
+                f" max_worker_restarts={self._max_restarts}; find out what kills it, often the kernel for lack of memory (`dmesg`), or"
+                " raise the limit"
             ) from death
         self._restart_times.append(now)
         self._stalls.worker_restarts += 1
-        _log.warning("%s%s; a new worker continues, nothing is lost", death, because)
+        _log.warning("%s; a new worker continues, nothing is lost", death)
 
 
 def _answers(answer: Answer, message: JobMessage | Request) -> bool:

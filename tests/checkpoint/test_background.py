@@ -16,7 +16,7 @@ from harness import EVERYTHING, Case, make_trainer, run_here
 from held_saves import Gate, HeldSave
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
-from lightning_zenflow.worker.memory import HOST_MEMORY
+from lightning_zenflow.worker.machine import HOST_MEMORY
 from models import LinearLossModule
 from networks import SmallNet
 from rank_processes import run_on_ranks

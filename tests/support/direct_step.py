@@ -18,7 +18,7 @@ from lightning_zenflow.deepspeed.user_optimizer import read_hyperparameters
 from lightning_zenflow.offload.plan import StepInputs
 from lightning_zenflow.offload.selector import Freezing
 from lightning_zenflow.offload.step import ZenFlowStep
-from lightning_zenflow.worker.cores import WorkerCores, allowed_cores
+from lightning_zenflow.worker.machine import WorkerCores, allowed_cores
 from lightning_zenflow.worker.moments import Moment
 from oracle import slices_of_rank
 from scripted_schedule import scripted

@@ -33,7 +33,7 @@ from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
 from lightning_zenflow.offload.reference import AdamWState, Groups
 from lightning_zenflow.strategy import ZenFlowPrecision
-from lightning_zenflow.worker.cores import allowed_cores
+from lightning_zenflow.worker.machine import allowed_cores
 from models import OptimizerOptions, TestModule
 from oracle import Oracle, adamw_reference
 from scripted_schedule import Entry, scripted

@@ -11,9 +11,9 @@ from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.kernels.base import Kernels, kernels_for
 from lightning_zenflow.offload.columns import export_bytes
 from lightning_zenflow.offload.rank_state import Blocks, RankState
-from lightning_zenflow.telemetry.telemetry import StallClock, Telemetry
+from lightning_zenflow.telemetry import StallClock, Telemetry
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
-from lightning_zenflow.worker.cores import allowed_cores
+from lightning_zenflow.worker.machine import allowed_cores
 from lightning_zenflow.worker.process import Worker
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 

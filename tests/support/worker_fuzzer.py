@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
+from lightning_zenflow import native
 from lightning_zenflow.core.partition import Slice, build_partition, group_begins
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
-from lightning_zenflow.native import protocol
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
-from lightning_zenflow.worker.cores import allowed_cores
+from lightning_zenflow.worker.machine import allowed_cores
 
 _HANG_S = 60.0
 """The worker's own wait for a step's word is 10 ms; nothing else takes long."""
@@ -56,7 +56,7 @@ def make_arena(rng: random.Random) -> Arena:
 
 def write_export_tiles(rng: random.Random, arena: Arena) -> None:
     """Two tiles of the partition, with a list of columns each."""
-    tiles = (protocol.ExportTile * 2)()
+    tiles = (native.ExportTile * 2)()
     for i, tile in enumerate(tiles):
         tile.width = rng.randrange(1, 9)
         tile.n_columns = rng.randrange(1, tile.width + 1)
@@ -82,16 +82,16 @@ def mutate(rng: random.Random, data: bytearray, *, words: bool) -> None:
 
 def break_arena(rng: random.Random, arena: Arena) -> None:
     """Mutates the header, the tables, the step records, the block words, what blocks show or the journal."""
-    header = protocol.ArenaHeader.from_buffer_copy(os.pread(arena.fd, protocol.HEADER_BYTES, 0))
+    header = native.ArenaHeader.from_buffer_copy(os.pread(arena.fd, native.HEADER_BYTES, 0))
     regions = [
-        (0, ctypes.sizeof(protocol.ArenaHeader)),
-        (header.ranges_offset, header.n_ranges * ctypes.sizeof(protocol.Range)),
-        (header.blocks_offset, header.n_blocks * ctypes.sizeof(protocol.Block)),
+        (0, ctypes.sizeof(native.ArenaHeader)),
+        (header.ranges_offset, header.n_ranges * ctypes.sizeof(native.Range)),
+        (header.blocks_offset, header.n_blocks * ctypes.sizeof(native.Block)),
         (header.step_records_offset, header.n_step_records * header.step_record_bytes),
-        (header.block_words_offset, header.n_blocks * ctypes.sizeof(protocol.StepWord)),
-        (header.block_shown_offset, header.n_blocks * ctypes.sizeof(protocol.BlockShown)),
-        (header.journal_offset + protocol.JournalEntry.begin.offset, 32),
-        (header.export_offset, 2 * ctypes.sizeof(protocol.ExportTile)),
+        (header.block_words_offset, header.n_blocks * ctypes.sizeof(native.StepWord)),
+        (header.block_shown_offset, header.n_blocks * ctypes.sizeof(native.BlockShown)),
+        (header.journal_offset + native.JournalEntry.begin.offset, 32),
+        (header.export_offset, 2 * ctypes.sizeof(native.ExportTile)),
         (header.export_offset + 256, 96),
     ]
     begin, size = rng.choice(regions)
@@ -101,18 +101,18 @@ def break_arena(rng: random.Random, arena: Arena) -> None:
     if rng.random() < 0.3:
         # As after the death of a worker: a job in progress, which the journal may or may not describe.
         for name in ("begun_job", "n_shares"):
-            at = getattr(protocol.ArenaHeader, name).offset
+            at = getattr(native.ArenaHeader, name).offset
             os.pwrite(arena.fd, rng.choice([1, 2]).to_bytes(8, "little"), at)
 
 
 def message(rng: random.Random, job_id: int, export_offset: int) -> bytes:
     """A job, an export or a touch, valid or corrupted; or an exit; or noise."""
     slots = [rng.randrange(7) for _ in range(rng.randrange(4))]
-    tentative = rng.choice(list(protocol.Tentative)) if slots else protocol.Tentative.NONE
-    if tentative is protocol.Tentative.CORRECTION and rng.random() < 0.9:
+    tentative = rng.choice(list(native.Tentative)) if slots else native.Tentative.NONE
+    if tentative is native.Tentative.CORRECTION and rng.random() < 0.9:
         slots = slots[:1]
-    job = protocol.UpdateJob(
-        type=protocol.MessageType.JOB,
+    job = native.UpdateJob(
+        type=native.MessageType.JOB,
         block=rng.randrange(3),
         job_id=job_id,
         first_step=rng.randrange(1, 3),
@@ -121,9 +121,9 @@ def message(rng: random.Random, job_id: int, export_offset: int) -> bytes:
         prediction_steps=rng.choice([0.0, 1.5]),
         tentative=tentative,
     )
-    export = protocol.Export(type=protocol.MessageType.EXPORT, n_tiles=2, request_id=job_id, tiles_offset=export_offset)
-    touch = protocol.Touch(
-        type=protocol.MessageType.TOUCH, request_id=job_id, offset=export_offset, n_rows=3, row_bytes=2000
+    export = native.Export(type=native.MessageType.EXPORT, n_tiles=2, request_id=job_id, tiles_offset=export_offset)
+    touch = native.Touch(
+        type=native.MessageType.TOUCH, request_id=job_id, offset=export_offset, n_rows=3, row_bytes=2000
     )
     data = bytearray(bytes(job) + bytes((ctypes.c_uint32 * len(slots))(*slots)))
     if rng.random() < 0.3:
@@ -136,7 +136,7 @@ def message(rng: random.Random, job_id: int, export_offset: int) -> bytes:
     elif kind < 0.55:
         data = bytearray(rng.randbytes(rng.randrange(1, 20000)))
     elif kind < 0.6:
-        data = bytearray(bytes(protocol.MessageHeader(type=protocol.MessageType.EXIT)))
+        data = bytearray(bytes(native.MessageHeader(type=native.MessageType.EXIT)))
     return bytes(data)
 
 

@@ -19,7 +19,7 @@ from lightning_zenflow.core.auto_policy import LARGEST_LAG
 from lightning_zenflow.core.schedule import UpdateSchedule
 from lightning_zenflow.offload import plan as planning
 from lightning_zenflow.offload.plan import ScheduleControl, StepPlan
-from lightning_zenflow.worker.memory import HOST_MEMORY
+from lightning_zenflow.worker.machine import HOST_MEMORY
 from models import LinearLossModule
 from rank_processes import run_on_ranks
 from same_bits import assert_is_adamw, assert_same_tensors

@@ -16,7 +16,7 @@ from direct_step import DirectStep, direct_step
 from eventful_training import SHAPES, assert_same_training, random_tensors, train
 from harness import Case, run_here
 from lightning_zenflow.core.device import SideStream
-from lightning_zenflow.native.protocol import Tentative
+from lightning_zenflow.native import Tentative
 from lightning_zenflow.offload.buffers import InPlacePublisher, Publisher
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.worker.process import JobMessage

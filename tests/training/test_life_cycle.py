@@ -26,7 +26,7 @@ from typing_extensions import override
 from between_steps import At
 from harness import Case, fit, make_trainer, run_here, snapshot, workers
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.worker.memory import HOST_MEMORY
+from lightning_zenflow.worker.machine import HOST_MEMORY
 from lightning_zenflow.worker.process import WorkerError
 from models import TINY, LinearLossModule, TestModule
 from oracle import adamw_reference

@@ -30,7 +30,7 @@ from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
 from lightning_zenflow.deepspeed.user_optimizer import UsersOptimizer
 from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
-from lightning_zenflow.worker.memory import HOST_MEMORY
+from lightning_zenflow.worker.machine import HOST_MEMORY
 from networks import TiedNet
 from rank_processes import run_on_ranks
 from same_bits import assert_same_tensors

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.worker.arena import Arena
-from lightning_zenflow.worker.cores import allowed_cores
+from lightning_zenflow.worker.machine import allowed_cores
 from small_arena import make_arena, make_partition
 
 

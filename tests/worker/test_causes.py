@@ -1,9 +1,6 @@
-"""Why a worker cannot start or dies, in words: it does not suit the machine, threads are refused, memory is short."""
+"""Why a worker cannot start, in words: it does not suit the machine, or threads are refused."""
 
-import logging
-import os
 import shutil
-import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -13,15 +10,13 @@ import pytest
 import torch
 
 from lightning_zenflow.kernels import cpu
-from lightning_zenflow.native.paths import worker_executable
-from lightning_zenflow.telemetry.telemetry import StallClock
-from lightning_zenflow.worker import memory
+from lightning_zenflow.native import worker_executable
+from lightning_zenflow.telemetry import StallClock
 from lightning_zenflow.worker.arena import Arena
-from lightning_zenflow.worker.cores import allowed_cores
+from lightning_zenflow.worker.machine import allowed_cores
 from lightning_zenflow.worker.process import Worker, WorkerError
 from lightning_zenflow.worker.supervisor import SupervisedWorker
-from machine_files import write
-from processes import is_alive, leaves_no_file_open, wait_for
+from processes import leaves_no_file_open
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
@@ -100,42 +95,3 @@ def test_threads_that_the_system_refuses(
     monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(path))
     with pytest.raises(WorkerError, match="(?s)allows no more threads .`ulimit -u`.*lower worker_cores"):
         Worker(arena, cores=two_cores, timeout_s=30)
-
-
-@pytest.mark.parametrize(
-    ("files", "counter", "text"),
-    [
-        ({"proc/self/cgroup": "0::/job\n"}, "sys/fs/cgroup/job/memory.events", "low 0\noom 3\noom_kill {}\n"),
-        ({}, "proc/vmstat", "nr_free_pages 5\noom_kill {}\n"),
-    ],
-    ids=["control group", "machine"],
-)
-def test_the_out_of_memory_killer_is_named(
-    files: dict[str, str],
-    counter: str,
-    text: str,
-    arena: Arena,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The counter is the kernel's, of a machine that is not at hand; the kills are real."""
-    monkeypatch.setattr(memory, "_ROOT", write(tmp_path, {**files, counter: text.format(7)}))
-    worker = start(arena)
-
-    def kill() -> None:
-        pid = worker.pid
-        os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: not is_alive(pid))
-        worker.touch(arena.export_offset - 4096, 1, 1)
-
-    with caplog.at_level(logging.WARNING):
-        kill()
-    assert "out-of-memory" not in caplog.text, "the counter has not risen"
-    write(tmp_path, {counter: text.format(9)})
-    with pytest.raises(WorkerError) as caught:
-        kill()
-    worker.kill()
-    said = str(caught.value)
-    assert f"out-of-memory killer ended 2 process(es) meanwhile, says {tmp_path / counter}" in said
-    assert "moments_dtype='bfloat16'" in said and "max_worker_restarts=1; take less memory" in said

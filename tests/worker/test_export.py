@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_zenflow.core.partition import Partition, Slice, build_partition, column_count, group_begins
 from lightning_zenflow.offload.columns import Columns, DeviceColumns, export_regions, region_sizes
 from lightning_zenflow.offload.rank_state import RankState
-from lightning_zenflow.telemetry.telemetry import Traffic
+from lightning_zenflow.telemetry import Traffic
 from lightning_zenflow.worker.process import JobMessage, WorkerError
 from lightning_zenflow.worker.supervisor import Submission
 from models import generator

@@ -14,7 +14,7 @@ from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.deepspeed import build as assembly
 from lightning_zenflow.deepspeed.host_state import HostState
 from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
-from lightning_zenflow.worker.cores import allowed_cores, running_on
+from lightning_zenflow.worker.machine import allowed_cores, running_on
 from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
 from processes import leaves_no_file_open
 from small_arena import make_arena

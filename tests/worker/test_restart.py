@@ -23,10 +23,10 @@ from harness import UP_TO_TWO, Case, run_here
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.deepspeed import environment
-from lightning_zenflow.native.protocol import Acknowledged, Done
-from lightning_zenflow.telemetry.telemetry import StallClock
+from lightning_zenflow.native import Acknowledged, Done
+from lightning_zenflow.telemetry import StallClock
 from lightning_zenflow.worker.arena import Arena
-from lightning_zenflow.worker.cores import allowed_cores
+from lightning_zenflow.worker.machine import allowed_cores
 from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 from processes import is_alive, leaves_no_file_open, wait_for

@@ -20,11 +20,10 @@ from torch.utils._pytree import tree_iter
 from typing_extensions import override
 
 import lightning_zenflow
-from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow import ZenFlowStrategy, native
 from lightning_zenflow.core.device import RUNTIMES
 from lightning_zenflow.deepspeed import between_steps, build
-from lightning_zenflow.native import protocol
-from lightning_zenflow.native.protocol import Tentative
+from lightning_zenflow.native import Tentative
 from lightning_zenflow.session import Session
 from lightning_zenflow.worker.arena import WORD_BYTES, Arena
 from lightning_zenflow.worker.process import JobMessage, Request
@@ -155,7 +154,7 @@ class Watch(TorchDispatchMode):
         self._numbers.clear()
 
     def _note_numbers(self, targets: Sequence[Tensor]) -> None:
-        offset = protocol.StepWord.sequence.offset
+        offset = native.StepWord.sequence.offset
         for word in targets:
             if word.data_ptr() in self._words and word.nbytes == WORD_BYTES:
                 with torch._C._DisableTorchDispatch():
@@ -266,7 +265,7 @@ class WatchedWorker:
         clock = self._order.begin(WORKER)
         if isinstance(message, JobMessage):
             self._replay(message, clock)
-        elif isinstance(message, protocol.Export):
+        elif isinstance(message, native.Export):
             self._export(message, clock)
         self._order.follow(HOST, clock)
 
@@ -291,11 +290,11 @@ class WatchedWorker:
         for state in (arena.master, arena.exp_avg.array, arena.exp_avg_sq.array):
             self._touch(state.narrow(0, block.begin, numel), clock, writes=True, name="replay of the state")
 
-    def _export(self, message: protocol.Export, clock: Clock) -> None:
+    def _export(self, message: native.Export, clock: Clock) -> None:
         arena = self._arena
         assert arena is not None
         memory = arena.export.data_ptr() - arena.export_offset
-        tiles = (protocol.ExportTile * message.n_tiles).from_address(memory + message.tiles_offset)
+        tiles = (native.ExportTile * message.n_tiles).from_address(memory + message.tiles_offset)
         state = arena.export.view(torch.float32)
         for tile in tiles:
             begin, numel = (tile.target_offset - arena.export_offset) // 4, tile.rows * tile.n_columns

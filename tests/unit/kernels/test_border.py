@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from lightning_zenflow import native
 from lightning_zenflow.kernels.base import Destination
 from lightning_zenflow.kernels.cpu import CpuKernels
-from lightning_zenflow.native import protocol
 
 
 def test_tensors_that_the_library_would_misread() -> None:
@@ -18,12 +18,12 @@ def test_tensors_that_the_library_would_misread() -> None:
 @pytest.mark.parametrize(
     ("kind", "values"),
     [
-        (protocol.Touch, {"n_rows": -1}),
-        (protocol.Export, {"n_tiles": 2**32}),
-        (protocol.UpdateJob, {"block": -1}),
-        (protocol.ArenaHeader, {"n_slots": 2**32 + 3}),
+        (native.Touch, {"n_rows": -1}),
+        (native.Export, {"n_tiles": 2**32}),
+        (native.UpdateJob, {"block": -1}),
+        (native.ArenaHeader, {"n_slots": 2**32 + 3}),
     ],
 )
-def test_integers_that_a_field_cannot_hold(kind: type[protocol.Structure], values: dict[str, int]) -> None:
+def test_integers_that_a_field_cannot_hold(kind: type[native.Structure], values: dict[str, int]) -> None:
     with pytest.raises(AssertionError, match="cannot hold"):
         kind(**values)

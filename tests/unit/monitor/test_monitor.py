@@ -7,7 +7,7 @@ import pytest
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.monitor.summary import METRICS, advice, interval_metrics, summary
-from lightning_zenflow.telemetry.telemetry import Reading
+from lightning_zenflow.telemetry import Reading
 
 
 def reading(**values: Any) -> Reading:

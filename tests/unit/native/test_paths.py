@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import lightning_zenflow
-import lightning_zenflow.native.paths
-from lightning_zenflow.native.paths import worker_executable
+from lightning_zenflow import native
+from lightning_zenflow.native import worker_executable
 
 
 def make_executable(path: Path) -> Path:
@@ -23,7 +23,7 @@ def _not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_distribution(name: str) -> PathDistribution:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(lightning_zenflow.native.paths, "distribution", no_distribution)
+    monkeypatch.setattr(native, "distribution", no_distribution)
     monkeypatch.delenv("LIGHTNING_ZENFLOW_WORKER", raising=False)
 
 
@@ -31,7 +31,7 @@ def test_where_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """In every folder of the package, and beside the metadata of an editable install."""
     monkeypatch.setattr(lightning_zenflow, "__path__", [str(tmp_path / "sources"), str(tmp_path / "installed")])
     metadata = PathDistribution(tmp_path / "site" / "lightning_zenflow-0.1.0.dist-info")
-    monkeypatch.setattr(lightning_zenflow.native.paths, "distribution", lambda name: metadata)
+    monkeypatch.setattr(native, "distribution", lambda name: metadata)
     with pytest.raises(RuntimeError, match=re.escape(str(tmp_path / "sources" / "bin")) + ".*pip install -e ."):
         worker_executable()
     editable = make_executable(tmp_path / "site" / "lightning_zenflow" / "bin" / "zenflow-worker")

@@ -1,16 +1,16 @@
-"""Sizes, offsets and constants agree: ``csrc/common/protocol.h`` and ``lightning_zenflow/native/protocol.py``."""
+"""Sizes, offsets and constants agree: ``csrc/common/protocol.h`` and ``lightning_zenflow/native.py``."""
 
 import ctypes
 import subprocess
 
 import pytest
 
-from lightning_zenflow.native import protocol
-from lightning_zenflow.native.paths import worker_executable
+from lightning_zenflow import native
+from lightning_zenflow.native import worker_executable
 
 STRUCTURES = [
     kind
-    for kind in vars(protocol).values()
+    for kind in vars(native).values()
     if isinstance(kind, type) and issubclass(kind, ctypes.Structure) and hasattr(kind, "_fields_")
 ]
 CONSTANTS = (
@@ -30,7 +30,7 @@ def output_of(option: str) -> str:
 
 
 def test_layout() -> None:
-    ours = {f"k{name.title().replace('_', '')}": getattr(protocol, name) for name in CONSTANTS}
+    ours = {f"k{name.title().replace('_', '')}": getattr(native, name) for name in CONSTANTS}
     for structure in STRUCTURES:
         ours[f"sizeof({structure.__name__})"] = ctypes.sizeof(structure)
         for field in structure._fields_:
@@ -40,7 +40,7 @@ def test_layout() -> None:
 
 
 def test_the_version_on_the_command_line() -> None:
-    assert f"protocol {protocol.VERSION}" in output_of("--version")
+    assert f"protocol {native.VERSION}" in output_of("--version")
 
 
 def test_the_instruction_set_is_the_machines_highest_or_a_lower_one(monkeypatch: pytest.MonkeyPatch) -> None:

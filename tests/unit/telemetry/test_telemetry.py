@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from lightning_zenflow.telemetry.telemetry import StallClock
+from lightning_zenflow.telemetry import StallClock
 from recorded_device.device import RecordedEvent
 from recorded_device.watch import recorded_device
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lightning_zenflow.worker.cores import Place, WorkerCores, worker_cores
+from lightning_zenflow.worker.machine import Place, WorkerCores, worker_cores
 
 Request = str | int | Sequence[int]
 

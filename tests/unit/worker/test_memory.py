@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zenflow.worker import memory
-from lightning_zenflow.worker.memory import HOST_MEMORY, check_host_memory, free_host_memory
+from lightning_zenflow.worker import machine
+from lightning_zenflow.worker.machine import HOST_MEMORY, check_host_memory, free_host_memory
 from machine_files import write
 
 GIB = 2**30
@@ -41,7 +41,7 @@ GROUPS = {
 def test_the_least_limit_counts(
     files: dict[str, str], given: str | None, gib: float, limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_ROOT", write(tmp_path, files))
+    monkeypatch.setattr(machine, "_ROOT", write(tmp_path, files))
     if given is not None:
         monkeypatch.setenv(HOST_MEMORY, given)
     free = free_host_memory()
@@ -58,7 +58,7 @@ def test_what_is_no_number(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_ROOT", write(tmp_path, GROUPS))
+    monkeypatch.setattr(machine, "_ROOT", write(tmp_path, GROUPS))
     with caplog.at_level(logging.WARNING):
         assert check_host_memory(first=GIB, largest=3 * GIB // 2, ranks=2, keys="") is None
         assert not caplog.records

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.core.partition import Slice, build_partition
-from lightning_zenflow.native.protocol import TILE_ELEMENTS
+from lightning_zenflow.native import TILE_ELEMENTS
 from lightning_zenflow.worker.moments import CodedMoment, CodedMoments, first_scales
 
 

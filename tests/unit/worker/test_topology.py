@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zenflow.core.device import RUNTIMES, HostRuntime
-from lightning_zenflow.worker.cores import (
+from lightning_zenflow.worker.machine import (
     Place,
     allowed_cores,
     places_on_this_host,

@@ -1,10 +1,24 @@
-"""The cores that the worker's threads run on: what a rank may use, the cores of its GPU's NUMA node, control groups, and the choice.
+"""The host, as the kernel's files in /proc and /sys describe it: the cores that the worker's threads run on, and the memory that is free.
+And the release of the worker's socket and the arena in forked children, such as the processes of a data loader.
 
-Read from the kernel's files in /proc and /sys. A missing file, as in some containers, means unknown and unlimited.
+A missing file, as in some containers, means unknown and unlimited.
+
+*Free memory.* The kernel allocates shared memory when a page is first written. Without a check before training that the arenas of all ranks
+fit, a host with too little memory would fail later, by the out-of-memory killer.
+
+*Forks.* A descriptor in a child keeps the memory allocated and hides the trainer's death from the worker. `MADV_DONTFORK` excludes the
+mapping from children, and `O_CLOEXEC` closes descriptors in programs that a child executes; this module covers the time between fork and
+exec. Where the mapping was, the kernel puts memory of the child's own. The Python object of the mapping must therefore never be freed
+there: it would unmap that memory. A child's collection of garbage would free it if the trainer of an earlier fit is garbage.
 """
 
+import ctypes
+import logging
 import math
+import mmap
 import os
+import socket
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,6 +28,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_zenflow.core.device import runtime_of
+
+_log = logging.getLogger(__name__)
 
 _ROOT = Path("/")
 
@@ -202,3 +218,131 @@ def _part(cores: list[int], rank: int, ranks: int) -> list[int]:
     if len(cores) < ranks:
         return [cores[rank % len(cores)]]
     return cores[len(cores) * rank // ranks : len(cores) * (rank + 1) // ranks]
+
+
+HOST_MEMORY = "LIGHTNING_ZENFLOW_HOST_GIB"
+"""Environment variable: host memory in GiB that the arenas of this host's ranks may take, whatever the kernel says; ``inf`` checks nothing.
+For virtual machines that get more memory when they use it, where MemAvailable says too little."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreeMemory:
+    """Host memory that can still be allocated."""
+
+    n_bytes: float
+    limit: str
+    """Name of the limit, for messages."""
+
+
+def free_host_memory() -> FreeMemory:
+    """Least free memory of the machine and of this process' control groups; infinite if unknown.
+
+    Raises:
+        ValueError: the environment variable `HOST_MEMORY`, which overrides both, is not a number above 0.
+    """
+    given = os.environ.get(HOST_MEMORY)
+    if given is None:
+        unknown = FreeMemory(n_bytes=math.inf, limit="unknown")
+        return min(_free_memory(_ROOT), key=lambda free: free.n_bytes, default=unknown)
+    try:
+        gib = float(given)
+    except ValueError:
+        gib = math.nan
+    if not gib > 0:
+        raise ValueError(
+            f"{HOST_MEMORY} must be a number of GiB above 0, or inf, got {given!r}; unset it or correct it"
+        )
+    return FreeMemory(n_bytes=gib * 2**30, limit=HOST_MEMORY)
+
+
+def check_host_memory(*, first: int, largest: int, ranks: int, keys: str) -> str | None:
+    """Checks that the arenas of this host's ranks fit; warns if they fit only at first.
+
+    Args:
+        first: bytes of one rank's arena at the start.
+        largest: bytes with the largest S and d of "auto"; the difference to `first` is allocated when it is needed.
+        ranks: number of ranks on this host.
+        keys: keys that determine the sizes, with their values, for messages.
+
+    Returns:
+        An error message, or None.
+    """
+    free = free_host_memory()
+    if math.isinf(free.n_bytes):
+        return None
+    available = f"but {_gib(int(free.n_bytes))} are available ({free.limit})"
+    advice = (
+        f"use smaller values of {keys}, down to 12 bytes per parameter for master weights and moments, 8 with"
+        " moments_dtype='bfloat16', 6.1 with 'int8', or more hosts;"
+        f" where the kernel is wrong, as on virtual machines that grow with use, {HOST_MEMORY} says how much there is"
+    )
+    if ranks * first > free.n_bytes:
+        return (
+            f"ZenFlow needs {_gib(ranks * first)} of host memory for the optimizer states and gradients of {ranks} rank(s) on this host,"
+            f" {available}; {advice}"
+        )
+    if ranks * largest > free.n_bytes:
+        needs = f"ZenFlow may need {_gib(ranks * largest)} of host memory for {ranks} rank(s) on this host"
+        _log.warning("%s, %s; %s", needs, available, advice)
+    return None
+
+
+def _free_memory(root: Path) -> Iterator[FreeMemory]:
+    machine = read_table(root / "proc/meminfo")
+    if "MemAvailable:" in machine:
+        yield FreeMemory(n_bytes=1024 * machine["MemAvailable:"], limit="MemAvailable of the machine")
+    for group in control_groups(root):
+        limit, usage = _number(group / "memory.max"), _number(group / "memory.current")
+        if limit is not None and usage is not None:
+            statistics = read_table(group / "memory.stat")
+            # The page cache, which the kernel reclaims on demand.
+            cache = statistics.get("inactive_file", 0) + statistics.get("active_file", 0)
+            n_bytes = max(0, limit - max(0, usage - cache))
+            yield FreeMemory(n_bytes=n_bytes, limit=f"control group limit {group / 'memory.max'}")
+
+
+def _number(path: Path) -> int | None:
+    text = read_file(path)
+    return int(text) if text.isdigit() else None
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.2f} GiB ({n_bytes} bytes)"
+
+
+MEMORY_PREFIX = "zenflow-"
+"""Prefix of the names of this package's memfds."""
+
+_connections: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+
+_mappings: "weakref.WeakSet[mmap.mmap]" = weakref.WeakSet()
+
+
+def keep_from_children(connection: socket.socket) -> None:
+    """Closes a socket in every child that is forked from now on, for the lifetime of the socket object."""
+    _connections.add(connection)
+
+
+def exclude_from_children(memory: mmap.mmap) -> None:
+    """Leaves a mapping out of every child that is forked from now on, where its object stays without memory."""
+    memory.madvise(mmap.MADV_DONTFORK)
+    _mappings.add(memory)
+
+
+def _release() -> None:
+    for memory in list(_mappings):
+        # A reference for ever; one in a variable would go when the child's interpreter ends, and with it the child's memory.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+    for connection in list(_connections):
+        connection.close()
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for name in os.listdir("/proc/self/fd"):
+        # The descriptor of the listed folder itself no longer exists.
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(f"/memfd:{MEMORY_PREFIX}"):
+                # Replaced instead of closed: Python objects in the child would close the number again, after its reuse.
+                os.dup2(null, int(name), inheritable=False)
+    os.close(null)
+
+
+os.register_at_fork(after_in_child=_release)
