@@ -12,9 +12,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
 from typing_extensions import Self
 
-from lightning_zenflow.core.auto_policy import LARGEST_LAG, candidates_of, first_schedule
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.core.schedule import StalenessCompensation
+from lightning_zenflow.core.schedule import LARGEST_LAG, StalenessCompensation, candidates_of
 
 _LARGEST_INTERVAL = 1024
 """Steps. Each of them is a gradient in host memory, two bytes a parameter at least."""
@@ -77,7 +76,7 @@ class ZenFlowConfig(BaseModel):
 
     update_interval: _Interval | _Auto = _key("auto", unit="steps")
     """Window S: the worker replays the gradients of S steps in one pass. "auto" takes a power of two: with
-    publish_lag, the least stale pair whose work hides behind training; see `lightning_zenflow.core.auto_policy`."""
+    publish_lag, the least stale pair whose work hides behind training; see `lightning_zenflow.core.schedule`."""
 
     max_update_interval: _Interval = _key(16, unit="steps")
     """Upper bound of `update_interval: auto`, hence of the gradients held in host memory."""
@@ -85,11 +84,6 @@ class ZenFlowConfig(BaseModel):
     publish_lag: Annotated[int, Field(ge=0, le=_LARGEST_INTERVAL)] | _Auto = _key("auto", unit="steps")
     """Lag d: the result of an update job is published d steps later than the step after its submission. "auto" takes 0 or 1:
     with update_interval, the least stale pair whose work hides behind training."""
-
-    optimizer_in_backward: bool = _key(True)
-    """Submits each block's gradient in backward as soon as it arrives, where d = 0, so that its update hides behind backward. With
-    clipping, the next forward pass may see a predicted clip factor (clip_prediction); the exact state always has the true one.
-    If false, each step waits for the worker at its end."""
 
     clip_prediction: bool | _Auto = _key("auto")
     """Lets forward passes see weights with a predicted clip factor where d = 0. If false, forward passes see AdamW's own weights: blocks
@@ -100,8 +94,8 @@ class ZenFlowConfig(BaseModel):
     """Synchronous steps at the start, in which the worker updates every weight before columns are selected."""
 
     overlap_step: bool = _key(True)
-    """Runs the worker's updates concurrently with the next steps. If false, each step waits for the worker at its end, as with
-    publish_lag 0 and optimizer_in_backward false."""
+    """Runs the worker's updates concurrently with training: where d = 0, each block's behind the backward pass, as soon as its gradient
+    arrives; with a lag, behind the next steps. If false, d is 0, and each step waits for the worker at its end; S is 1 if it is "auto"."""
 
     weight_prediction: _Factor | _Auto = _key("auto", unit="steps")
     """Steps along the momentum by which published weights are extrapolated from the exact ones; 0 disables it. "auto" takes the mean
@@ -174,7 +168,7 @@ class ZenFlowConfig(BaseModel):
     def without_measurements(self) -> Self:
         """This configuration where runs must repeat: S and d are those that "auto" begins with, to the end."""
         candidates = candidates_of(self.update_intervals, self.publish_lags)
-        return self.model_copy(update=asdict(first_schedule(candidates, hides_in_backward=self.submits_in_backward)))
+        return self.model_copy(update=asdict(candidates[0]))
 
     @property
     def without_effect_on_host(self) -> list[str]:
@@ -209,10 +203,12 @@ class ZenFlowConfig(BaseModel):
 
     @property
     def update_intervals(self) -> list[int]:
-        """Windows S that may be used, ascending: `update_interval`, or for "auto" powers of two up to `max_update_interval`."""
-        if self.update_interval == "auto":
-            return [1 << i for i in range(self.max_update_interval.bit_length())]
-        return [self.update_interval]
+        """Windows S that may be used, ascending: `update_interval`, or for "auto" powers of two up to `max_update_interval`; where nothing
+        overlaps, a longer window would hide no more.
+        """
+        if self.update_interval != "auto":
+            return [self.update_interval]
+        return [1 << i for i in range(self.max_update_interval.bit_length() if self.overlap_step else 1)]
 
     @property
     def publish_lags(self) -> list[int]:
@@ -239,7 +235,7 @@ class ZenFlowConfig(BaseModel):
     @property
     def submits_in_backward(self) -> bool:
         """True if the schedule may have steps with d = 0, and these submit blocks to the worker in backward."""
-        return self.optimizer_in_backward and self.overlap_step and 0 in self.publish_lags
+        return self.overlap_step and 0 in self.publish_lags
 
     @property
     def measures(self) -> bool:
@@ -278,6 +274,7 @@ _REMOVED = {
     **dict.fromkeys(
         ("timeline", "timeline_steps"), "Trainer(profiler='pytorch'), or torch.profiler, shows the phases of a step"
     ),
+    "optimizer_in_backward": "overlap_step=False waits for the worker at the end of each step, publish_lag=1 is one step late",
     "tail": "publish_lag='auto', or a fixed publish_lag of 1, hides the blocks that arrive last behind the next step",
 }
 """Removed keys, each with the option that replaces the key."""

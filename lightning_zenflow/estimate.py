@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.auto_policy import candidates_of
 from lightning_zenflow.core.partition import STATE_BYTES
-from lightning_zenflow.core.schedule import StaggeredSchedule, UpdateSchedule, blocks_wanted, bucket_size
+from lightning_zenflow.core.schedule import StaggeredSchedule, UpdateSchedule, blocks_wanted, bucket_size, candidates_of
 
 _MOMENTS_BYTES = {"float32": 8.0, "bfloat16": 4.0, "int8": 2 + 8 / 128}
 """Of both moments of a parameter; in 8 bits two scales are shared by 128."""

@@ -119,7 +119,7 @@ METHODS = {
         "S=1, d=0, no predicted factor, no step clips", max_norm=10, clip_prediction=False, **_AT_ONCE
     ),
     "zenflow_at_the_end": _zenflow(
-        "S=1, d=0, submitted after backward, no clipping", optimizer_in_backward=False, max_norm=None, **_AT_ONCE
+        "S=1, d=0, submitted after backward, no clipping", overlap_step=False, max_norm=None, **_AT_ONCE
     ),
     "floor3": _peer3("floor: stage 3, offload_param, gradients dropped, no step", Floor, host_bytes=2),
     "zero3_offload": _peer3("DeepSpeed ZeRO-3, offload_param (DeepSpeedCPUAdam)", ZeroOffload, host_bytes=20),

@@ -1,11 +1,13 @@
-"""Staggered update schedule: the steps at which windows close and update jobs are published; and the compensation of the staleness that
-remains. Pure functions of the step number.
+"""Staggered update schedule: the steps at which windows close and update jobs are published. Its automatic choice, and the compensation of
+the staleness that remains. Pure Python.
 
 Steps count from 1. The *window* of a block holds the gradients of consecutive steps until the worker replays them together. Blocks have
 phases 0..S-1 (S = update_interval). Each step closes the windows of one phase, so that all steps copy the same number of bytes and
 give the worker the same work. A closed window becomes an *update job*. A job submitted at the end of step t is published before
 step t + 1 + d (d = publish_lag). If the worker has not finished it by then, the trainer waits, and the wait counts as stall.
 The step number alone determines all of this, so that runs repeat bit for bit.
+
+`SchedulePolicy` chooses S and d where they are "auto": measure, choose the least stale schedule that hides, look again.
 
 Compensation moves weights beyond the exact ones, so that a forward pass sees nearly AdamW's.
 A window that closes with step t is published d steps later. The forward passes of steps t + d + 1 to t + d + S see its weights: the exact
@@ -23,10 +25,11 @@ This matters for stability more than for the lag itself. A gradient that is one 
 beta1 = 0.9 from 38 / step size to 1.0 / step size, and to 0.4 / step size with S = 4. See docs/decisions.md.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, total_ordering
-from statistics import fmean
+from statistics import fmean, median
 from typing import Literal
 
 from typing_extensions import Self
@@ -168,6 +171,154 @@ class StaggeredSchedule(UpdateSchedule):
     def n_step_records(self) -> int:
         """Number of step records to keep: a job reaches back S + 1 steps, and its block may close up to S steps later."""
         return 2 * self.update_interval + max(1, self.publish_lag) + 3
+
+
+LARGEST_LAG = 1
+"""Largest d of `publish_lag: auto`. A larger one hides no more work; a longer window absorbs jitter as well."""
+
+SMALL_STALL = 0.05
+"""Tolerated wait, as a share of a step."""
+
+HIDDEN, LIKELY_HIDDEN = 0.95, 0.85
+"""Largest share of the time that may hide the worker's which counts as hidden where it was measured, and where it is predicted."""
+
+_FALLEN = 0.5
+"""A less stale schedule is taken where the load is at most this part of what it was when the present one was taken."""
+
+_IN_BACKWARD = 0.55
+"""Part of a step that hides work where d = 0 and each gradient is submitted in backward, which is some 2/3 of a step. On several ranks the
+gather at its end hides nothing; where it is long, the measured waits decide."""
+
+
+def candidates_of(update_intervals: Sequence[int], publish_lags: Sequence[int]) -> list[UpdateSchedule]:
+    """All combinations of S and d, the least stale first."""
+    return sorted(UpdateSchedule(update_interval=s, publish_lag=d) for s in update_intervals for d in publish_lags)
+
+
+def with_changes(schedules: Sequence[UpdateSchedule]) -> list[UpdateSchedule]:
+    """The schedules, and the one whose slots a change between any two of them may need.
+
+    Windows of the longest S may still be open, and jobs of the largest d in flight, while another schedule begins (`JobQueue`).
+    """
+    longest = max(s.update_interval for s in schedules)
+    return [UpdateSchedule(update_interval=longest, publish_lag=max(s.publish_lag for s in schedules)), *schedules]
+
+
+def that_fit(
+    candidates: Sequence[UpdateSchedule], fits: Callable[[Sequence[UpdateSchedule]], bool]
+) -> list[UpdateSchedule]:
+    """Candidates between which a run may change without running out of memory; the less stale ones are preferred.
+
+    Args:
+        candidates: S and d, the least stale first.
+        fits: whether there is memory for a run that changes between these schedules; of fewer of them, whenever it is true of more.
+
+    Returns:
+        Some of the candidates, in their order. With one of them, all with a smaller S and the same d that were candidates are in it.
+    """
+    kept: list[UpdateSchedule] = []
+    for candidate in candidates:
+        if fits([*kept, candidate]):
+            kept.append(candidate)
+    return kept
+
+
+def load_and_stall(steps: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Worker's time / device's time, and the share of the time spent waiting, over several steps of one schedule.
+
+    Medians, and without the step that waited longest: a single slow step (of the data loader, say) does not depend on the schedule.
+
+    Args:
+        steps: for each step the seconds of the device without waiting, of the worker's computation, and of waiting; at least two steps.
+    """
+    device, worker, waits = zip(*sorted(steps, key=lambda step: step[2])[:-1], strict=True)
+    load = median(worker) / max(median(device), 1e-9)
+    return load, sum(waits) / max(sum(device) + sum(waits), 1e-9)
+
+
+def relative_cost(schedule: UpdateSchedule) -> float:
+    """Worker's time per step, relative to S = 1 with a lag. A job reads and writes master weights and moments once, and each gradient once.
+
+    With d = 0, it applies one more gradient tentatively, in backward. The coefficients are fitted to two cores near the limit of memory
+    bandwidth (0.60, 0.67, 0.93 ns per parameter and job for S = 1, 2, 4); with more cores for that bandwidth, a larger S saves more.
+    """
+    s = schedule.update_interval
+    return (0.5 + 0.1 * (s + (schedule.publish_lag == 0))) / (0.6 * s)
+
+
+class SchedulePolicy:
+    """Chooses a schedule by observations. Deterministic, so that ranks with equal observations agree.
+
+    It begins with the least stale schedule of all, S = 1, d = 0 where that is allowed. Each look at measured times has one of these
+    answers:
+
+    * *Steps wait*, in two looks in a row, and the worker's own load explains the wait: a staler schedule, the least stale one that hides.
+      If steps with d = 0 wait although the work hides, the last blocks are late, which a longer window would not change: d grows.
+    * *The load has halved* since the present schedule was taken: a less stale one, the least stale one that hides.
+    * Otherwise nothing changes. A wait that the load does not explain is another process's doing, which no schedule mends.
+
+    S is a power of two: windows of S and 2 S steps then close at the same steps, and a change needs neither a pause nor more slots than
+    the larger S.
+
+    Args:
+        candidates: S and d to choose from, the least stale first; with one, those of a smaller S, a power of two, and the same d as well.
+            With d = 0, blocks are submitted in backward.
+
+    Attributes:
+        schedule: the current one.
+    """
+
+    def __init__(self, candidates: Sequence[UpdateSchedule]) -> None:
+        self._candidates = list(candidates)
+        self.schedule = self._candidates[0]
+        self._waited = False  # in the last look
+        self._taken_at = math.inf
+        """The load of S = 1 with a lag at which the present schedule was taken because steps waited."""
+
+    def observe(self, load: float, stall: float) -> str | None:
+        """Looks at measurements of the slowest rank, the same numbers on every rank, and changes `schedule` where that is due.
+
+        Args:
+            load: worker's time per step / device's time per step without stall.
+            stall: share of the time spent waiting for the worker.
+
+        Returns:
+            Reason of the change, for the log; None if there is none.
+        """
+        present = self.schedule
+        of_one = load / relative_cost(present)
+        # For each schedule the worker's time / the part of the device's time that may hide it.
+        occupied = {
+            c: of_one * relative_cost(c) / (1.0 if c.publish_lag > 0 else _IN_BACKWARD) for c in self._candidates
+        }
+        hides = occupied[present] <= HIDDEN
+        # Without a lag the last blocks are exposed even where the work hides.
+        explained = stall <= load if present.publish_lag == 0 else not hides
+        waited_before, self._waited = self._waited, stall > SMALL_STALL and explained
+        if self._waited and waited_before:
+            self._waited = False
+            staler = [c for c in self._candidates if c > present and occupied[c] < occupied[present]]
+            if present.publish_lag == 0 and hides:
+                staler = [c for c in staler if c.publish_lag > 0]
+            if not staler:
+                return None
+            # If there is none that likely hides, the one that comes nearest to it.
+            nearest = min(staler, key=occupied.__getitem__)
+            self.schedule = next((c for c in staler if occupied[c] <= LIKELY_HIDDEN), nearest)
+            self._taken_at = of_one
+            return f"{stall:.1%} of the time is spent waiting, and the worker needs {load:.2f} of a step"
+        if not self._waited and of_one <= _FALLEN * self._taken_at:
+            for c in self._candidates:
+                if c < present and occupied[c] <= LIKELY_HIDDEN:
+                    self.schedule = c
+                    return f"the worker needs {load:.2f} of a step only"
+        return None
+
+    def restore(self, schedule: UpdateSchedule) -> None:
+        """Continues a run; ignores a schedule that is not a candidate. Past looks are forgotten."""
+        if schedule in self._candidates:
+            self.schedule = schedule
+            self._waited, self._taken_at = False, math.inf
 
 
 _FACTORED_CORRECTION = 2.0

@@ -13,12 +13,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.auto_policy import SchedulePolicy, candidates_of, that_fit, with_changes
 from lightning_zenflow.core.device import SideStream
 from lightning_zenflow.core.distributed import in_common, raise_together, raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.partition import Partition, Slice, row_length
-from lightning_zenflow.core.schedule import StaggeredSchedule, UpdateSchedule, blocks_wanted
+from lightning_zenflow.core.schedule import (
+    SchedulePolicy,
+    StaggeredSchedule,
+    UpdateSchedule,
+    blocks_wanted,
+    candidates_of,
+    that_fit,
+    with_changes,
+)
 from lightning_zenflow.deepspeed.environment import RankResources
 from lightning_zenflow.deepspeed.host_state import HostState
 from lightning_zenflow.kernels.base import kernels_for
@@ -157,7 +164,7 @@ def _agree(plan: MemoryPlan, ranks_on_host: int) -> SchedulePolicy:
     fitting = that_fit(candidates, lambda some: plan.n_bytes(some) <= available)
     # The same on all ranks. Without any that fits, the check below says so.
     kept = in_common(fitting) or candidates
-    policy = SchedulePolicy(kept, hides_in_backward=config.submits_in_backward)
+    policy = SchedulePolicy(kept)
     keys = ("update_interval", "publish_lag", "max_update_interval", "topk_ratio")
     problem = check_host_memory(
         first=plan.n_bytes([policy.schedule]),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.auto_policy import HIDDEN, SMALL_STALL
+from lightning_zenflow.core.schedule import HIDDEN, SMALL_STALL
 from lightning_zenflow.telemetry import CAUSES, Cause, Reading
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.auto_policy import SchedulePolicy, load_and_stall
 from lightning_zenflow.core.device import AsyncHostCopy, runtime_of
-from lightning_zenflow.core.schedule import StaggeredSchedule, UpdateSchedule
+from lightning_zenflow.core.schedule import SchedulePolicy, StaggeredSchedule, UpdateSchedule, load_and_stall
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.rank_state import RankState

@@ -34,7 +34,7 @@ update (`csrc/replay/tile_journal.h`). If the worker is killed, a new one restor
 answers all others that the trainer sends again (`worker/supervisor.py`); the shared memory has everything else.
 
 Left out are later selections of columns (`offload/ownership.py`), weight prediction and provisional updates, which add an estimate of the
-missing updates to shown weights (`core/schedule.py`), the choice of S and d (`core/auto_policy.py`), short moments and loss scales.
+missing updates to shown weights (`core/schedule.py`), the choice of S and d (`core/schedule.py`), short moments and loss scales.
 """
 
 import math

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
 def limit() -> ZenFlowStrategy:
     """Training with nothing late, every forward pass with the true clip factor."""
-    return ZenFlowStrategy(topk_ratio=0, update_interval=1, publish_lag=0, optimizer_in_backward=False, worker_cores=1)
+    return ZenFlowStrategy(topk_ratio=0, update_interval=1, publish_lag=0, overlap_step=False, worker_cores=1)
 
 
 def defaults() -> ZenFlowStrategy:

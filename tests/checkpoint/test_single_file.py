@@ -141,7 +141,7 @@ def fit(
 
 
 def limit() -> ZenFlowStrategy:
-    return ZenFlowStrategy(**LIMIT, optimizer_in_backward=False, worker_cores=1)
+    return ZenFlowStrategy(**LIMIT, overlap_step=False, worker_cores=1)
 
 
 def test_adamw_continues_ours_and_we_continue_adamws(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def saved(folders: Path) -> Runs:
 
 def under_zenflow(name: str, folders: Path, **changes: Any) -> Case:
     # Every forward pass with the true clip factor.
-    options = {"optimizer_in_backward": False}
+    options = {"overlap_step": False}
     of_folder = (FOLDERS | OURS)[name][1]
     case = replace(of_folder, strategy_options=options, checkpoint=str(folders / f"{name}.ckpt"))
     return in_pieces(replace(case, **{**LIMIT, **changes}))

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from harness import AUTO, Case, run_here
-from lightning_zenflow.core.auto_policy import LARGEST_LAG
+from lightning_zenflow.core.schedule import LARGEST_LAG
 from models import OptimizerOptions, decay, hyperparameters
 from processes import shared_bytes
 from random_modules import FLOAT32_ONLY, NO_WIDER_BUFFERS, PARTS, Part, RandomNet
@@ -65,9 +65,8 @@ def trainings(draw: st.DrawFn) -> Case:
 
 SCHEDULES = st.sampled_from(
     [
-        # Nothing late, by three ways; then S and d of every kind.
-        {"update_interval": 1, "publish_lag": 0, "optimizer_in_backward": False},
-        {"update_interval": 1, "publish_lag": 0, "optimizer_in_backward": True},
+        # Nothing late, by two ways; then S and d of every kind.
+        {"update_interval": 1, "publish_lag": 0},
         {"update_interval": 1, "publish_lag": "auto", "overlap_step": False},
     ]
 ) | st.fixed_dictionaries(
@@ -115,7 +114,7 @@ def train_and_check(case: Case) -> None:
     assert_is_adamw(case, run, shown=nothing_late, atol=atol)
 
 
-EXACT = {"update_interval": 1, "publish_lag": 0, "optimizer_in_backward": False}
+EXACT = {"update_interval": 1, "publish_lag": 0, "overlap_step": False}
 FOUND = {
     # torch's kernel of a grouped convolution depends on strides of dimensions of one element, which `contiguous` leaves as they are.
     "frozen grouped convolution in channels_last": Case(
@@ -177,7 +176,6 @@ def schedules(draw: st.DrawFn) -> Case:
             optional={
                 "accumulate_on": st.sampled_from(["device", "host"]),
                 "clip_prediction": st.booleans(),
-                "optimizer_in_backward": st.booleans(),
                 "overlap_step": st.booleans(),
             },
         )
@@ -198,7 +196,7 @@ def schedules(draw: st.DrawFn) -> Case:
     )
     if draw(st.integers(0, 3)) == 0:
         case = replace(case, topk_ratio=0, update_interval=1, publish_lag=0, strategy_options={"in_place": True})
-        return case.with_keys(**{key: keys[key] for key in keys if key in ("accumulate_on", "optimizer_in_backward")})
+        return case.with_keys(**{key: keys[key] for key in keys if key in ("accumulate_on", "overlap_step")})
     change = st.tuples(st.integers(1, 12), st.sampled_from([1, 2, 4, 8]), st.integers(0, LARGEST_LAG))
     changes = draw(st.lists(change, max_size=3))
     if changes and keys.get("overlap_step", True):

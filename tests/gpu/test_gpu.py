@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from gpu_cases import RACES, optimizer_of
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, Run, run_here
-from lightning_zenflow.core.auto_policy import SchedulePolicy
+from lightning_zenflow.core.schedule import SchedulePolicy
 from rank_processes import run_on_ranks
 from same_bits import assert_same_state
 

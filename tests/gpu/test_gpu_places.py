@@ -51,7 +51,7 @@ def case_of(accelerator: str, place: str, moments: str = "float32", **options: A
 @pytest.fixture
 def baseline(accelerator: str) -> Run:
     """Of stage 2, with every update behind backward."""
-    return run_here(case_of(accelerator, "stage 2").with_keys(optimizer_in_backward=False))
+    return run_here(case_of(accelerator, "stage 2").with_keys(overlap_step=False))
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -68,7 +68,7 @@ def test_clipped_with_late_weights(place: str, accelerator: str) -> None:
     late = {} if place == "in host memory" else {"topk_ratio": 0.3, "update_interval": 4, "publish_lag": 1}
     case = case_of(accelerator, place, model="TiedNet", max_norm=0.3, precision="bf16-true", **late)
     if place == "in host memory":
-        case = case.with_keys(optimizer_in_backward=False)
+        case = case.with_keys(overlap_step=False)
     assert_same_state(run_here(case), run_here(case))
 
 

@@ -123,7 +123,7 @@ class Case:
     def exact(self) -> "Case":
         """AdamW on the same gradients: all columns host-owned, nothing late, every clip factor the true one."""
         exact = replace(self, topk_ratio=0, update_interval=1, publish_lag=0, schedules=(), flush_after=())
-        return replace(exact, strategy_options={"optimizer_in_backward": False})
+        return replace(exact, strategy_options={"overlap_step": False})
 
     def make_model(self) -> TestModule:
         """The model, before it is converted to `dtype`."""

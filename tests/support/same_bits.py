@@ -72,7 +72,7 @@ def assert_is_adamw(case: Case, *runs: Run, world_size: int = 0, shown: bool = F
     run, world_size = runs[0], world_size or len(runs)
     oracle = case.make_oracle(world_size=world_size)
     parameters = oracle.parameters
-    in_backward = case.publish_lag == 0 and case.strategy_options.get("optimizer_in_backward", True)
+    in_backward = case.publish_lag == 0 and case.strategy_options.get("overlap_step", True)
     moments_dtype = case.strategy_options.get("moments_dtype", "float32")
     rounds = moments_dtype != "float32"
     n_blocks = blocks_wanted([case.update_interval], in_backward=in_backward, numel=0) if rounds else 1

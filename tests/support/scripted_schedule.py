@@ -6,8 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from lightning_zenflow.core.auto_policy import SchedulePolicy
-from lightning_zenflow.core.schedule import UpdateSchedule
+from lightning_zenflow.core.schedule import SchedulePolicy, UpdateSchedule
 from lightning_zenflow.offload.plan import StepPlan
 
 Entry = tuple[int, int, int]

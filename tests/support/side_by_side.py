@@ -18,7 +18,7 @@ NOTHING_LATE: dict[str, Any] = {
     "topk_ratio": 0.3,
     "update_interval": 1,
     "publish_lag": 0,
-    "optimizer_in_backward": False,  # every forward pass with the true clip factor
+    "overlap_step": False,  # every forward pass with the true clip factor
     "worker_cores": 1,
     "worker_timeout": 250,
 }

@@ -15,8 +15,7 @@ from typing_extensions import override
 from harness import AUTO, EVERYTHING, Case, Run, fit, make_trainer, optimizer_of, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.auto_policy import LARGEST_LAG
-from lightning_zenflow.core.schedule import UpdateSchedule
+from lightning_zenflow.core.schedule import LARGEST_LAG, UpdateSchedule
 from lightning_zenflow.offload import plan as planning
 from lightning_zenflow.offload.plan import ScheduleControl, StepPlan
 from lightning_zenflow.worker.machine import HOST_MEMORY
@@ -166,8 +165,8 @@ def test_times_of_other_work_are_not_measured(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(planning, "_LOOK", 4)
     assert looks(strategy_options=ALL_AUTO)[:2] == [6, 7 + 2 + 4]
     assert looks(strategy_options=ALL_AUTO, flush_after=(3, 12))[:2] == [6 + 2, 9 + 2 + 4 + 2]
-    # With d = 1 from the start three steps are left out, and steps 1 and 6, which select.
-    assert looks(strategy_options={**ALL_AUTO, "optimizer_in_backward": False})[0] == 3 + 4 + 2
+    # With d = 1 three steps are left out, and steps 1 and 6, which select.
+    assert looks(strategy_options={**ALL_AUTO, "publish_lag": 1})[0] == 3 + 4 + 2
 
 
 def test_schedules_without_memory_are_left_out(

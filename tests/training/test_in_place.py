@@ -80,7 +80,7 @@ def test_the_bits_of_copies(name: str) -> None:
 def test_every_forward_pass_sees_the_true_clip_factor(name: str) -> None:
     run = run_here(CLIPPED[name])
     assert run.in_backward_jobs > 0
-    assert_same_run(run, run_here(CLIPPED[name].with_keys(optimizer_in_backward=False)))
+    assert_same_run(run, run_here(CLIPPED[name].with_keys(overlap_step=False)))
 
 
 @pytest.mark.parametrize("change", ["", "a learning rate", "a norm", "not finite"])
@@ -93,7 +93,7 @@ def test_blocks_are_submitted_again_where_the_factor_was_in_doubt(change: str, m
     monkeypatch.setattr(SupervisedWorker, "enqueue", lambda self, job: (sent.append(job), enqueue(self, job))[1])
     shown = []
     for in_backward in (True, False):
-        with direct_step([random_tensors(50)], in_place=True, optimizer_in_backward=in_backward) as direct:
+        with direct_step([random_tensors(50)], in_place=True, overlap_step=in_backward) as direct:
             for step in range(3):
                 gradients = random_tensors(step)
                 if step == 1 and change == "not finite":
@@ -175,8 +175,8 @@ def test_the_bits_do_not_depend_on_when_the_worker_begins(dtype: str, monkeypatc
     ("keys", "of_copies"),
     [
         ({"clip_prediction": True, "accumulate_on": "host"}, {}),
-        ({"optimizer_in_backward": False}, {}),
-        ({"max_norm": 1e6}, {"optimizer_in_backward": False}),
+        ({"overlap_step": False}, {}),
+        ({"max_norm": 1e6}, {"overlap_step": False}),
     ],
     ids=["predicted, on the host", "at the end", "true factors"],
 )
@@ -265,7 +265,7 @@ def record(**keys: Any) -> tuple[RecordedDevice, list[Tensor]]:
     return device, state
 
 
-@pytest.mark.parametrize("keys", [{}, {"optimizer_in_backward": False}], ids=["in backward", "at the end"])
+@pytest.mark.parametrize("keys", [{}, {"overlap_step": False}], ids=["in backward", "at the end"])
 def test_the_worker_writes_behind_the_last_reads(keys: dict[str, Any]) -> None:
     device, state = record(**keys)
     assert not device.order.races

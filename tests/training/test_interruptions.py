@@ -42,7 +42,7 @@ DIRECT: dict[str, dict[str, Any]] = {
     "in place": {"in_place": True},
 }
 """Where DeepSpeed has no part."""
-EXACT = {"update_interval": 1, "publish_lag": 0, "optimizer_in_backward": False, "topk_ratio": 0.0}
+EXACT = {"update_interval": 1, "publish_lag": 0, "overlap_step": False, "topk_ratio": 0.0}
 BEFORE = 3
 """Steps before each interrupted one, so that windows are open and jobs in flight."""
 MOST_LOST = 0.2

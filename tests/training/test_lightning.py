@@ -143,7 +143,7 @@ def test_fp16() -> None:
     without_clipping = {"max_steps": 14, "precision": "16-true"}
     exact, adamw = (
         train("zenflow", Overflows, lambda: dict(without_clipping), {**NOTHING_LATE, **keys})
-        for keys in ({}, {"optimizer_in_backward": True, "clip_prediction": False})
+        for keys in ({}, {"overlap_step": True, "clip_prediction": False})
     )
     assert exact.skipped > 0
     assert exact.metrics == adamw.metrics

@@ -85,9 +85,7 @@ def test_shown_weights_differ_by_a_bounded_part_of_one_update() -> None:
     assert 1e-5 < largest < 2 * case.optimizer.groups(0)[0].lr
 
 
-@pytest.mark.parametrize(
-    "keys", [{"publish_lag": 0}, {"publish_lag": 0, "optimizer_in_backward": False}, {"publish_lag": 1}]
-)
+@pytest.mark.parametrize("keys", [{"publish_lag": 0}, {"publish_lag": 0, "overlap_step": False}, {"publish_lag": 1}])
 def test_a_learning_rate_that_changes_after_backward_is_used(keys: dict[str, Any]) -> None:
     """Of the exact state; weights that are submitted in backward are shown with the one before."""
     states, weights = [], [torch.ones(shape) for shape in ((12, 8), (5,), (6, 7))]

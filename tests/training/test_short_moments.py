@@ -39,7 +39,7 @@ CASES = {
     "S=2, d=0, columns on the device": case_of(2, 0, topk_ratio=0.3),
     "S=1, d=1": case_of(1, 1),
     **{f"S={s}, d=0, clipped": case_of(s, 0, max_norm=0.5) for s in (1, 4)},
-    "at the end of the step": case_of(4, 0).with_keys(optimizer_in_backward=False),
+    "at the end of the step": case_of(4, 0).with_keys(overlap_step=False),
     "columns on the device": case_of(4, 1, topk_ratio=0.3, max_norm=0.5),
     "flushes, one behind": case_of(2, 0, flush_after=(3, 4, 8), max_norm=0.5),
     "not finite": case_of(1, 0, model_options=NOT_FINITE, max_norm=0.5),

@@ -28,7 +28,7 @@ BUCKETS = {"reduce_bucket_size": 200, "worker_cores": 1}
 CASE = Case(model="TiedNet", steps=9, topk_ratio=0.3, update_interval=1, publish_lag=0, strategy_options=BUCKETS)
 CASES = {
     "S=1, d=0": CASE,
-    "S=1, d=0, at the end": CASE.with_keys(optimizer_in_backward=False),
+    "S=1, d=0, at the end": CASE.with_keys(overlap_step=False),
     "S=4, d=1": replace(CASE, update_interval=4, publish_lag=1, steps=13),
     "S=2, d=3": replace(CASE, update_interval=2, publish_lag=3).with_keys(**APPROXIMATE),
 }

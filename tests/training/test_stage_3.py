@@ -69,7 +69,7 @@ FP16 = Case(precision="16-true", topk_ratio=0, update_interval=1, publish_lag=0,
 SLOW = OptimizerOptions(lr=3e-4)
 NETWORK = Case(model="TiedNet", optimizer=SLOW, steps=8, topk_ratio=0, update_interval=1, publish_lag=0, stage=3)
 PLAIN = {
-    "clipped": replace(NETWORK, max_norm=0.3).with_keys(optimizer_in_backward=False),
+    "clipped": replace(NETWORK, max_norm=0.3).with_keys(overlap_step=False),
     "convolution, embedding": replace(NETWORK, model="SmallNet"),
     "in host memory": replace(NETWORK, offload_parameters=True),
 }
@@ -87,8 +87,8 @@ NOT_CLIPPED = {
 SAME: dict[str, Case] = {
     **NOT_CLIPPED,
     "frozen at setup": replace(NETWORK, model_options={"frozen": (1,)}),
-    "clipped, synchronous": replace(NETWORK, max_norm=0.3).with_keys(optimizer_in_backward=False),
-    "fp16, synchronous": FP16.with_keys(optimizer_in_backward=False),
+    "clipped, synchronous": replace(NETWORK, max_norm=0.3).with_keys(overlap_step=False),
+    "fp16, synchronous": FP16.with_keys(overlap_step=False),
 }
 """Whose bits do not depend on how the partition is cut into blocks, as predicted factors do, and bf16 moments of unused parameters."""
 CLIPPED = replace(NETWORK, max_norm=0.3)

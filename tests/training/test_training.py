@@ -74,7 +74,7 @@ def compare_with_oracle(
     difference in the last place of a float32 weight tips the rounding to bf16 now and then; freely running, the two would drift apart.
     """
     oracle = case.make_oracle(world_size=len(runs))
-    if case.publish_lag == 0 and case.strategy_options.get("optimizer_in_backward", True):
+    if case.publish_lag == 0 and case.strategy_options.get("overlap_step", True):
         n_blocks = blocks_wanted([case.update_interval], in_backward=True, numel=0)
         oracle.zenflow.blocks = oracle.places(n_blocks)[0]
     follows, different = case.dtype != torch.float32, 0

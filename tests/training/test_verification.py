@@ -59,7 +59,7 @@ LATE = {
 
 
 def at_the_end(case: Case) -> Case:
-    return case.with_keys(optimizer_in_backward=False)
+    return case.with_keys(overlap_step=False)
 
 
 @pytest.mark.parametrize("name", NOTHING_LATE)
@@ -140,9 +140,7 @@ STEPS: list[tuple[float, bool, bool]] = [
 def test_what_is_submitted_in_backward_depends_on_the_factors_before(loss_scale: float) -> None:
     shown = []
     for in_backward in (True, False):
-        with direct_step(
-            [random_tensors(50)], loss_scale=loss_scale, optimizer_in_backward=in_backward, **KEYS
-        ) as direct:
+        with direct_step([random_tensors(50)], loss_scale=loss_scale, overlap_step=in_backward, **KEYS) as direct:
             before = direct.parts.step.counters.read()
             for number, (max_norm, submits, corrects) in enumerate(STEPS):
                 gradients = random_tensors(number)
@@ -170,7 +168,7 @@ def test_what_changes_after_backward_is_shown(change: str) -> None:
     """By a hook: all blocks are published again."""
     shown = []
     for in_backward in (True, False):
-        with direct_step([random_tensors(50)], max_norm=1e6, optimizer_in_backward=in_backward, **KEYS) as direct:
+        with direct_step([random_tensors(50)], max_norm=1e6, overlap_step=in_backward, **KEYS) as direct:
             for number in range(4):
                 direct.backward(random_tensors(number))
                 if number == 2 and change == "a learning rate":
@@ -186,7 +184,7 @@ def test_what_changes_after_backward_is_shown(change: str) -> None:
 @pytest.mark.parametrize("accumulate_on", ["device", "host"])
 def test_steps_that_do_not_end_and_workers_that_die(accumulate_on: str) -> None:
     options = {"max_norm": 1e6, "loss_scale": 4.0, "accumulate_on": accumulate_on, "max_worker_restarts": 1000, **KEYS}
-    with direct_step([random_tensors(50)], **options, optimizer_in_backward=False) as direct:
+    with direct_step([random_tensors(50)], **options, overlap_step=False) as direct:
         expected = train(direct)
     for deaths in (0, 0.3):
         with direct_step([random_tensors(50)], **options) as direct:

@@ -7,19 +7,22 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from lightning_zenflow.core.auto_policy import (
+from lightning_zenflow.core.schedule import (
     SMALL_STALL,
     SchedulePolicy,
+    StaggeredSchedule,
+    UpdateSchedule,
     candidates_of,
     load_and_stall,
     relative_cost,
     that_fit,
     with_changes,
 )
-from lightning_zenflow.core.schedule import StaggeredSchedule, UpdateSchedule
 
 INTERVALS, LAGS = [1, 2, 4, 8, 16], [0, 1]
 N_BLOCKS = 16
+BACKWARD = 0.6
+"""Last part of a step, in which gradients are submitted where d = 0."""
 Step = tuple[int, int, float]
 """S, d, and seconds of waiting."""
 
@@ -31,7 +34,6 @@ def run(
     n_steps: int = 1500,
     intervals: list[int] = INTERVALS,
     lags: list[int] = LAGS,
-    backward: float = 0.0,
     last: float = 0.0,
 ) -> list[Step]:
     """Trains in steps of one second. The worker executes one job after the other.
@@ -39,10 +41,9 @@ def run(
     Args:
         load: step -> seconds of the worker for one AdamW step of all blocks with a lag.
         device_s: step -> seconds of the device.
-        backward: last part of a step, in which gradients are submitted where d = 0; 0: all are submitted at its end.
         last: share of the blocks whose gradients arrive at the very end of the step, such as those of an embedding.
     """
-    auto = SchedulePolicy(candidates_of(intervals, lags), hides_in_backward=backward > 0)
+    auto = SchedulePolicy(candidates_of(intervals, lags))
     steps: list[Step] = []
     measured: list[tuple[float, float, float]] = []
     opened, in_flight = [0] * N_BLOCKS, deque[tuple[int, float, float]]()  # due step, seconds, end
@@ -56,8 +57,8 @@ def run(
         for number, block in enumerate(closing, start=1):
             n = step - opened[block]
             arrived = min(1.0, number / (len(closing) * (1 - last)))
-            cost = relative_cost(n, tentative=backward > 0 and d == 0) * n / N_BLOCKS * load(step)
-            free = max(now - (backward * device_s(step) * (1 - arrived) if d == 0 else 0.0), free) + cost
+            cost = relative_cost(UpdateSchedule(update_interval=n, publish_lag=d)) * n / N_BLOCKS * load(step)
+            free = max(now - (BACKWARD * device_s(step) * (1 - arrived) if d == 0 else 0.0), free) + cost
             in_flight.append((step + d, cost, free))
             opened[block] = step
         due = [job for job in in_flight if job[0] <= step]
@@ -91,22 +92,18 @@ def settled(steps: list[Step], n: int = 300) -> set[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("load", "backward", "expected"),
+    ("load", "expected"),
     [
-        (0.005, 0, (1, 0)),  # a very fast CPU: nothing late
-        (0.08, 0, (1, 1)),
-        (1.2, 0, (2, 1)),
-        (2.0, 0, (4, 1)),
-        (3.8, 0, (16, 1)),
-        (0.37, 0.6, (1, 0)),  # with the tentative gradient 0.43; the last of 16 blocks is not hidden: 2.7 %
-        (0.8, 0.6, (1, 1)),
-        (2.0, 0.6, (4, 1)),
+        (0.005, (1, 0)),  # a very fast CPU
+        (0.37, (1, 0)),  # with the tentative gradient 0.43; the last of 16 blocks is not hidden: 2.7 %
+        (0.8, (1, 1)),
+        (1.2, (2, 1)),
+        (2.0, (4, 1)),
+        (3.8, (16, 1)),
     ],
 )
-def test_it_settles_at_the_least_stale_schedule_that_hides(
-    load: float, backward: float, expected: tuple[int, int]
-) -> None:
-    steps = run(lambda step: load, backward=backward)
+def test_it_settles_at_the_least_stale_schedule_that_hides(load: float, expected: tuple[int, int]) -> None:
+    steps = run(lambda step: load)
     assert settled(steps, 1000) == {expected}
     assert changes(steps) <= 2
 
@@ -120,17 +117,17 @@ def test_what_cannot_hide_is_the_nearest_to_it() -> None:
 
 
 def test_it_never_oscillates_whatever_the_speed() -> None:
-    for load, backward in itertools.product([0.01 * 1.75**i for i in range(12)], (0.0, 0.6)):
-        assert changes(run(lambda step, load=load: load, backward=backward, n_steps=1000)[500:]) == 0  # type: ignore[misc]
+    for load in [0.01 * 1.75**i for i in range(12)]:
+        assert changes(run(lambda step, load=load: load, n_steps=1000)[500:]) == 0  # type: ignore[misc]
 
 
 def test_a_lag_hides_what_arrives_last() -> None:
-    assert settled(run(lambda step: 0.35, backward=0.6, last=0.6)) == {(1, 1)}
+    assert settled(run(lambda step: 0.35, last=0.6)) == {(1, 1)}
 
 
 def test_a_cpu_that_is_slow_for_some_time() -> None:
     """Each time it is answered with a longer window, and its end with the first schedule."""
-    steps = run(lambda step: 2.2 if step % 1000 > 500 else 0.6, n_steps=3000)
+    steps = run(lambda step: 2.2 if step % 1000 > 500 else 0.8, n_steps=3000)
     for begin in range(0, 3000, 1000):
         assert {step[:2] for step in steps[begin + 200 : begin + 500]} == {(1, 1)}
         assert {step[:2] for step in steps[begin + 700 : begin + 1000]} == {(4, 1)}
@@ -152,20 +149,15 @@ def test_times_of_steps_are_summed_up_without_the_slowest() -> None:
     assert load_and_stall(steps) == (0.5, 0.25 / 6.25)
 
 
-def test_it_starts_with_the_least_stale_that_may_hide() -> None:
-    for intervals, lags, hides_in_backward, (s, d) in (
-        (INTERVALS, LAGS, True, (1, 0)),
-        (INTERVALS, LAGS, False, (1, 1)),
-        ([8], LAGS, True, (8, 0)),
-        ([1], [3], True, (1, 3)),
-    ):
-        auto = SchedulePolicy(candidates_of(intervals, lags), hides_in_backward=hides_in_backward)
+def test_it_starts_with_the_least_stale() -> None:
+    for intervals, lags, (s, d) in ((INTERVALS, LAGS, (1, 0)), ([8], LAGS, (8, 0)), ([1], [3], (1, 3))):
+        auto = SchedulePolicy(candidates_of(intervals, lags))
         assert auto.schedule == UpdateSchedule(update_interval=s, publish_lag=d)
 
 
 def looks(*seen: tuple[float, float], auto: SchedulePolicy | None = None) -> list[tuple[int, int]]:
-    """S and d after each look at (load, stall) of a run that submits in backward."""
-    auto = auto or SchedulePolicy(candidates_of(INTERVALS, LAGS), hides_in_backward=True)
+    """S and d after each look at (load, stall)."""
+    auto = auto or SchedulePolicy(candidates_of(INTERVALS, LAGS))
     after = []
     for load, stall in seen:
         before = auto.schedule
@@ -192,8 +184,8 @@ def test_a_lag_is_not_left_for_a_longer_window_while_the_work_hides() -> None:
 
 def test_it_comes_back_when_the_load_has_halved() -> None:
     """The load of S = 1, d = 0 counts one gradient more than that of S = 1, d = 1."""
-    left = 0.9 / relative_cost(1, tentative=True)
-    auto = SchedulePolicy(candidates_of(INTERVALS, LAGS), hides_in_backward=True)
+    left = 0.9 / relative_cost(UpdateSchedule(update_interval=1, publish_lag=0))
+    auto = SchedulePolicy(candidates_of(INTERVALS, LAGS))
     seen = looks((0.9, 0.3), (0.9, 0.3), (0.51 * left, 0.0), (0.49 * left, 0.0), auto=auto)
     assert seen[1:] == [(1, 1), (1, 1), (1, 0)]
     # It goes again where it has to, and then comes back at half of that load.
