@@ -89,7 +89,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Runs every method in every repeat: `runs`, of each repeat a list of results, and `failures`, method -> error."""
+    """Runs every method in every repeat: `runs`, of each repeat a list of results; `failures` and `unavailable`, method -> reason."""
     runs: list[list[StepResult]] = []
     failures: dict[str, str] = {}
     if any(METHODS[name].peer for name in options.methods):
@@ -116,7 +116,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 outcome = f"FAILED: {error}"
             minutes = (time.perf_counter() - start) / 60
             print(f"[{repeat + 1}/{options.repeats}, {minutes:.1f} min] {method}: {outcome}", flush=True)
-    return {"failures": failures, "runs": runs}
+    of_stage = {METHODS[name].stage for name in options.methods}
+    others = {name: method.not_on for name, method in METHODS.items() if method.stage in of_stage}
+    unavailable = {name: reasons[options.device] for name, reasons in others.items() if options.device in reasons}
+    return {"failures": failures, "unavailable": unavailable, "runs": runs}
 
 
 def _spec(options: argparse.Namespace, method: str, worker_share: float, compute_s: float) -> StepSpec:
@@ -144,7 +147,10 @@ def describe(written: Mapping[str, Any]) -> str:
     """The tables of a result file."""
     results = results_of(written)
     n_steps = max((len(r.step_s) for of_repeat in results for r in of_repeat), default=0)
-    return with_origin(tables(results), written, f"{len(results)} repeats of {n_steps} steps, interleaved")
+    # Results of former code have no such key.
+    reasons = [f"{METHODS[name].title}: {reason}" for name, reason in written.get("unavailable", {}).items()]
+    notes = [f"not on this device: {', '.join(reasons)}"] if reasons else []
+    return with_origin(tables(results), written, f"{len(results)} repeats of {n_steps} steps, interleaved", *notes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

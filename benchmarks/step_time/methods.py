@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch.optim import Optimizer
 
 from benchmarks.peers.deepspeed_zenflow import DeepSpeedZenFlow
+from benchmarks.peers.fsdp2 import Fsdp2Offload
 from benchmarks.peers.module_order import ModuleOrder
 from benchmarks.peers.zero_offload import Floor, NoOffload, ZeroOffload
 from lightning_zenflow import ZenFlowStrategy
@@ -25,6 +26,8 @@ class StepMethod:
     title: str
     optimizer: Callable[..., Optimizer] = torch.optim.AdamW
     """Takes parameters, `lr` and `weight_decay`."""
+    precision: Literal["bf16-true", "32-true"] = "bf16-true"
+    """Of the trainer."""
     max_norm: float | None = 1.0
     """To which gradients are clipped."""
     large_every: int = 0
@@ -69,7 +72,7 @@ def _torchao(*args: Any, **kwargs: Any) -> Optimizer:
     return HostAdamW(*args, **kwargs)
 
 
-_NEEDS_CUDA = "its optimizer copies between a CUDA device and the host"
+_NEEDS_CUDA = "its optimizer only supports CUDA and XPU"
 
 METHODS = {
     "floor": StepMethod(make_strategy=Floor, title="floor: gradients dropped, no step"),
@@ -90,6 +93,13 @@ METHODS = {
         max_norm=None,
         peer=True,
         not_on={"cpu": _NEEDS_CUDA, "simulated": _NEEDS_CUDA},
+    ),
+    "fsdp2": StepMethod(
+        make_strategy=lambda: Fsdp2Offload(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        title="FSDP2 CPUOffloadPolicy, fused AdamW",
+        optimizer=partial(torch.optim.AdamW, fused=True),
+        precision="32-true",
+        peer=True,
     ),
     "zenflow": _zenflow("S=4, d=1", update_interval=4, publish_lag=1),
     "zenflow_no_provisional": _zenflow(
@@ -139,9 +149,9 @@ METHODS = {
 
 _ALWAYS = ["zero_offload", "deepspeed_zenflow", "zenflow", "zenflow_auto", "zenflow_exact"]
 DEVICES = {
-    "simulated": ["floor", *_ALWAYS, "zenflow_no_provisional", "zenflow_at_the_end"],
-    "cpu": ["none", *_ALWAYS],
-    "cuda": ["none", *_ALWAYS, "torchao", "zenflow_no_provisional"],
+    "simulated": ["floor", *_ALWAYS, "fsdp2", "zenflow_no_provisional", "zenflow_at_the_end"],
+    "cpu": ["none", *_ALWAYS, "fsdp2"],
+    "cuda": ["none", *_ALWAYS, "torchao", "fsdp2", "zenflow_no_provisional"],
 }
 """Device -> methods by default."""
 OF_RANKS = ["floor", "zero_offload", "deepspeed_zenflow", "zenflow_exact", "zenflow_module_order"]

@@ -269,7 +269,7 @@ def train(spec: StepSpec, strategy: Strategy, **options: Any) -> None:
         "accelerator": "gpu" if spec.device == "cuda" else "cpu",
         "devices": spec.ranks,
         "strategy": strategy,
-        "precision": "bf16-true",
+        "precision": method.precision,
         "max_steps": spec.total_steps,
         "gradient_clip_val": method.max_norm,
     }

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from benchmarks.projects import __main__ as projects
 from benchmarks.reliability.__main__ import main as reliability
 from benchmarks.step_time import __main__ as step_time
 from benchmarks.step_time import bookkeeping
+from benchmarks.step_time.run import StepResult, StepSpec
 
 
 @pytest.mark.slow
@@ -53,6 +55,23 @@ def test_step_time_of_stage_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert runs[1]["arena_bytes"] / runs[1]["n_params"] == pytest.approx(16.7, abs=0.2)
     text = (tmp_path / "step_time_stage_3.md").read_text()
     assert "The worker's pass is 50% of step" in text and "by formula" in text
+
+
+@pytest.mark.slow
+def test_fsdp2_with_its_optimizer_in_host_memory_is_adamw() -> None:
+    """Beside DeepSpeed's AdamW without offload, on text, with steps that clip."""
+    options: dict[str, Any] = {"params": 25e6, "batch": 2, "narrow": True, "text": True, "warm_up": 2, "steps": 6}
+    specs = [StepSpec(device="cpu", method=method, **options) for method in ("none", "fsdp2")]
+    without, fsdp2 = (run_process(step_time.run, spec, timeout=250).losses for spec in specs)
+    assert fsdp2 == pytest.approx(without, rel=1e-5) and len({*fsdp2}) == len(fsdp2) == 8
+
+
+def test_what_a_device_cannot_run_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(step_time, "run_process", lambda _, spec, timeout: StepResult(spec=spec, step_s=[0.5]))
+    assert step_time.main(["--device", "cpu", "--methods", "none", "--repeats", "1", "--results", str(tmp_path)]) == 0
+    assert "not on this device: torchao CPUOffloadOptimizer" in capsys.readouterr().out
 
 
 def test_kernel() -> None:
