@@ -39,21 +39,6 @@ QUOTES = (
             "ZenFlowStrategy, S=1, d=0",
         ),
     ),
-    Quote(
-        table="delay_small",
-        result="convergence_delay_small.md",
-        columns=("method", "val. loss", "min..max", "to AdamW"),
-        rows=(
-            "DeepSpeed ZeRO-2 offload, AdamW",
-            "AdamW, 1 step late",
-            "AdamW, 1 step late, error feedback",
-            "NAdamW 0.99, 1 step late",
-            "DeepSpeed ZenFlow, S=4, repaired",
-            "ZenFlowStrategy, S=1, d=0",
-            "ZenFlowStrategy, S=1",
-            "ZenFlowStrategy, S=4",
-        ),
-    ),
 )
 
 
@@ -65,7 +50,7 @@ def rows_of(table: str) -> list[dict[str, str]]:
 
 
 def quoted(quote: Quote) -> str:
-    """The quoted part of the table, followed by the table's notes: the command that measured it and its provenance.
+    """The quoted part of the table, without its notes: the document links to the file, which has command and provenance.
 
     Raises:
         ValueError: the table does not have a column or a row.
@@ -76,8 +61,7 @@ def quoted(quote: Quote) -> str:
     if missing:
         raise ValueError(f"benchmarks/results/{quote.result}: there is no {sorted(missing)}; change QUOTES")
     chosen = [{column: rows[name][column] for column in quote.columns} for name in quote.rows or rows]
-    notes = [line for line in table.splitlines() if line and not line.startswith("|")]
-    return "\n\n".join([markdown(chosen), *notes])
+    return markdown(chosen)
 
 
 def with_quotes(document: str) -> str:
@@ -85,7 +69,7 @@ def with_quotes(document: str) -> str:
     for quote in QUOTES:
         before, begin, rest = document.partition(f"<!-- table {quote.table} -->\n")
         _, end, after = rest.partition("<!-- end -->")
-        document = f"{before}{begin}\n{quoted(quote)}\n\n{end}{after}"
+        document = f"{before}{begin}{quoted(quote)}\n{end}{after}"
     return document
 
 

@@ -21,18 +21,24 @@ def pinned(file: str, package: str) -> str:
     return found.group(1)
 
 
-def python_of_ci() -> str:
-    """The interpreter of the workflow's first job, which runs all tests."""
-    found = re.search(r'python-version: "(3\.\d+)"', (ROOT / ".github" / "workflows" / "ci.yml").read_text())
-    assert found, "ci.yml names no interpreter"
-    return found.group(1)
+def of_ci(pattern: str) -> list[str]:
+    """What the workflow has between quotes in the first line of a pattern with one group."""
+    found = re.search(pattern, (ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert found, f"ci.yml has no {pattern}"
+    return re.findall(r'"([^"]+)"', found.group(1))
 
 
 def table() -> str:
-    """Rows: all tests; installation and a training. CUDA is what no machine of CI has."""
+    """Rows: the jobs of the workflow. CUDA is what no machine of CI has."""
+    (python,) = of_ci(r'python-version: ("3\.\d+")')
+    (newest,) = of_ci(r'python-version: ("3\.13")')
+    tested, lowest = ([pinned(_FILES[name], package) for package in _PACKAGES] for name in ("tested", "lowest"))
+    torches = [re.sub("^torch(==)?", "", torch) or "newest" for torch in of_ci(r"torch: (\[.*\])")]
     rows = [
-        ("all tests", python_of_ci(), *(pinned(_FILES["tested"], package) for package in _PACKAGES), "none"),
-        ("install, train", python_of_ci(), *(pinned(_FILES["lowest"], package) for package in _PACKAGES), "none"),
+        ("all tests", python, *tested, "none"),
+        ("fast tests", ", ".join(of_ci(r"python: (\[.*\])")), *tested, "none"),
+        ("fast tests", newest, ", ".join(torches), *tested[1:], "none"),
+        ("install, train", python, *lowest, "none"),
     ]
     return tabulate(rows, headers=("CI runs", "Python", *_PACKAGES, "CUDA"), tablefmt="github", disable_numparse=True)
 
