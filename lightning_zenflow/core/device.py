@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import cast
 
 import torch
@@ -225,6 +226,70 @@ def runtime_of(device: torch.device) -> HostRuntime:
     if device.type not in RUNTIMES:
         raise ValueError(f"device must be of type {' or '.join(RUNTIMES)}, got {device}")
     return RUNTIMES[device.type](device)
+
+
+PAGE_BYTES = 4096
+"""Of the system's memory."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+class PageLocks:
+    """Page-locked host memory of one rank, which is unlocked together.
+
+    Args:
+        device: the training device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._runtime = runtime_of(device)
+        self._addresses: list[int] = []
+        self._copies: list[Tensor] = []  # must not be freed before `release`
+
+    @property
+    def are_needed(self) -> bool:
+        """Whether copies from and to pageable memory would make the host wait."""
+        return self._runtime.runs_behind
+
+    def lock(self, address: int, n_bytes: int) -> None:
+        """Page-locks memory; what the system refuses stays pageable, and a warning says so."""
+        try:
+            self._runtime.page_lock(address, n_bytes)
+        except RuntimeError as refusal:
+            warn_of_pageable_memory(str(refusal))
+        else:
+            self._addresses.append(address)
+
+    def copy_of(self, values: Tensor) -> Tensor:
+        """Copies values of the host to page-locked memory of their own; where that is not needed, returns `values`.
+
+        The copy takes up to two memory pages more; torch's allocator rounds to powers of two.
+        """
+        if not self.are_needed or values.numel() == 0:
+            return values
+        n_bytes = round_up(values.nbytes, PAGE_BYTES)
+        memory = torch.empty(n_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
+        # Whole memory pages, which no other range shares.
+        pages = memory[-memory.data_ptr() % PAGE_BYTES :][:n_bytes]
+        copy = pages[: values.nbytes].view(values.dtype).view(values.shape).copy_(values)
+        self.lock(pages.data_ptr(), n_bytes)
+        self._copies.append(copy)
+        return copy
+
+    def release(self) -> None:
+        """Unlocks the memory when the device has done its work. Errors of the device are logged."""
+        # After an error, copies may still be in flight.
+        unlocks: list[Callable[[], None]] = [partial(self._runtime.page_unlock, a) for a in self._addresses]
+        for release in [self._runtime.synchronize, *unlocks]:
+            try:
+                release()
+            except RuntimeError as fault:
+                # After a fault of the device every call reports it. The error that ends training stays the one that is raised.
+                _log.warning("at the end of training the device reports: %s", fault)
+        self._copies.clear()
 
 
 _RESERVE = 0.05

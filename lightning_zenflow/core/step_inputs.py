@@ -1,8 +1,9 @@
-"""Inputs of an AdamW step besides the gradient: hyperparameters, and the factor of clipping and loss scale. Pure functions."""
+"""Inputs of an AdamW step besides the gradient: hyperparameters, the factor of clipping and loss scale, and the norm that predicts it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,34 +78,6 @@ def add_up(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts)).sum(dtype=torch.float64)
 
 
-def predicted_squared_norm(partial: Tensor, ratio: Tensor, last: Tensor) -> Tensor:
-    """Predicts the squared norm of a step's whole gradient from the part of it that has arrived.
-
-    The part is taken to be the same share of the whole as in the steps before. Where the last step had no such part, its norm counts.
-
-    Args:
-        partial: 0-D float64; sum of squares so far. The result is not finite if it is not.
-        ratio: 0-D float64; whole over part, result of `smoothed_ratio`.
-        last: 0-D float64; the whole squared norm of the last step whose norm was finite.
-    """
-    return torch.where(ratio.isnan(), torch.maximum(partial, last), partial * ratio)
-
-
-def smoothed_ratio(ratio: Tensor, whole: Tensor, partial: Tensor) -> Tensor:
-    """Geometric mean of whole over part in a step and of this mean before it, so that a step counts half as much as the next.
-
-    Args:
-        ratio: float64 [n]; the mean before; NaN where the step before had no such part.
-        whole: 0-D float64; the step's squared norm.
-        partial: float64 [n]; parts of it.
-
-    Returns:
-        float64 [n]; NaN where a part is zero.
-    """
-    latest = torch.where(partial > 0, whole / partial, torch.nan)
-    return torch.where(ratio.isnan(), latest, ratio.sqrt() * latest.sqrt())
-
-
 def step_scale(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float, count: Tensor) -> StepScale:
     """Computes the factor of clipping by the global norm (``gradient_clip_val``) and of the loss scale.
 
@@ -138,3 +111,77 @@ def clip_factor(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float, n
 def _norm(sum_of_squares: Tensor, loss_scale: float) -> Tensor:
     norm = sum_of_squares.sqrt()
     return (norm if loss_scale == 1 else norm / loss_scale).float()
+
+
+class GradientNorms:
+    """Squared norms of a step's gradients, in order of arrival: their sum, which is predicted in backward from its part so far.
+
+    The prediction is the sum up to a block's arrival times its ratio to the whole in the steps before whose norm was finite. It is a
+    function of the gradients alone, so that runs repeat; ranks predict from their own parts. Nothing here is read by the host.
+
+    Args:
+        n_blocks: number of blocks.
+        device: of the gradients.
+    """
+
+    def __init__(self, n_blocks: int, device: torch.device) -> None:
+        self._parts: list[Tensor] = []
+        self._n_in_sum = 0  # of the parts
+        self._sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._partial = torch.zeros(n_blocks, dtype=torch.float64, device=device)
+        self._ratio = torch.full((n_blocks,), torch.nan, dtype=torch.float64, device=device)
+        self._of_block = list(zip(self._partial.unbind(), self._ratio.unbind(), strict=True))
+        self._last = torch.zeros((), dtype=torch.float64, device=device)
+        self._expected = self._last.clone()
+        self.knows_last = False
+        """Whether there has been a step to predict from."""
+
+    def open(self, loss_scale: float) -> None:
+        """Begins a step."""
+        self._parts.clear()
+        self._n_in_sum = 0
+        self._sum.zero_()
+        self._partial.zero_()
+        # In its own memory: backward and the step use different streams.
+        torch.mul(self._last, loss_scale**2, out=self._expected)
+
+    def add(self, parts: Iterable[Tensor]) -> None:
+        """Adds gradients that have arrived: their `SquaredNorms.parts`."""
+        self._parts += parts
+
+    def whole(self) -> Tensor:
+        """Sum of all that has been added in the step: 0-D float64, not finite if any gradient is not."""
+        return add_up(self._parts) if self._parts else torch.zeros_like(self._sum)
+
+    def up_to(self, block: int) -> Tensor:
+        """Sum of what has been added when a block is complete: 0-D float64, not finite if any gradient so far is not."""
+        if len(self._parts) > self._n_in_sum:
+            self._sum.add_(add_up(self._parts[self._n_in_sum :]))
+            self._n_in_sum = len(self._parts)
+        return self._of_block[block][0].copy_(self._sum)
+
+    def predict(self, block: int) -> Tensor:
+        """Squared norm of the step's whole gradient, of all ranks and with loss scale: 0-D float64; after `up_to`."""
+        partial, ratio = self._of_block[block]
+        # Where the last step had no such part, its norm counts.
+        return torch.where(ratio.isnan(), torch.maximum(partial, self._expected), partial * ratio)
+
+    def end_step(self, squared_norm: Tensor, *, finite: Tensor, loss_scale: float) -> None:
+        """Takes the step's own squared norm, 0-D float64; one that is not finite is not predicted from."""
+        # Geometric mean of the step's own ratio and of this mean before, so that a step counts half as much as the next.
+        latest = torch.where(self._partial > 0, squared_norm / self._partial, torch.nan)
+        ratio = torch.where(self._ratio.isnan(), latest, self._ratio.sqrt() * latest.sqrt())
+        self._ratio.copy_(torch.where(finite, ratio, self._ratio))
+        self._last.copy_(torch.where(finite, squared_norm / loss_scale**2, self._last))
+        self.knows_last = True
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Ratio and norm that the next step is predicted from, on the CPU; None: nothing yet."""
+        return {"ratio": self._ratio.cpu(), "last": self._last.cpu()} if self.knows_last else None
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Inverse of `state_dict`, for the same blocks."""
+        self.knows_last = state is not None
+        if state is not None:
+            self._ratio.copy_(state["ratio"])
+            self._last.copy_(state["last"])

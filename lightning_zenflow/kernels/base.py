@@ -115,36 +115,15 @@ class Kernels:
         per_axis: bool,
         copies: AbstractContextManager[None] = IN_ORDER,
     ) -> SquaredNorms:
-        """Copies the parts of a gradient to their slots, gathers the selected columns and computes the squared norms.
+        """Copies the parts of a gradient to their slots, gathers the selected columns and computes sums of squares.
 
         Args:
             gradient: [rows, columns], model dtype.
             destinations: disjoint parts of the gradient.
-            per_axis: see `squared_norms`.
+            per_axis: adds the sums of each row and of each column; the total has the same bits with and without.
             copies: context in which the slots are written, on a stream of its own if the device has streams.
         """
-        with copies:
-            for destination in destinations:
-                destination.slot.copy_(destination.part_of(gradient), non_blocking=True)
-        for destination in destinations:
-            self.select(destination.part_of(gradient), destination.selections)
-        return self.squared_norms(gradient, per_axis=per_axis)
-
-    def select(self, part: Tensor, selections: Sequence[Selection]) -> None:
-        """Copies columns of a part of a gradient, [rows, width], to the selections' targets."""
-        for selection in selections:
-            if selection.columns is None:
-                selection.target.copy_(part)
-            else:
-                self.gather_columns(part, selection.columns, selection.target)
-
-    def squared_norms(self, gradient: Tensor, *, per_axis: bool) -> SquaredNorms:
-        """Computes sums of squares.
-
-        Args:
-            gradient: [rows, columns], model dtype.
-            per_axis: adds the sums of each row and of each column; the total has the same bits with and without.
-        """
+        self.copy_parts(gradient, destinations, copies)
         # The total is the sum of the rows' in float64: torch's float32 sums over long vectors are off by 1e-5.
         rows = torch.linalg.vector_norm(gradient, dim=1, dtype=torch.float32)
         parts = rows.double().square().sum(0, keepdim=True)
@@ -152,6 +131,22 @@ class Kernels:
             return SquaredNorms(parts=parts, row_parts=None, column_parts=None)
         columns = torch.linalg.vector_norm(gradient, dim=0, keepdim=True, dtype=torch.float32)
         return SquaredNorms(parts=parts, row_parts=rows.square_().unsqueeze(0), column_parts=columns.square_())
+
+    def copy_parts(
+        self, gradient: Tensor, destinations: Sequence[Destination], copies: AbstractContextManager[None]
+    ) -> None:
+        """What `route` does but for the sums."""
+        with copies:
+            for destination in destinations:
+                destination.slot.copy_(destination.part_of(gradient), non_blocking=True)
+        for destination in destinations:
+            for selection in destination.selections:
+                self.select(destination.part_of(gradient), selection)
+
+    def select(self, part: Tensor, selection: Selection) -> None:
+        """Copies columns of a part of a gradient, [rows, width], to the selection's target."""
+        columns = selection.columns
+        selection.target.copy_(part if columns is None else part.index_select(1, columns))
 
     def factored_step_(
         self, moment: SecondMoment, squared_norms: SquaredNorms, *, beta2: float, lr: float, scale: Tensor
@@ -220,10 +215,6 @@ class Kernels:
 
         return write
 
-    def gather_columns(self, matrix: Tensor, columns: Tensor, selected: Tensor) -> None:
-        """Does selected <- matrix[:, columns]; [rows, width], [k] int64, [rows, k]."""
-        selected.copy_(matrix.index_select(1, columns))
-
 
 def kernels_for(device: torch.device) -> Kernels:
     """The fastest implementation on a device, or the one that ``ZENFLOW_KERNELS`` names: "torch", "triton" or "cpu".
@@ -276,10 +267,10 @@ def _launch_all(kernels: Kernels, device: torch.device) -> None:
         torch.zeros(2, 2, dtype=torch.bfloat16, device=device),
     )
     columns, selected = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros_like(matrix[:, :1])
-    norms = kernels.squared_norms(matrix, per_axis=True)
+    norms = kernels.route(matrix, (), per_axis=True)
     factors = kernels.factored_step_(SecondMoment.zeros(2, 2, device), norms, beta2=0.5, lr=0.0, scale=one)
     kernels.provisional_update_(matrix, matrix, factors, RoundingNoise(0, device))
-    kernels.gather_columns(matrix, columns, selected)
+    kernels.select(matrix, Selection(columns=columns, target=selected))
     kernels.column_writer([ColumnWrite(matrix=matrix, columns=columns, selected=selected)])()
     h = GroupHyperparameters(lr=0.0, beta1=0.5, beta2=0.5, eps=1.0, weight_decay=0.0, decoupled=True)
     scale = StepScale(factor=one, finite=one.bool(), norm=one, count=one.double())

@@ -113,10 +113,6 @@ class CpuKernels(Kernels):
         self._true, self._false = (torch.tensor(value, dtype=torch.bool, device="cpu") for value in (True, False))
 
     @override
-    def squared_norms(self, gradient: Tensor, *, per_axis: bool) -> SquaredNorms:
-        return self.route(gradient, (), per_axis=per_axis)
-
-    @override
     def route(
         self,
         gradient: Tensor,
@@ -128,7 +124,8 @@ class CpuKernels(Kernels):
         """One pass over memory, except for destinations within a single row and for second selections from the same rows."""
         n_rows, n_columns = gradient.shape
         if any(destination.slot.shape[1] != n_columns for destination in destinations):
-            return super().route(gradient, destinations, per_axis=per_axis, copies=copies)
+            self.copy_parts(gradient, destinations, copies)
+            destinations, copies = (), IN_ORDER
         parts = _parts(n_rows, n_columns)
         dtype, row_bytes = native.DATA_TYPES[gradient.dtype], n_columns * gradient.itemsize
         rows = gradient.new_empty(n_rows, dtype=torch.float32)
@@ -157,8 +154,8 @@ class CpuKernels(Kernels):
         with copies:
             _in_parallel(run, parts)
         for destination in destinations:
-            if len(destination.selections) > 1:
-                self.select(destination.part_of(gradient), destination.selections[1:])
+            for selection in destination.selections[1:]:
+                self.select(destination.part_of(gradient), selection)
         if columns is not None:
             columns = columns.view(len(parts), n_columns)
             columns = columns if len(parts) == 1 else columns.sum(0, keepdim=True)

@@ -66,14 +66,7 @@ class TritonKernels(Kernels):
                 if fused is None and selection.columns is not None and selection.target.numel():
                     fused = part, selection
                 else:
-                    self.select(part, (selection,))
-        return self._route(gradient, fused, per_axis=per_axis)
-
-    @override
-    def squared_norms(self, gradient: Tensor, *, per_axis: bool) -> SquaredNorms:
-        return self._route(gradient, None, per_axis=per_axis)
-
-    def _route(self, gradient: Tensor, fused: tuple[Tensor, Selection] | None, *, per_axis: bool) -> SquaredNorms:
+                    self.select(part, selection)
         n_rows, n_columns = gradient.shape
         n_tiles = _ELEMENTS // (_ROWS * _COLUMNS) * triton.cdiv(gradient.numel(), _LARGE_MATRIX)
         n_groups, n_strips = triton.cdiv(n_rows, _ROWS * n_tiles), triton.cdiv(n_columns, _COLUMNS)
@@ -97,6 +90,17 @@ class TritonKernels(Kernels):
         return SquaredNorms(
             parts=parts, row_parts=row_parts if per_axis else None, column_parts=column_parts if per_axis else None
         )
+
+    @override
+    def select(self, part: Tensor, selection: Selection) -> None:
+        columns, target = selection.columns, selection.target
+        if columns is None:
+            super().select(part, selection)
+            return
+        device.gather_columns[(_copy_programs(*target.shape),)](
+            part, columns, target, *part.shape, columns.numel(),
+            tile_rows=_COPY_ROWS, tile_columns=_COPY_COLUMNS, enable_fp_fusion=False,
+        )  # fmt: skip
 
     @override
     def factored_step_(
@@ -167,13 +171,6 @@ class TritonKernels(Kernels):
             )  # fmt: skip
 
         return write
-
-    @override
-    def gather_columns(self, matrix: Tensor, columns: Tensor, selected: Tensor) -> None:
-        device.gather_columns[(_copy_programs(*selected.shape),)](
-            matrix, columns, selected, *matrix.shape, columns.numel(),
-            tile_rows=_COPY_ROWS, tile_columns=_COPY_COLUMNS, enable_fp_fusion=False,
-        )  # fmt: skip
 
 
 def _tables(writes: Sequence[ColumnWrite]) -> tuple[Tensor, Tensor]:

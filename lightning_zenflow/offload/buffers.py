@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zenflow.core.device import Event, SideStream, runtime_of
+from lightning_zenflow.core.device import PAGE_BYTES, Event, SideStream, runtime_of
 from lightning_zenflow.core.partition import Partition, Slice, build_partition, merge_ranges, ranges_of_block
 from lightning_zenflow.core.schedule import StaggeredSchedule
 from lightning_zenflow.offload.rank_state import Block, RankState
-from lightning_zenflow.worker.arena import PAGE_BYTES, Arena
+from lightning_zenflow.worker.arena import Arena
 
 MAX_VIEWS = 1 << 16
 """Of tiles in slots that are kept, some 50 MB: long windows of large models have more of them."""

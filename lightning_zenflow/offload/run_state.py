@@ -36,8 +36,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import DeviceNumber, runtime_of
 from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.offload.arrivals import BackwardSubmission
-from lightning_zenflow.offload.fill import Fill
+from lightning_zenflow.offload.fill import BackwardSubmission, Fill
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.ownership import Ownership
 from lightning_zenflow.offload.plan import Planner

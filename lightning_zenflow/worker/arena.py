@@ -7,29 +7,22 @@ its last file descriptor and mapping.
 import contextlib
 import ctypes
 import fcntl
-import logging
 import math
 import mmap
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from lightning_zenflow import native
-from lightning_zenflow.core.device import runtime_of, warn_of_pageable_memory
+from lightning_zenflow.core.device import PAGE_BYTES, PageLocks, round_up
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.worker.machine import MEMORY_PREFIX, exclude_from_children, running_on
 from lightning_zenflow.worker.moments import CodedMoment, CodedMoments, Moment, first_scales
-
-_log = logging.getLogger(__name__)
-
-PAGE_BYTES = 4096
-"""Multiple of the sizes of slots, publish buffers and sections."""
 
 _CACHE_LINE_BYTES = 64
 
@@ -177,11 +170,9 @@ class Arena:
         self.step_words = StepWords(records[:, native.StepRecord.word.offset :])
         self.block_words = StepWords(array("block_words"))
         self._counts = records.view(torch.int64)[:, native.StepRecord.count.offset // 8]
-        self._runtime = runtime_of(device)
+        self._locks = PageLocks(device)
         self._cores = cores
         self._reserved: list[tuple[int, int]] = []
-        self._page_locked: list[int] = []  # addresses
-        self._copies: list[Tensor] = []  # page-locked, so they must not be freed before `close`
 
     @property
     def reserved_bytes(self) -> int:
@@ -207,40 +198,22 @@ class Arena:
                 if reserved_begin <= begin < reserved_end:
                     begin = reserved_end
             # Whole memory pages.
-            end = _round_up(end, PAGE_BYTES)
+            end = round_up(end, PAGE_BYTES)
             if begin >= end:
                 continue
             self._reserved.append((begin, end))
-            if self._runtime.runs_behind and begin != header.master_offset:
+            if self._locks.are_needed and begin != header.master_offset:
                 if touch is not None:
                     # Slots and publish buffers of a section are rows; every block is divided among all threads.
                     n_rows = max(1, (end - begin) // row_bytes) if row_bytes else 1
                     touch(begin, n_rows, (end - begin) // n_rows)
-                self._page_lock(self._address() + begin, end - begin)
-
-    def _page_lock(self, address: int, n_bytes: int) -> None:
-        try:
-            with running_on(self._cores):
-                self._runtime.page_lock(address, n_bytes)
-        except RuntimeError as refusal:
-            warn_of_pageable_memory(str(refusal))
-        else:
-            self._page_locked.append(address)
+                with running_on(self._cores):
+                    self._locks.lock(self._address() + begin, end - begin)
 
     def page_locked_copy(self, values: Tensor) -> Tensor:
-        """Copies values of the host to memory of their own, which is page-locked until `close` if the system does not refuse it; where the
-        device does not run behind, returns `values`. The copy takes up to two memory pages more; torch's allocator rounds to powers of two.
-        """
-        if not self._runtime.runs_behind or values.numel() == 0:
-            return values
-        n_bytes = _round_up(values.nbytes, PAGE_BYTES)
-        memory = torch.empty(n_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
-        # Whole memory pages, which no other range shares.
-        pages = memory[-memory.data_ptr() % PAGE_BYTES :][:n_bytes]
-        copy = pages[: values.nbytes].view(values.dtype).view(values.shape).copy_(values)
-        self._page_lock(pages.data_ptr(), n_bytes)
-        self._copies.append(copy)
-        return copy
+        """`PageLocks.copy_of`, until `close`."""
+        with running_on(self._cores):
+            return self._locks.copy_of(values)
 
     def ranges_of_device(self) -> list[tuple[int, int]]:
         """Reserved bytes [begin, end) that a device copies from or to, to be page-locked for a CUDA device: all but the states.
@@ -338,16 +311,7 @@ class Arena:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-            # After an error, copies may still be in flight.
-            releases: list[Callable[[], None]] = [self._runtime.synchronize]
-            releases += [partial(self._runtime.page_unlock, address) for address in self._page_locked]
-            for release in releases:
-                try:
-                    release()
-                except RuntimeError as fault:
-                    # After a fault of the device every call reports it. The error that ends training stays the one that is raised.
-                    _log.warning("at the end of training the device reports: %s", fault)
-            self._copies.clear()
+            self._locks.release()
             if take_weights is not None:
                 self._free(self._header.slots_offset, self._header.publish_offset // mmap.PAGESIZE * mmap.PAGESIZE)
                 take_weights()
@@ -355,7 +319,7 @@ class Arena:
 
     def _free(self, begin: int, end: int) -> None:
         """Frees the memory pages that begin in [begin, end)."""
-        begin = _round_up(begin, mmap.PAGESIZE)
+        begin = round_up(begin, mmap.PAGESIZE)
         # A rank with only padding has no slots.
         if begin < end:
             # Fails if all memory of the process is locked (`mlockall`); it is then freed with the mapping.
@@ -378,10 +342,10 @@ def _layout(
     dtype, moments = sizes.dtype, sizes.moments_dtype
     n_blocks, numel = len(partition.blocks), partition.numel
     # Whole memory pages, so that a slot is never split between reservations: the device copies only within one.
-    slot_numel = _round_up(partition.block_numel, PAGE_BYTES // dtype.itemsize)
+    slot_numel = round_up(partition.block_numel, PAGE_BYTES // dtype.itemsize)
     n_sets = 2 * sizes.n_param_groups
     record_bytes = ctypes.sizeof(native.StepRecord) + n_sets * ctypes.sizeof(native.Hyperparameters)
-    record_bytes = _round_up(record_bytes, _CACHE_LINE_BYTES)
+    record_bytes = round_up(record_bytes, _CACHE_LINE_BYTES)
     header = native.ArenaHeader(
         magic=native.MAGIC,
         version=native.VERSION,
@@ -421,10 +385,6 @@ def _layout(
     for name, (kind, shape) in contents.items():
         sections[name] = end, kind, shape
         setattr(header, f"{name}_offset", end)
-        end = _round_up(end + kind.itemsize * math.prod(shape), PAGE_BYTES)
+        end = round_up(end + kind.itemsize * math.prod(shape), PAGE_BYTES)
     header.total_bytes = end
     return header, sections
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -58,9 +58,9 @@ def cases(kernels: TritonKernels, dtype: torch.dtype) -> Iterator[str]:
         chosen, selected = torch.tensor([0, 3, columns - 1]), torch.zeros(96, 3, dtype=dtype)
         selection = Selection(columns=chosen, target=selected)
         destination = Destination(begin=0, slot=torch.empty_like(gradient), selections=[selection])
-        kernels.squared_norms(gradient, per_axis=False)
+        kernels.route(gradient, (), per_axis=False)
         yield name
-        norms = kernels.squared_norms(gradient, per_axis=True)
+        norms = kernels.route(gradient, (), per_axis=True)
         yield f"{name}, per axis"
         kernels.route(gradient, [destination], per_axis=False)
         yield f"{name}, gathers"
@@ -76,7 +76,7 @@ def cases(kernels: TritonKernels, dtype: torch.dtype) -> Iterator[str]:
         yield name
         kernels.column_writer([ColumnWrite(matrix=weights, columns=chosen, selected=selected)])()
         yield name
-        kernels.gather_columns(weights, chosen, selected)
+        kernels.select(weights, selection)
         yield name
         one = torch.ones(())
         scale = StepScale(factor=one, finite=one.bool(), norm=one, count=one.double())

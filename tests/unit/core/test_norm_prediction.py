@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zenflow.offload.arrivals import GradientNorms
+from lightning_zenflow.core.step_inputs import GradientNorms
 
 
 def scalar(value: float) -> Tensor:

@@ -24,8 +24,8 @@ def test_squared_norms(on: Implementation, shape: tuple[int, int], dtype: torch.
         of_rows = of_columns = 2e-6
     gradient = on.random(*shape, dtype=dtype)
     exact = gradient.double().square()
-    both = on.kernels.squared_norms(gradient, per_axis=True)
-    total_only = on.kernels.squared_norms(gradient, per_axis=False)
+    both = on.kernels.route(gradient, (), per_axis=True)
+    total_only = on.kernels.route(gradient, (), per_axis=False)
     assert both.rows.dtype == both.columns.dtype == torch.float32
     torch.testing.assert_close(total(both), exact.sum(), rtol=of_rows, atol=0)
     torch.testing.assert_close(both.rows.double(), exact.sum(1), rtol=of_rows, atol=0)
@@ -37,9 +37,9 @@ def test_squared_norms(on: Implementation, shape: tuple[int, int], dtype: torch.
 @pytest.mark.parametrize("on", [parameter(INTERPRETED, slow=True)], indirect=True)
 def test_programs_of_large_matrices_have_more_rows(on: Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
     gradient = on.random(700, 300)
-    expected = on.kernels.squared_norms(gradient, per_axis=True)
+    expected = on.kernels.route(gradient, (), per_axis=True)
     monkeypatch.setattr("lightning_zenflow.kernels.triton._LARGE_MATRIX", gradient.numel() // 3)
-    found = on.kernels.squared_norms(gradient, per_axis=True)
+    found = on.kernels.route(gradient, (), per_axis=True)
     assert found.parts.numel() < expected.parts.numel() / 2
     assert torch.equal(found.rows, expected.rows)
     torch.testing.assert_close(found.columns, expected.columns, rtol=2e-6, atol=0)
@@ -52,7 +52,7 @@ def test_a_number_that_is_not_finite_shows_in_its_row_its_column_and_the_total(
 ) -> None:
     gradient = torch.ones(2, 517, device=on.device)
     gradient[1, position] = value
-    squared_norms = on.kernels.squared_norms(gradient, per_axis=True)
+    squared_norms = on.kernels.route(gradient, (), per_axis=True)
     assert not torch.isfinite(total(squared_norms))
     assert torch.isfinite(squared_norms.rows).tolist() == [True, False]
     assert (~torch.isfinite(squared_norms.columns)).nonzero().flatten().tolist() == [position]
@@ -85,7 +85,7 @@ def test_route_does_what_single_passes_do(on: Implementation, shape: tuple[int, 
     if rows == 1 and columns > 1:
         destinations = [Destination(begin=0, slot=slot(1, 1)), Destination(begin=1, slot=slot(1, columns - 1))]
     squared_norms = on.kernels.route(gradient, destinations, per_axis=True)
-    alone = on.kernels.squared_norms(gradient, per_axis=True)
+    alone = on.kernels.route(gradient, (), per_axis=True)
     assert torch.equal(total(squared_norms), total(alone))
     assert torch.equal(squared_norms.rows, alone.rows)
     assert torch.equal(squared_norms.columns, alone.columns)
@@ -155,5 +155,5 @@ def test_columns_there_and_back(on: Implementation, dtype: torch.dtype) -> None:
             assert torch.equal(matrix, expected)
             if of_matrix is not None:
                 found = torch.empty_like(values)
-                on.kernels.gather_columns(matrix, of_matrix, found)
+                on.kernels.select(matrix, Selection(columns=of_matrix, target=found))
                 assert torch.equal(found, values)

@@ -39,7 +39,7 @@ def test_exact_values_stay_exact_and_other_types_round_to_nearest(dtype: torch.d
 def take_step(
     on: Implementation, moment: SecondMoment, gradient: Tensor, *, scale: float = 1.0, beta2: float = 0.99
 ) -> Factors:
-    norms = on.kernels.squared_norms(gradient, per_axis=True)
+    norms = on.kernels.route(gradient, (), per_axis=True)
     return on.kernels.factored_step_(moment, norms, beta2=beta2, lr=0.1, scale=on.tensor(scale))
 
 

@@ -29,7 +29,7 @@ def test_each_device_has_its_own_and_the_variable_overrules_it(monkeypatch: pyte
         kernels_for(META)
 
 
-PASSES = ["squared_norms", "factored_step_", "provisional_update_", "gather_columns", "column_writer", "adamw_"]
+PASSES = ["route", "factored_step_", "provisional_update_", "select", "column_writer", "adamw_"]
 
 
 @pytest.mark.parametrize("name", PASSES)

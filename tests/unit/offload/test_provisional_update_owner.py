@@ -43,7 +43,7 @@ def make_update(rank: RankState) -> ProvisionalUpdate:
 
 def late(rank: RankState, gradient: torch.Tensor, block: Block) -> LateGradient:
     """A gradient of the full rows of the first slice, all in one block; its slot has a copy."""
-    norms = rank.kernels.squared_norms(gradient, per_axis=True)
+    norms = rank.kernels.route(gradient, (), per_axis=True)
     tiles = [(block, Destination(begin=0, slot=gradient.clone()))]
     return LateGradient(slice=0, gradient=gradient, squared_norms=norms, tiles=tiles)
 
