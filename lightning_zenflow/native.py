@@ -1,6 +1,6 @@
 """Python's mirror of ``csrc/common/protocol.h``, field by field: the contract with the worker process; and the paths of what was compiled.
 
-The header documents units, ownership and ordering. A test compares every size and offset with ``zenflow-worker --layout``.
+The header documents units, ownership and ordering. A test compares constants, types and names with it.
 """
 
 import ctypes

@@ -3,8 +3,7 @@
 // Each rank has one memfd, the *arena*, which both processes map. The trainer creates it, fills the header and the tables, and
 // passes its file descriptor and one end of a SOCK_SEQPACKET socket pair to the worker at exec. Byte offsets count from the start
 // of the arena, element offsets from the start of the rank's partition. All structures are plain, naturally aligned and
-// little-endian. lightning_zenflow/native.py mirrors them field by field; a test compares the mirror with the sizes and
-// offsets that `zenflow-worker --layout` prints.
+// little-endian. lightning_zenflow/native.py mirrors them field by field; a test compares it with this file.
 //
 // Ownership. A *job* updates one block and publishes its weights.
 //
@@ -106,7 +105,7 @@ enum class DataType : uint32_t {
     kFloat32 = 0,
     kBFloat16 = 1,
     kFloat16 = 2,
-    kInt8 = 3,  // codes of moments, with MomentScales (replay/moments_in_8_bits.h)
+    kInt8 = 3,  // codes of moments, with MomentScales (adamw/moments_in_8_bits.h)
 };
 
 struct ArenaHeader {
@@ -115,7 +114,7 @@ struct ArenaHeader {
     uint64_t total_bytes;
 
     uint32_t gradient_dtype;  // DataType of the gradient slots
-    uint32_t weight_dtype;    // DataType of the publish buffers
+    uint32_t weight_dtype;    // DataType of the publish buffers: the same
     uint64_t numel;           // elements of the partition, padding included: length of master, exp_avg, exp_avg_sq
 
     uint32_t n_ranges;  // entries of the range table

@@ -26,19 +26,16 @@ struct Region {
     uint64_t end() const { return offset + count * entry_bytes; }
 };
 
-void check_dtype(const char* field, uint32_t value) {
-    require(value <= static_cast<uint32_t>(DataType::kFloat16), "arena: ", field,
-            " must be 0 (float32), 1 (bfloat16) or 2 (float16), got ", value);
-}
-
 void check_scalars(const ArenaHeader& header, uint64_t file_bytes) {
     require(header.magic == kMagic, "arena: magic must be ", kMagic, ", got ", header.magic, ": this is not a ZenFlow arena");
     require(header.version == kVersion, "arena: version must be ", kVersion, ", got ", header.version,
             ": trainer and worker are of different releases");
     require(header.total_bytes >= kHeaderBytes && header.total_bytes <= file_bytes, "arena: total_bytes must be from ",
             kHeaderBytes, " to the file's size of ", file_bytes, ", got ", header.total_bytes);
-    check_dtype("gradient_dtype", header.gradient_dtype);
-    check_dtype("weight_dtype", header.weight_dtype);
+    require(header.gradient_dtype <= static_cast<uint32_t>(DataType::kFloat16),
+            "arena: gradient_dtype must be 0 (float32), 1 (bfloat16) or 2 (float16), got ", header.gradient_dtype);
+    require(header.weight_dtype == header.gradient_dtype, "arena: weight_dtype must be gradient_dtype = ", header.gradient_dtype,
+            ", got ", header.weight_dtype);
     const auto moments = static_cast<DataType>(header.moments_dtype);
     require(moments == DataType::kFloat32 || moments == DataType::kBFloat16 || moments == DataType::kInt8,
             "arena: moments_dtype must be 0 (float32), 1 (bfloat16) or 3 (int8), got ", header.moments_dtype);
@@ -62,8 +59,7 @@ void check_region(const Region& region, uint64_t total_bytes) {
 }
 
 void check_regions(const ArenaHeader& header) {
-    const uint64_t gradient_bytes = element_bytes(static_cast<DataType>(header.gradient_dtype));
-    const uint64_t weight_bytes = element_bytes(static_cast<DataType>(header.weight_dtype));
+    const uint64_t model_bytes = element_bytes(static_cast<DataType>(header.gradient_dtype));
     const uint64_t moment_bytes = element_bytes(static_cast<DataType>(header.moments_dtype));
     // Keeps the size of a slot below 2^64.
     require(header.slot_numel <= header.total_bytes, "arena: slot_numel must be at most total_bytes = ", header.total_bytes,
@@ -78,9 +74,9 @@ void check_regions(const ArenaHeader& header) {
         {"exp_avg_offset", header.exp_avg_offset, "numel", header.numel, moment_bytes, moment_bytes},
         {"exp_avg_sq_offset", header.exp_avg_sq_offset, "numel", header.numel, moment_bytes, moment_bytes},
         {"scales_offset", header.scales_offset, "n_scales", header.n_scales, sizeof(MomentScales), alignof(MomentScales)},
-        {"slots_offset", header.slots_offset, "n_slots", header.n_slots, slot_numel * gradient_bytes, gradient_bytes},
-        {"publish_offset", header.publish_offset, "n_publish_buffers", header.n_publish_buffers, slot_numel * weight_bytes,
-         weight_bytes},
+        {"slots_offset", header.slots_offset, "n_slots", header.n_slots, slot_numel * model_bytes, model_bytes},
+        {"publish_offset", header.publish_offset, "n_publish_buffers", header.n_publish_buffers, slot_numel * model_bytes,
+         model_bytes},
         {"journal_offset", header.journal_offset, "n_journal_entries", header.n_journal_entries, sizeof(JournalEntry),
          alignof(JournalEntry)},
         {"block_words_offset", header.block_words_offset, "n_blocks", header.n_blocks, sizeof(StepWord), alignof(StepWord)},
@@ -180,11 +176,11 @@ AnyState Arena::state(uint64_t element, uint64_t scale) const {
 }
 
 const std::byte* Arena::slot(uint32_t index) const {
-    return memory_ + header_.slots_offset + index * header_.slot_numel * element_bytes(gradient_dtype());
+    return memory_ + header_.slots_offset + index * header_.slot_numel * element_bytes(model_dtype());
 }
 
 std::byte* Arena::publish_buffer(uint32_t index) const {
-    return memory_ + header_.publish_offset + index * header_.slot_numel * element_bytes(weight_dtype());
+    return memory_ + header_.publish_offset + index * header_.slot_numel * element_bytes(model_dtype());
 }
 
 StepRecord& Arena::step_record(int64_t step) const {

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "adamw/replay_adamw.h"
 #include "common/protocol.h"
-#include "replay/replay_adamw.h"
 
 namespace zenflow {
 
@@ -27,9 +27,8 @@ class Arena {
     const ArenaHeader& header() const { return header_; }
     const std::vector<Range>& ranges() const { return ranges_; }
     const std::vector<Block>& blocks() const { return blocks_; }
-    DataType gradient_dtype() const { return static_cast<DataType>(header_.gradient_dtype); }
+    DataType model_dtype() const { return static_cast<DataType>(header_.gradient_dtype); }
     DataType moments_dtype() const { return static_cast<DataType>(header_.moments_dtype); }
-    DataType weight_dtype() const { return static_cast<DataType>(header_.weight_dtype); }
 
     float* master() const { return at<float>(header_.master_offset); }
     // From `element` on, whose tile has the scales with index `scale`, if moments have any.

@@ -1,3 +1,5 @@
+#include "worker/bench.h"
+
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
@@ -6,13 +8,12 @@
 #include <new>
 #include <ostream>
 
+#include "adamw/replay_adamw.h"
+#include "adamw/tile_journal.h"
 #include "common/half.h"
 #include "common/parallel.h"
-#include "replay/replay_adamw.h"
-#include "replay/tile_journal.h"
 #include "worker/arena.h"
 #include "worker/cores.h"
-#include "worker/tools.h"
 
 namespace zenflow {
 namespace {
@@ -67,10 +68,10 @@ void write(std::ostream& output, const char* name, int64_t n_steps, double secon
 
 }  // namespace
 
-void run_benchmark(const BenchOptions& options, std::ostream& output) {
-    pin_threads(options.cores);
+void run_benchmark(const std::vector<int>& cores, const BenchOptions& options, std::ostream& output) {
+    pin_threads(cores);
     const InstructionSet best = best_instruction_set();
-    output << "{\"instruction_set\": \"" << name(best) << "\", \"threads\": " << options.cores.size()
+    output << "{\"instruction_set\": \"" << name(best) << "\", \"threads\": " << cores.size()
            << ", \"elements\": " << options.elements << "}\n";
     const auto n = static_cast<size_t>(options.elements);
     Array<float> master(n, 0.5f), exp_avg(n, 1e-3f), exp_avg_sq(n, 1e-6f);
@@ -81,7 +82,7 @@ void run_benchmark(const BenchOptions& options, std::ostream& output) {
     Array<BFloat16> published(n, from_float<BFloat16>(0.0f));
     const auto max_steps = static_cast<size_t>(options.max_steps);
     Array<BFloat16> slots(n * (max_steps + 1), from_float<BFloat16>(1e-3f));
-    Array<JournalEntry> journal(options.cores.size(), JournalEntry{});
+    Array<JournalEntry> journal(cores.size(), JournalEntry{});
     const Hyperparameters hyperparameters{1e-4, 0.9, 0.999, 1e-8, 0.01, 1, 0};
     std::vector<StepCoefficients> coefficients;
     for (size_t s = 0; s <= max_steps; ++s)
@@ -96,19 +97,18 @@ void run_benchmark(const BenchOptions& options, std::ostream& output) {
         });
         write(output, "triad", 0, triad, n, 12.0);
         const auto measure = [&](const char* kernel_name, size_t n_steps, bool has_tentative, auto state, DataType moments) {
-            const ReplayKernel kernel = replay_kernel(DataType::kBFloat16, DataType::kBFloat16, best, moments);
+            const ReplayKernel kernel = replay_kernel(DataType::kBFloat16, moments, best);
             const size_t n_gradients = n_steps + (has_tentative ? 1 : 0);
             const double seconds = seconds_of([&](int thread, int n_threads) {
                 const Share share = share_of(n, thread, n_threads);
                 std::vector<const void*> gradients(n_gradients);
                 JournalEntry& entry = journal.data()[thread];
-                entry.saved_at = kNothingSaved;
                 for (size_t begin = share.begin; begin < share.end; begin += kChunkElements) {
                     for (size_t s = 0; s < n_gradients; ++s) gradients[s] = slots.data() + s * n + begin;
-                    entry.position = begin;
+                    start_at(entry, begin);
                     const WindowView window{n_steps, gradients.data(), coefficients.data(),
                                             4.0f,    has_tentative,    {1, static_cast<uint32_t>(begin)}};
-                    kernel(state + begin, std::min(kChunkElements, share.end - begin), window, published.data() + begin, &entry);
+                    kernel(state + begin, std::min(kChunkElements, share.end - begin), window, published.data() + begin, entry);
                 }
             });
             const size_t bytes = 2 * sizeof(float) + 4 * element_bytes(moments) + sizeof(BFloat16) * (n_gradients + 1);

@@ -3,11 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 
+#include "adamw/stochastic_rounding.h"
 #include "common/error.h"
 #include "common/parallel.h"
-#include "replay/stochastic_rounding.h"
 #include "worker/requests.h"
 
 namespace zenflow {
@@ -15,22 +14,13 @@ namespace {
 
 // Large enough to amortize the call of the kernel, small enough to balance the threads.
 constexpr uint64_t kSegmentElements = 16384;
-constexpr float kMaxPredictionSteps = 1e6f;
-
-// The trainer asserts the same before it writes them. False for NaN.
-bool is_valid(const Hyperparameters& h) {
-    const auto below = [](double value, double end) { return value >= 0.0 && value < end; };
-    constexpr double kEnd = std::numeric_limits<double>::infinity();
-    return below(h.lr, kEnd) && below(h.beta1, 1.0) && below(h.beta2, 1.0) && below(h.eps, kEnd) && below(h.weight_decay, kEnd) &&
-           h.decoupled <= 1;
-}
 
 }  // namespace
 
 BlockReplay::BlockReplay(const Arena& arena, const StepRecords& records)
     : arena_(arena),
       records_(records),
-      kernel_(replay_kernel(arena.gradient_dtype(), arena.weight_dtype(), best_instruction_set(), arena.moments_dtype())),
+      kernel_(replay_kernel(arena.model_dtype(), arena.moments_dtype(), best_instruction_set())),
       journal_(arena),
       segments_(arena.blocks().size()),
       coefficients_(arena.header().n_param_groups) {
@@ -62,10 +52,6 @@ void BlockReplay::check(const UpdateJob& job, const uint32_t* slots) const {
     for (uint64_t i = 0; i < n_steps_of(job); ++i) {
         require(slots[i] < header.n_slots, "job: slots[", i, "] must be below n_slots = ", header.n_slots, ", got ", slots[i]);
     }
-    // False for NaN.
-    require(job.prediction_steps >= 0.0f && job.prediction_steps <= kMaxPredictionSteps,
-            "job: prediction_steps must be from 0 to ", kMaxPredictionSteps, ", got ", job.prediction_steps);
-    require(job.job_id >= 1, "job: job_id must be at least 1, got ", job.job_id);
 }
 
 bool BlockReplay::acknowledge(const UpdateJob& job) {
@@ -128,11 +114,7 @@ void BlockReplay::collect_coefficients(const UpdateJob& job, const uint32_t* slo
         slots_.push_back(arena_.slot(slots[i]));
         for (uint32_t group = 0; group < coefficients_.size(); ++group) {
             const Hyperparameters& hyperparameters = (arena_.*hyperparameters_of)(job.first_step + i, group);
-            const auto& h = hyperparameters;
-            require(is_valid(h), "job: hyperparameters must be finite, at least 0 and the betas below 1, got lr = ", h.lr,
-                    ", betas = ", h.beta1, " and ", h.beta2, ", eps = ", h.eps, ", weight_decay = ", h.weight_decay,
-                    ", decoupled = ", h.decoupled, " in step ", job.first_step + i, ", group ", group);
-            coefficients_[group].push_back(step_coefficients(h, step.count, step.clip));
+            coefficients_[group].push_back(step_coefficients(hyperparameters, step.count, step.clip));
         }
     };
     for (uint32_t i = 0; i < job.n_committed; ++i) {
@@ -167,7 +149,7 @@ void BlockReplay::run_share(size_t share, const UpdateJob& job) {
     JournalEntry& entry = journal_.entry(share);
     const uint32_t seed = noise_seed(static_cast<uint64_t>(job.first_step) + job.n_committed - 1);
     const uint64_t block_begin = arena_.blocks()[job.block].begin;
-    const uint64_t gradient_bytes = element_bytes(arena_.gradient_dtype()), weight_bytes = element_bytes(arena_.weight_dtype());
+    const uint64_t model_bytes = element_bytes(arena_.model_dtype());
     const void** const gradients = gradients_.data() + share * slots_.size();
     std::byte* const published = arena_.publish_buffer(job.publish_buffer);
     const std::vector<Segment>& segments = segments_[job.block];
@@ -177,12 +159,12 @@ void BlockReplay::run_share(size_t share, const UpdateJob& job) {
         // Skips padding.
         entry.position = std::max(entry.position, segment->begin);
         const uint64_t begin = entry.position, in_block = begin - block_begin;
-        for (size_t s = 0; s < slots_.size(); ++s) gradients[s] = slots_[s] + in_block * gradient_bytes;
+        for (size_t s = 0; s < slots_.size(); ++s) gradients[s] = slots_[s] + in_block * model_bytes;
         const bool has_tentative = slots_.size() > n_committed_;
         const WindowView window{n_committed_,         gradients,     coefficients_[segment->param_group].data(),
                                 job.prediction_steps, has_tentative, {seed, static_cast<uint32_t>(begin)}};
         const uint64_t scale = segment->first_scale + (begin - segment->begin) / kTileElements;
-        kernel_(arena_.state(begin, scale), segment->end - begin, window, published + in_block * weight_bytes, &entry);
+        kernel_(arena_.state(begin, scale), segment->end - begin, window, published + in_block * model_bytes, entry);
     }
 }
 

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "adamw/replay_adamw.h"
 #include "common/protocol.h"
-#include "replay/replay_adamw.h"
 #include "worker/arena.h"
 #include "worker/journal.h"
 #include "worker/step_records.h"
@@ -29,12 +29,12 @@ class BlockReplay {
     // given the current number of threads. Changes no values.
     void touch_states();
 
-    // Whether a checked job has been completed, by this worker or by one that was killed before it could acknowledge it; it then
-    // needs no replay.
-    bool acknowledge(const UpdateJob& job);
-
     // See Journal.
+    bool is_complete(const UpdateJob& job) const { return journal_.is_complete(job); }
     int64_t job_in_progress() const { return journal_.job_in_progress(); }
+
+    // Whether a checked job is complete; it then needs no replay.
+    bool acknowledge(const UpdateJob& job);
 
     // Executes a checked, incomplete job whose steps are resolved, or the rest of it; nothing of a kCorrection job whose step is
     // shown so already. All writes of the threads happen before the return. Elements in no range are left alone, in master and

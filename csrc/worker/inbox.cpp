@@ -32,7 +32,8 @@ Inbox::Inbox(const Arena& arena, Channel& channel, const StepRecords& records, c
 std::optional<Inbox::Received> Inbox::next() {
     if (!receive()) return std::nullopt;
     // Not before: the wait for a first message has no limit.
-    const auto deadline = steady_clock::now() + word_timeout_;
+    auto deadline = steady_clock::now() + word_timeout_;
+    int64_t resolved_step = arena_.resolved_step();
     microseconds sleep = kShortestSleep;
     do {
         if (const auto index = choose()) {
@@ -41,11 +42,23 @@ std::optional<Inbox::Received> Inbox::next() {
             waiting_.erase(waiting_.begin() + static_cast<ptrdiff_t>(*index));
             return message;
         }
-        require(steady_clock::now() < deadline, "jobs: no clip coefficient arrived within ", word_timeout_.count(), " ms");
+        const auto now = steady_clock::now();
+        if (arena_.resolved_step() != resolved_step) deadline = now + word_timeout_;
+        resolved_step = arena_.resolved_step();
+        if (now >= deadline) fail_missing();
         std::this_thread::sleep_for(sleep);
         sleep = std::min(2 * sleep, kLongestSleep);
-    } while (receive());
+    } while (receive() && !channel_.trainer_gone());
     return std::nullopt;
+}
+
+void Inbox::fail_missing() const {
+    const ArenaHeader& header = *arena_.at<ArenaHeader>(0);
+    const int64_t timeout_ms = word_timeout_.count();
+    require(header.awaited_step != 0, "job ", replay_.job_in_progress(), ", which was begun, was not submitted again within ",
+            timeout_ms, " ms");
+    fail("step ", header.awaited_step, "'s clip coefficient did not arrive within ", timeout_ms, " ms",
+         header.awaited_block == kNoBlock ? "" : ", for block " + std::to_string(header.awaited_block));
 }
 
 // Waits for a message if none waits here; receives all that are there if a newer one may come first. Returns false if the trainer
@@ -88,7 +101,11 @@ Inbox::Received Inbox::parsed(const Channel::Message& message) const {
 
 // The message that is to be carried out now, if there is one.
 std::optional<size_t> Inbox::choose() {
-    if (!is_job(waiting_.front()) || arena_.header().newest_first == 0) return 0;
+    const auto ready = [this](size_t index) {
+        return replay_.is_complete(waiting_[index].job) || records_.resolve(waiting_[index].job);
+    };
+    if (!is_job(waiting_.front())) return 0;
+    if (arena_.header().newest_first == 0) return ready(0) ? std::optional<size_t>(0) : std::nullopt;
     first_.assign(arena_.blocks().size(), std::nullopt);
     size_t n_jobs = 0;
     for (; n_jobs < waiting_.size() && is_job(waiting_[n_jobs]); ++n_jobs) {
@@ -101,7 +118,7 @@ std::optional<size_t> Inbox::choose() {
     // A block's first job is as urgent as its last one.
     for (size_t i = n_jobs; i-- > 0;) {
         std::optional<size_t>& first = first_[waiting_[i].job.block];
-        if (first && records_.resolve_arrived(waiting_[*first].job)) return first;
+        if (first && ready(*first)) return first;
         first.reset();
     }
     return std::nullopt;

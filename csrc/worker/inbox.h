@@ -30,19 +30,20 @@ class Inbox {
         std::vector<uint32_t> slots;  // one for each of its steps
     };
 
-    // `word_timeout` limits the wait while messages are there and none of the words that their jobs wait for arrives.
+    // `word_timeout` limits the wait while messages are there and none of the steps' words that their jobs wait for arrives.
     Inbox(const Arena& arena, Channel& channel, const StepRecords& records, const BlockReplay& replay,
           std::chrono::milliseconds word_timeout);
 
-    // Waits for the next message that is to be carried out, in the order that protocol.h describes; of a job the words may be
-    // missing if the oldest comes first. Returns nothing if the trainer is gone. Throws Error if a message is invalid, or the
-    // words do not arrive in time.
+    // Waits for the next message that is to be carried out, in the order that protocol.h describes, and for the words of a job,
+    // whose steps are resolved then. Returns nothing if the trainer is gone. Throws Error if a message is invalid, or the words
+    // do not arrive in time.
     std::optional<Received> next();
 
   private:
     bool receive();
     Received parsed(const Channel::Message& message) const;
     std::optional<size_t> choose();
+    [[noreturn]] void fail_missing() const;
 
     const Arena& arena_;
     Channel& channel_;

@@ -1,7 +1,7 @@
 #include "worker/journal.h"
 
+#include "adamw/tile_journal.h"
 #include "common/error.h"
-#include "replay/tile_journal.h"
 
 namespace zenflow {
 
@@ -26,9 +26,9 @@ void Journal::begin(const UpdateJob& job, const std::vector<Share>& shares) {
     arena_.n_shares() = shares.size();
     for (size_t i = 0; i < shares.size(); ++i) {
         JournalEntry& entry = this->entry(i);
-        entry.begin = entry.position = shares[i].begin;
+        entry.begin = shares[i].begin;
         entry.end = shares[i].end;
-        entry.saved_at = kNothingSaved;
+        start_at(entry, shares[i].begin);
     }
     // The entries become valid with this store.
     compiler_fence();

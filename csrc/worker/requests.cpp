@@ -6,10 +6,10 @@
 #include <cstddef>
 #include <vector>
 
+#include "adamw/moments_in_8_bits.h"
 #include "common/error.h"
 #include "common/half.h"
 #include "common/parallel.h"
-#include "replay/moments_in_8_bits.h"
 
 namespace zenflow {
 namespace {

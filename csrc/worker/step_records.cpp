@@ -4,30 +4,11 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <string>
-#include <thread>
 
 #include "common/error.h"
 
 namespace zenflow {
 namespace {
-
-using std::chrono::microseconds;
-using std::chrono::milliseconds;
-using std::chrono::steady_clock;
-
-constexpr int kSpins = 1000;  // about 20 to 50 us
-constexpr microseconds kShortestSleep{20};
-constexpr microseconds kLongestSleep{200};
-constexpr milliseconds kTrainerCheckInterval{10};
-
-void pause_briefly() {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ __volatile__("yield");
-#endif
-}
 
 // Acquires what was written before the sequence number.
 int64_t sequence_of(const StepWord& word) { return __atomic_load_n(&word.sequence, __ATOMIC_ACQUIRE); }
@@ -39,8 +20,6 @@ uint32_t check_of(float clip, int64_t sequence) {
     std::memcpy(&bits, &clip, sizeof(bits));
     return bits ^ static_cast<uint32_t>(sequence);
 }
-
-StepRecords::StepRecords(const Arena& arena, milliseconds word_timeout) : arena_(arena), word_timeout_(word_timeout) {}
 
 void StepRecords::check(const UpdateJob& job) const {
     const auto n_steps = static_cast<int64_t>(n_steps_of(job));
@@ -57,19 +36,7 @@ void StepRecords::check(const UpdateJob& job) const {
             " and n_step_records = ", capacity, ", got ", last_step);
 }
 
-bool StepRecords::resolve(const UpdateJob& job, const std::function<bool()>& trainer_gone) const {
-    return resolve_with(job, [&](const Awaited& awaited) { return wait_for_word(awaited, trainer_gone); });
-}
-
-bool StepRecords::resolve_arrived(const UpdateJob& job) const {
-    return resolve_with(job, [&](const Awaited& awaited) {
-        const auto clip = arrived(awaited.word, awaited.step);
-        if (!clip) note_missing(awaited);
-        return clip;
-    });
-}
-
-bool StepRecords::resolve_with(const UpdateJob& job, const Take& take) const {
+bool StepRecords::resolve(const UpdateJob& job) const {
     if (n_steps_of(job) == 0) return true;
     const int64_t tentative_step = job.first_step + job.n_committed;
     const int64_t last = tentative_step - (job.tentative == Tentative::kCorrection ? 0 : 1);
@@ -79,15 +46,15 @@ bool StepRecords::resolve_with(const UpdateJob& job, const Take& take) const {
                 "'s count must be at least 0, got ", count_before);
         ++step;
         StepRecord& record = arena_.step_record(step);
-        const std::optional<float> clip = take({record.word, step, kNoBlock});
-        if (!clip) return false;
+        const std::optional<float> clip = arrived(record.word, step);
+        if (!clip) return note_missing(step, kNoBlock);
         record.count = count_before + (std::isfinite(*clip) ? 1 : 0);
         // Makes the step resolved: no earlier store may come after this one. A worker that restarts before it counts the step
         // again, from the same count.
         __atomic_store_n(&arena_.resolved_step(), step, __ATOMIC_RELEASE);
     }
     if (job.tentative == Tentative::kNone || job.tentative == Tentative::kCorrection) return true;
-    return take({arena_.block_word(job.block), tentative_step, job.block}).has_value();
+    return arrived(arena_.block_word(job.block), tentative_step) || note_missing(tentative_step, job.block);
 }
 
 StepRecords::Step StepRecords::committed_step(const UpdateJob& job, uint32_t index) const {
@@ -112,42 +79,16 @@ StepRecords::Step StepRecords::tentative_step(const UpdateJob& job, const BlockS
     return {std::isfinite(shown.factor), shown.factor, arena_.step_record(step_before).count + 1};
 }
 
-void StepRecords::note_missing(const Awaited& awaited) const {
+bool StepRecords::note_missing(int64_t step, uint32_t block) const {
     ArenaHeader& header = *arena_.at<ArenaHeader>(0);
-    __atomic_store_n(&header.awaited_block, awaited.block, __ATOMIC_RELAXED);
-    __atomic_store_n(&header.awaited_step, awaited.step, __ATOMIC_RELAXED);
+    __atomic_store_n(&header.awaited_block, block, __ATOMIC_RELAXED);
+    __atomic_store_n(&header.awaited_step, step, __ATOMIC_RELAXED);
     __atomic_store_n(&header.n_looks, header.n_looks + 1, __ATOMIC_RELAXED);
+    return false;
 }
 
 void StepRecords::nothing_missing() const {
     __atomic_store_n(&arena_.at<ArenaHeader>(0)->awaited_step, int64_t{0}, __ATOMIC_RELAXED);
-}
-
-std::optional<float> StepRecords::wait_for_word(const Awaited& awaited, const std::function<bool()>& trainer_gone) const {
-    const auto& [word, step, block] = awaited;
-    for (int spin = 0; spin < kSpins; ++spin) {
-        if (const auto clip = arrived(word, step)) return clip;
-        pause_briefly();
-    }
-    const auto deadline = steady_clock::now() + word_timeout_;
-    auto next_trainer_check = steady_clock::now();
-    microseconds sleep = kShortestSleep;
-    while (true) {
-        if (const auto clip = arrived(word, step)) {
-            nothing_missing();
-            return clip;
-        }
-        note_missing(awaited);
-        const auto now = steady_clock::now();
-        if (now >= next_trainer_check) {
-            if (trainer_gone()) return std::nullopt;
-            next_trainer_check = now + kTrainerCheckInterval;
-        }
-        require(now < deadline, "step ", step, "'s clip coefficient did not arrive within ", word_timeout_.count(), " ms",
-                block == kNoBlock ? "" : ", for block " + std::to_string(block));
-        std::this_thread::sleep_for(sleep);
-        sleep = std::min(2 * sleep, kLongestSleep);
-    }
 }
 
 std::optional<float> StepRecords::arrived(const StepWord& word, int64_t step) const {

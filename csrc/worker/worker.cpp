@@ -4,6 +4,7 @@
 #include <sys/prctl.h>
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <chrono>
 #include <csignal>
@@ -16,13 +17,13 @@
 #include "common/cpu_features.h"
 #include "common/error.h"
 #include "worker/arena.h"
+#include "worker/bench.h"
 #include "worker/block_replay.h"
 #include "worker/channel.h"
 #include "worker/cores.h"
 #include "worker/inbox.h"
 #include "worker/requests.h"
 #include "worker/step_records.h"
-#include "worker/tools.h"
 
 namespace zenflow {
 namespace {
@@ -30,7 +31,7 @@ namespace {
 constexpr std::string_view kUsage =
     "usage: zenflow-worker --arena-fd N --socket-fd N --cores 2,3,5 [--word-timeout-ms 600000]\n"
     "       zenflow-worker --bench --cores 2,3,5 [--elements N] [--repeats N] [--max-steps N]\n"
-    "       zenflow-worker --layout | --version\n"
+    "       zenflow-worker --version\n"
     "\n"
     "lightning_zenflow starts the first form.\n"
     "\n"
@@ -39,84 +40,59 @@ constexpr std::string_view kUsage =
     "  --cores             logical cores, one thread pinned to each\n"
     "  --word-timeout-ms   limit of the wait for a word of a step or a block, in milliseconds\n"
     "  --bench             measure the kernel: windows of 1, 2, 4, ... steps on one block\n"
-    "  --layout            print sizes and offsets of the shared structures\n"
     "  --version           print the protocol's version and the kernel's instruction set\n";
 
 struct Options {
-    int arena_fd = -1;
-    int socket_fd = -1;
     std::vector<int> cores;
-    std::chrono::milliseconds word_timeout{600000};
+    int64_t arena_fd = -1;
+    int64_t socket_fd = -1;
+    int64_t word_timeout_ms = 600000;
+    BenchOptions bench;
 };
 
-int64_t parse_number(std::string_view option, std::string_view text, int64_t smallest) {
-    int64_t value = -1;
-    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-    require(error == std::errc() && end == text.data() + text.size() && value >= smallest && value <= INT32_MAX, option,
-            " must be a number from ", smallest, " to ", INT32_MAX, ", got '", text, "'");
-    return value;
-}
-
-// Calls `set(option, value)` for each pair of arguments; it returns false for an option that does not exist.
-template <typename Set>
-void for_each_option(const std::vector<std::string_view>& arguments, size_t first, const Set& set) {
-    for (size_t i = first; i < arguments.size(); i += 2) {
-        require(i + 1 < arguments.size(), arguments[i], ": its value is missing, or there is no such option");
-        require(set(arguments[i], arguments[i + 1]), arguments[i], ": there is no such option");
-    }
-}
-
-Options parse_options(const std::vector<std::string_view>& arguments) {
+// Parses pairs of an option and its value: those of the benchmark, or those of a worker.
+Options parse_options(const std::vector<std::string_view>& arguments, size_t first, bool is_bench) {
+    struct Number {
+        std::string_view option;
+        int64_t smallest;
+        int64_t* value;
+    };
     Options options;
-    for_each_option(arguments, 0, [&options](std::string_view option, std::string_view value) {
-        if (option == "--arena-fd") {
-            options.arena_fd = static_cast<int>(parse_number(option, value, 0));
-        } else if (option == "--socket-fd") {
-            options.socket_fd = static_cast<int>(parse_number(option, value, 0));
-        } else if (option == "--cores") {
-            options.cores = parse_cores(value);
-        } else if (option == "--word-timeout-ms") {
-            options.word_timeout = std::chrono::milliseconds(parse_number(option, value, 1));
-        } else {
-            return false;
-        }
-        return true;
-    });
-    require(options.arena_fd >= 0, "--arena-fd is missing");
-    require(options.socket_fd >= 0, "--socket-fd is missing");
-    require(!options.cores.empty(), "--cores is missing");
-    return options;
-}
-
-BenchOptions parse_bench_options(const std::vector<std::string_view>& arguments) {
-    BenchOptions options;
-    for_each_option(arguments, 1, [&options](std::string_view option, std::string_view value) {
+    BenchOptions& bench = options.bench;
+    const std::array<Number, 3> of_bench = {
+        {{"--elements", 1, &bench.elements}, {"--repeats", 1, &bench.repeats}, {"--max-steps", 1, &bench.max_steps}}};
+    const std::array<Number, 3> of_worker = {{{"--arena-fd", 0, &options.arena_fd},
+                                              {"--socket-fd", 0, &options.socket_fd},
+                                              {"--word-timeout-ms", 1, &options.word_timeout_ms}}};
+    const std::array<Number, 3>& numbers = is_bench ? of_bench : of_worker;
+    for (size_t i = first; i < arguments.size(); i += 2) {
+        const std::string_view option = arguments[i];
+        require(i + 1 < arguments.size(), option, ": its value is missing, or there is no such option");
+        const std::string_view text = arguments[i + 1];
         if (option == "--cores") {
-            options.cores = parse_cores(value);
-        } else if (option == "--elements") {
-            options.elements = parse_number(option, value, 1);
-        } else if (option == "--repeats") {
-            options.repeats = parse_number(option, value, 1);
-        } else if (option == "--max-steps") {
-            options.max_steps = parse_number(option, value, 1);
-        } else {
-            return false;
+            options.cores = parse_cores(text);
+            continue;
         }
-        return true;
-    });
+        const auto number = std::find_if(numbers.begin(), numbers.end(), [&](const Number& n) { return n.option == option; });
+        require(number != numbers.end(), option, ": there is no such option");
+        const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), *number->value);
+        require(error == std::errc() && end == text.data() + text.size() && *number->value >= number->smallest &&
+                    *number->value <= INT32_MAX,
+                option, " must be a number from ", number->smallest, " to ", INT32_MAX, ", got '", text, "'");
+    }
+    require(is_bench || options.arena_fd >= 0, "--arena-fd is missing");
+    require(is_bench || options.socket_fd >= 0, "--socket-fd is missing");
     require(!options.cores.empty(), "--cores is missing");
     return options;
 }
 
-// Executes a job and acknowledges it. Returns false if the trainer is gone.
-bool serve_job(const Inbox::Received& message, int64_t start_ns, const StepRecords& records, BlockReplay& replay,
-               Channel& channel) {
+// Executes a job whose steps are resolved, and acknowledges it. Returns false if the trainer is gone.
+bool serve_job(const Inbox::Received& message, int64_t start_ns, BlockReplay& replay, Channel& channel) {
     const UpdateJob& job = message.job;
+    const int64_t arrived_ns = now_ns();
     Done done{static_cast<uint32_t>(MessageType::kDone), job.block, job.job_id, start_ns, 0, 0};
     replay.check_journal(job);
     if (replay.acknowledge(job)) return channel.send(done);
-    if (!records.resolve(job, [&channel] { return channel.trainer_gone(); })) return false;
-    const int64_t arrived_ns = now_ns();
     replay.run(job, message.slots.data());
     done.wait_ns = arrived_ns - start_ns;
     done.busy_ns = now_ns() - arrived_ns;
@@ -139,9 +115,9 @@ bool serve_request(const Inbox::Received& message, const char* name, Channel& ch
 
 // Returns when the trainer requests an exit or is gone.
 void serve(const Options& options, Channel& channel) {
-    const Arena arena(options.arena_fd);
+    const Arena arena(static_cast<int>(options.arena_fd));
     pin_threads(options.cores);
-    const StepRecords records(arena, options.word_timeout);
+    const StepRecords records(arena);
     records.nothing_missing();  // an earlier worker may have been killed while it waited
     BlockReplay replay(arena, records);
     // Before the trainer, which waits for Ready, writes there. After a restart the memory is already allocated.
@@ -149,12 +125,12 @@ void serve(const Options& options, Channel& channel) {
 
     if (!channel.send(Ready{static_cast<uint32_t>(MessageType::kReady), static_cast<uint32_t>(options.cores.size()), kVersion}))
         return;
-    Inbox inbox(arena, channel, records, replay, options.word_timeout);
+    Inbox inbox(arena, channel, records, replay, std::chrono::milliseconds(options.word_timeout_ms));
     int64_t last_end_ns = 0;
     for (; const auto message = inbox.next(); last_end_ns = now_ns()) {
         switch (static_cast<MessageType>(message->type)) {
             case MessageType::kJob:
-                if (!serve_job(*message, std::max(message->received_ns, last_end_ns), records, replay, channel)) return;
+                if (!serve_job(*message, std::max(message->received_ns, last_end_ns), replay, channel)) return;
                 break;
             case MessageType::kExit:
                 return;
@@ -176,13 +152,13 @@ void serve(const Options& options, Channel& channel) {
 int run(const Options& options) {
     // It needs the arena and its socket only.
     prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
-    for (const int fd : {options.arena_fd, options.socket_fd}) fcntl(fd, F_SETFD, FD_CLOEXEC);
+    for (const int64_t fd : {options.arena_fd, options.socket_fd}) fcntl(static_cast<int>(fd), F_SETFD, FD_CLOEXEC);
     // A terminal sends these to the whole process group; the trainer handles them, and the socket reports its death.
     std::signal(SIGINT, SIG_IGN);
     std::signal(SIGHUP, SIG_IGN);
     // A closed standard error must not end the process before the error message is sent.
     std::signal(SIGPIPE, SIG_IGN);
-    Channel channel(options.socket_fd);
+    Channel channel(static_cast<int>(options.socket_fd));
     try {
         serve(options, channel);
         return 0;
@@ -194,10 +170,6 @@ int run(const Options& options) {
 }
 
 int main(const std::vector<std::string_view>& arguments) {
-    if (arguments.size() == 1 && arguments[0] == "--layout") {
-        print_layout(std::cout);
-        return 0;
-    }
     if (arguments.empty() || (arguments.size() == 1 && arguments[0] == "--help")) {
         (arguments.empty() ? std::cerr : std::cout) << kUsage;
         return arguments.empty() ? 2 : 0;
@@ -207,11 +179,11 @@ int main(const std::vector<std::string_view>& arguments) {
             std::cout << "zenflow-worker protocol " << kVersion << ' ' << name(best_instruction_set()) << '\n';
             return 0;
         }
-        if (arguments[0] == "--bench") {
-            run_benchmark(parse_bench_options(arguments), std::cout);
-            return 0;
-        }
-        return run(parse_options(arguments));
+        const bool is_bench = arguments[0] == "--bench";
+        const Options options = parse_options(arguments, is_bench ? 1 : 0, is_bench);
+        if (!is_bench) return run(options);
+        run_benchmark(options.cores, options.bench, std::cout);
+        return 0;
     } catch (const std::exception& error) {
         std::cerr << "zenflow-worker: " << error.what() << '\n';
         return 1;

@@ -1,4 +1,4 @@
-"""The passes of `kernels.base` on a CPU, by the compiled library of ``csrc/device/device_kernels.h``."""
+"""The passes of `kernels.base` on a CPU, by the compiled library of ``csrc/cpu_device/device_kernels.h``."""
 
 import ctypes
 from collections.abc import Callable, Sequence

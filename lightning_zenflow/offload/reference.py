@@ -30,7 +30,7 @@ With S = 1, d = 0 and true factors, every step shows w_t: the training is AdamW'
 **In the package** a block is a range of a rank's flat partition (`core/partition.py`), and each job is of one block. Gradients of a window
 lie in *slots*, new weights in *publish buffers*, both with w, m and v in memory that the trainer shares with a worker process
 (`worker/arena.py`). The worker *replays* a job: it applies the gradients in order, tile by tile. An undo log has each tile from before its
-update (`csrc/replay/tile_journal.h`). If the worker is killed, a new one restores the tiles that are half updated, continues the job and
+update (`csrc/adamw/tile_journal.h`). If the worker is killed, a new one restores the tiles that are half updated, continues the job and
 answers all others that the trainer sends again (`worker/supervisor.py`); the shared memory has everything else.
 
 Left out are later selections of columns (`offload/ownership.py`), weight prediction and provisional updates, which add an estimate of the

@@ -1,6 +1,6 @@
 """AdamW's moments in the arena, read and written as floats whatever their type there.
 
-With ``moments_dtype: int8`` each run of 128 elements of a tile has a scale. ``csrc/replay/moments_in_8_bits.h`` has the code; here values
+With ``moments_dtype: int8`` each run of 128 elements of a tile has a scale. ``csrc/adamw/moments_in_8_bits.h`` has the code; here values
 are rounded to nearest, as loaded ones are.
 """
 

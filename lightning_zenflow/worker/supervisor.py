@@ -75,7 +75,7 @@ class SupervisedWorker:
     4. *continue*, in the worker: jobs are idempotent. Those up to a block's last completed job are acknowledged without being applied
        again. The one that was in progress comes first and continues from the undo log: each thread's journal entry
        (``csrc/worker/journal.h``) tells how far it was, and a tile whose last update may be incomplete is updated again from its saved
-       copy (``csrc/replay/tile_journal.h``). All others have not changed anything.
+       copy (``csrc/adamw/tile_journal.h``). All others have not changed anything.
 
     Every update is therefore applied exactly once, and the run has the same bits whenever the worker dies: at its start, while it waits,
     within a tile, between master and published weights, before or after its answer, or again during recovery.

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "adamw/replay_adamw.h"
 #include "common/protocol.h"
-#include "replay/replay_adamw.h"
 
 namespace zenflow::test {
 

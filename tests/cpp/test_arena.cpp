@@ -25,8 +25,7 @@ std::string error_after(const std::function<void(TrainerArena&)>& change) {
 
 TEST(arena, both_sides_see_the_same_memory) {
     ArenaSpec spec;
-    spec.gradient_dtype = DataType::kBFloat16;
-    spec.weight_dtype = DataType::kFloat16;
+    spec.model_dtype = DataType::kBFloat16;
     TrainerArena trainer(spec);
     const int fd = dup(trainer.fd());
     const Arena arena(fd);
@@ -58,7 +57,7 @@ TEST(arena, error_names_the_invalid_header_field) {
         {"moments_dtype", [](ArenaHeader& h) { h.moments_dtype = 4; }},
         {"gradient_dtype", [](ArenaHeader& h) { h.gradient_dtype = 3; }},
         {"n_scales", [](ArenaHeader& h) { h.n_scales = kHuge64; }},
-        {"weight_dtype", [](ArenaHeader& h) { h.weight_dtype = kHuge32; }},
+        {"weight_dtype", [](ArenaHeader& h) { h.weight_dtype = 1; }},
         {"numel", [](ArenaHeader& h) { h.numel = kHuge64; }},
         {"n_ranges", [](ArenaHeader& h) { h.n_ranges = kHuge32; }},
         {"n_blocks", [](ArenaHeader& h) { h.n_blocks = kHuge32; }},

@@ -7,10 +7,10 @@
 #include <random>
 #include <vector>
 
+#include "adamw/tile_journal.h"
 #include "check.h"
 #include "common/half.h"
-#include "device/device_kernels.h"
-#include "device/device_kernels_isa.h"
+#include "cpu_device/device_kernels.h"
 #include "reference_adamw.h"
 
 namespace zenflow {
@@ -184,8 +184,10 @@ TEST(device_kernels, adamw_is_the_replay_kernel) {
     zenflow_adamw(&args);
     const StepCoefficients coefficients = step_coefficients(h, 3, 0.5f);
     const void* const gradients = gradient.data();
-    replay_kernel(DataType::kBFloat16, DataType::kBFloat16, InstructionSet::kBaseline)(
-        expected.view(), n, {1, &gradients, &coefficients, 0.0f}, expected_weights.data(), nullptr);
+    JournalEntry journal;
+    start_at(journal, 0);
+    replay_kernel(DataType::kBFloat16, DataType::kFloat32, InstructionSet::kBaseline)(
+        expected.view(), n, {1, &gradients, &coefficients, 0.0f}, expected_weights.data(), journal);
     test::check_same_state("adamw", view, expected);
     CHECK(same_bits(weights, expected_weights));
 }

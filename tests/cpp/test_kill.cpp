@@ -50,7 +50,7 @@ ArenaSpec small_spec(DataType moments) {
     spec.numel = 320;
     spec.n_step_records = 8;
     spec.n_slots = 2 * kSteps;
-    spec.gradient_dtype = spec.weight_dtype = DataType::kBFloat16;
+    spec.model_dtype = DataType::kBFloat16;
     return spec;
 }
 

@@ -3,10 +3,10 @@
 #include <limits>
 #include <vector>
 
+#include "adamw/moments_in_8_bits.h"
+#include "adamw/replay_adamw.h"
 #include "check.h"
 #include "reference_adamw.h"
-#include "replay/moments_in_8_bits.h"
-#include "replay/replay_adamw.h"
 
 namespace zenflow {
 namespace {

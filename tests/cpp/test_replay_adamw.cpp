@@ -7,11 +7,12 @@
 #include <string>
 #include <vector>
 
+#include "adamw/replay_adamw.h"
+#include "adamw/stochastic_rounding.h"
+#include "adamw/tile_journal.h"
 #include "check.h"
 #include "common/half.h"
 #include "reference_adamw.h"
-#include "replay/replay_adamw.h"
-#include "replay/stochastic_rounding.h"
 #include "worker/arena.h"
 
 namespace zenflow {
@@ -93,7 +94,7 @@ std::vector<float> predicted(const State& state, const std::vector<StepCoefficie
     return result;
 }
 
-// Runs the kernel for every type of published weights and instruction set, with and without prediction, on arrays that begin at
+// Runs the kernel for every instruction set, with and without prediction, on arrays that begin at
 // different distances from alignment, and compares all results. The window's last step may be tentative.
 void check_window(State before, const Window& window, size_t offset = 0, bool has_tentative = false,
                   DataType moments = DataType::kFloat32) {
@@ -111,33 +112,33 @@ void check_window(State before, const Window& window, size_t offset = 0, bool ha
         gradients.emplace_back(bytes, (offset * 11 + gradients.size()) % 16 * gradient_bytes);
         pointers.push_back(gradients.back().data());
     }
-    for (const DataType published_type : kTypes) {
-        for (const InstructionSet instruction_set : test::instruction_sets()) {
-            for (const float prediction_steps : {0.0f, 2.5f}) {
-                Buffer master(before.master, offset);
-                test::StoredMoments stored_moments = test::store_moments(before, 0, n, moments);
-                const size_t moment_bytes = element_bytes(moments);
-                Buffer exp_avg(stored_moments.exp_avg, offset * 3 % 16 * moment_bytes);
-                Buffer exp_avg_sq(stored_moments.exp_avg_sq, offset * 5 % 16 * moment_bytes);
-                Buffer scales(stored_moments.scales, offset);
-                Buffer published(test::encode(std::vector<float>(n), published_type), offset * 7 % 16 * 4);
-                const AnyState state{master.floats(), exp_avg.data(), exp_avg_sq.data(),
-                                     reinterpret_cast<MomentScales*>(scales.data())};
-                const WindowView view{n_steps,          pointers.data(), coefficients.data(),
-                                      prediction_steps, has_tentative,   {noise_seed(kStep), 0}};
-                const ReplayKernel kernel = replay_kernel(window.type, published_type, instruction_set, moments);
-                kernel(state, n, view, published.data(), nullptr);
-                State stored{{master.floats(), master.floats() + n}, std::vector<float>(n), std::vector<float>(n)};
-                test::load_moments(stored, 0, n, exp_avg.data(), exp_avg_sq.data(), state.scales, moments);
-                const std::string what = std::string(name(instruction_set)) + " n=" + std::to_string(n) +
-                                         " steps=" + std::to_string(n_steps) + (has_tentative ? "+1" : "") +
-                                         " moments=" + std::to_string(static_cast<uint32_t>(moments)) +
-                                         " offset=" + std::to_string(offset);
-                test::check_same_state(what, stored.view(), after);
-                test::check_same_bytes(what + " published", published.data(), predicted(shown, coefficients, prediction_steps),
-                                       published_type);
-                for (const Buffer* buffer : {&master, &exp_avg, &exp_avg_sq, &scales, &published}) buffer->check_guards();
-            }
+    for (const InstructionSet instruction_set : test::instruction_sets()) {
+        for (const float prediction_steps : {0.0f, 2.5f}) {
+            Buffer master(before.master, offset);
+            test::StoredMoments stored_moments = test::store_moments(before, 0, n, moments);
+            const size_t moment_bytes = element_bytes(moments);
+            Buffer exp_avg(stored_moments.exp_avg, offset * 3 % 16 * moment_bytes);
+            Buffer exp_avg_sq(stored_moments.exp_avg_sq, offset * 5 % 16 * moment_bytes);
+            Buffer scales(stored_moments.scales, offset);
+            Buffer published(test::encode(std::vector<float>(n), window.type), offset * 7 % 16 * gradient_bytes);
+            const AnyState state{master.floats(), exp_avg.data(), exp_avg_sq.data(),
+                                 reinterpret_cast<MomentScales*>(scales.data())};
+            const WindowView view{n_steps,          pointers.data(), coefficients.data(),
+                                  prediction_steps, has_tentative,   {noise_seed(kStep), 0}};
+            const ReplayKernel kernel = replay_kernel(window.type, moments, instruction_set);
+            JournalEntry journal;
+            start_at(journal, 0);
+            kernel(state, n, view, published.data(), journal);
+            State stored{{master.floats(), master.floats() + n}, std::vector<float>(n), std::vector<float>(n)};
+            test::load_moments(stored, 0, n, exp_avg.data(), exp_avg_sq.data(), state.scales, moments);
+            const std::string what = std::string(name(instruction_set)) + " n=" + std::to_string(n) +
+                                     " steps=" + std::to_string(n_steps) + (has_tentative ? "+1" : "") +
+                                     " moments=" + std::to_string(static_cast<uint32_t>(moments)) +
+                                     " offset=" + std::to_string(offset);
+            test::check_same_state(what, stored.view(), after);
+            test::check_same_bytes(what + " published", published.data(), predicted(shown, coefficients, prediction_steps),
+                                   window.type);
+            for (const Buffer* buffer : {&master, &exp_avg, &exp_avg_sq, &scales, &published}) buffer->check_guards();
         }
     }
 }

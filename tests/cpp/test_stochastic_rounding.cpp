@@ -3,9 +3,9 @@
 #include <limits>
 #include <vector>
 
+#include "adamw/stochastic_rounding.h"
 #include "check.h"
 #include "common/half.h"
-#include "replay/stochastic_rounding.h"
 
 namespace zenflow {
 namespace {

@@ -14,9 +14,9 @@
 #include <utility>
 #include <vector>
 
+#include "adamw/tile_journal.h"
 #include "check.h"
 #include "reference_adamw.h"
-#include "replay/tile_journal.h"
 #include "trainer_arena.h"
 #include "worker_process.h"
 
@@ -93,7 +93,7 @@ class Training {
         spec.numel = 50048;
         spec.n_slots = 8;
         spec.n_publish_buffers = 3;
-        spec.gradient_dtype = spec.weight_dtype = type;
+        spec.model_dtype = type;
         return spec;
     }
 
@@ -327,12 +327,12 @@ TEST(worker, reports_invalid_messages) {
         {nothing, submitting(tentative(job_of(1, 1, 1, 1)), {0}),
          "step 1's clip coefficient did not arrive within 30 ms, for block 1"},
         {[](TrainerArena& arena) { arena.header().newest_first = 1; }, submitting(job_of(0, 1, 1, 2), {0, 1}),
-         "jobs: no clip coefficient arrived within 30 ms"},
+         "step 1's clip coefficient did not arrive within 30 ms"},
         {[](TrainerArena& arena) {
-             arena.write_word(1, 1.0f);
-             arena.hyperparameters(1, 1).beta2 = 1.0;
+             arena.header().newest_first = arena.header().begun_job = 1;
+             arena.completed_job_of(1) = 1;
          },
-         submitting(job_of(0, 1, 1, 1), {0}), "betas = 0 and 1, eps = 0, weight_decay = 0, decoupled = 0 in step 1, group 1"},
+         submitting(job_of(0, 2, 1, 0), {}), "job 1, which was begun, was not submitted again within 30 ms"},
         {nothing,
          [](WorkerProcess& worker) {
              worker.submit(job_of(0, 2, 1, 0), {});

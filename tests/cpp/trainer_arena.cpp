@@ -46,9 +46,8 @@ TrainerArena::TrainerArena(const ArenaSpec& given) {
     ArenaHeader header{};
     header.magic = kMagic;
     header.version = kVersion;
-    header.gradient_dtype = static_cast<uint32_t>(spec.gradient_dtype);
+    header.gradient_dtype = header.weight_dtype = static_cast<uint32_t>(spec.model_dtype);
     header.moments_dtype = static_cast<uint32_t>(spec.moments_dtype);
-    header.weight_dtype = static_cast<uint32_t>(spec.weight_dtype);
     header.numel = spec.numel;
     header.n_scales = n_scales;
     header.n_ranges = static_cast<uint32_t>(spec.ranges.size());
@@ -76,8 +75,8 @@ TrainerArena::TrainerArena(const ArenaSpec& given) {
     header.exp_avg_offset = reserve(spec.numel * element_bytes(spec.moments_dtype));
     header.exp_avg_sq_offset = reserve(spec.numel * element_bytes(spec.moments_dtype));
     header.scales_offset = reserve(n_scales * sizeof(MomentScales));
-    header.slots_offset = reserve(spec.n_slots * header.slot_numel * element_bytes(spec.gradient_dtype));
-    header.publish_offset = reserve(spec.n_publish_buffers * header.slot_numel * element_bytes(spec.weight_dtype));
+    header.slots_offset = reserve(spec.n_slots * header.slot_numel * element_bytes(spec.model_dtype));
+    header.publish_offset = reserve(spec.n_publish_buffers * header.slot_numel * element_bytes(spec.model_dtype));
     header.journal_offset = reserve(spec.n_journal_entries * sizeof(JournalEntry));
     header.block_words_offset = reserve(spec.blocks.size() * sizeof(StepWord));
     header.block_jobs_offset = reserve(spec.blocks.size() * sizeof(int64_t));
@@ -113,11 +112,11 @@ State TrainerArena::read_state() {
 }
 
 std::byte* TrainerArena::slot(uint32_t index) {
-    return memory_ + header().slots_offset + index * header().slot_numel * element_bytes(spec_.gradient_dtype);
+    return memory_ + header().slots_offset + index * header().slot_numel * element_bytes(spec_.model_dtype);
 }
 
 std::byte* TrainerArena::publish_buffer(uint32_t index) {
-    return memory_ + header().publish_offset + index * header().slot_numel * element_bytes(spec_.weight_dtype);
+    return memory_ + header().publish_offset + index * header().slot_numel * element_bytes(spec_.model_dtype);
 }
 
 StepRecord& TrainerArena::record(int64_t step) {
@@ -162,7 +161,7 @@ void TrainerArena::set_hyperparameters(int64_t step, const std::vector<Hyperpara
 }
 
 void TrainerArena::set_gradient(uint32_t index, const std::vector<float>& values) {
-    const auto bytes = encode(values, spec_.gradient_dtype);
+    const auto bytes = encode(values, spec_.model_dtype);
     std::copy(bytes.begin(), bytes.end(), slot(index));
 }
 
@@ -184,7 +183,7 @@ std::vector<Range> TrainerArena::ranges_of(uint32_t block) const {
 
 void TrainerArena::expect_step(State& expected, uint32_t block, int64_t step, const std::vector<float>& gradient, int64_t count,
                                float clip, bool tentative) {
-    const auto rounded = decode(encode(gradient, spec_.gradient_dtype).data(), gradient.size(), spec_.gradient_dtype);
+    const auto rounded = decode(encode(gradient, spec_.model_dtype).data(), gradient.size(), spec_.model_dtype);
     for (const auto& [begin, end, group, _] : ranges_of(block)) {
         reference_step(expected, rounded.data() + (begin - spec_.blocks[block].begin),
                        tentative ? tentative_hyperparameters(step, group) : hyperparameters(step, group), count, clip, begin,
@@ -199,8 +198,8 @@ void TrainerArena::expect_rounded(State& expected, uint32_t block, int64_t step)
 void TrainerArena::check_published(uint32_t block, uint32_t buffer, const State& expected) {
     for (const Range& range : ranges_of(block)) {
         const std::vector<float> weights(expected.master.data() + range.begin, expected.master.data() + range.end);
-        const uint64_t offset = (range.begin - spec_.blocks[block].begin) * element_bytes(spec_.weight_dtype);
-        check_same_bytes("published", publish_buffer(buffer) + offset, weights, spec_.weight_dtype);
+        const uint64_t offset = (range.begin - spec_.blocks[block].begin) * element_bytes(spec_.model_dtype);
+        check_same_bytes("published", publish_buffer(buffer) + offset, weights, spec_.model_dtype);
     }
 }
 

@@ -21,8 +21,7 @@ struct ArenaSpec {
     uint32_t n_journal_entries = 3;
     uint64_t export_bytes = 4096;
     DataType moments_dtype = DataType::kFloat32;
-    DataType gradient_dtype = DataType::kFloat32;
-    DataType weight_dtype = DataType::kFloat32;
+    DataType model_dtype = DataType::kFloat32;
 };
 
 // Owns a memfd, with header and tables filled in and zeros elsewhere, and its mapping.

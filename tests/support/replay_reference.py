@@ -1,6 +1,6 @@
 """The worker's AdamW in torch, with the same bits: each operation rounded once to float32, moments rounded as the arena holds them.
 
-`csrc/replay/replay_adamw.h` has the operations, `csrc/replay/stochastic_rounding.h` the noise, `csrc/replay/moments_in_8_bits.h` the codes.
+`csrc/adamw/replay_adamw.h` has the operations, `csrc/adamw/stochastic_rounding.h` the noise, `csrc/adamw/moments_in_8_bits.h` the codes.
 """
 
 import math

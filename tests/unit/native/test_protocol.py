@@ -1,42 +1,64 @@
-"""Sizes, offsets and constants agree: ``csrc/common/protocol.h`` and ``lightning_zenflow/native.py``."""
+"""Constants and structures agree: ``csrc/common/protocol.h`` and ``lightning_zenflow/native.py``."""
 
 import ctypes
+import re
 import subprocess
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_zenflow import native
 from lightning_zenflow.native import worker_executable
 
-STRUCTURES = [
-    kind
-    for kind in vars(native).values()
-    if isinstance(kind, type) and issubclass(kind, ctypes.Structure) and hasattr(kind, "_fields_")
-]
-CONSTANTS = (
-    "MAGIC",
-    "VERSION",
-    "HEADER_BYTES",
-    "MAX_MESSAGE_BYTES",
-    "TILE_ELEMENTS",
-    "JOURNAL_ENTRY_BYTES",
-    "NO_BLOCK",
-)
+HEADER = re.sub(r"//.*", "", (Path(__file__).parents[3] / "csrc/common/protocol.h").read_text())
+TYPES = {
+    **{f"{name}_t": getattr(ctypes, f"c_{name}") for name in ("uint8", "uint32", "uint64", "int64")},
+    **{"float": ctypes.c_float, "double": ctypes.c_double, "Tentative": ctypes.c_uint32},
+}
+"""By the header's name. Structures of these types are laid out alike by ctypes and by the compiler: naturally aligned."""
+
+
+def value_of(expression: str) -> int:
+    """A constant expression of the header."""
+    python = re.sub(r"sizeof\((\w+)\)", lambda match: str(ctypes.sizeof(TYPES[match[1]])), expression)
+    python = re.sub(r"\bk[A-Z]\w+", lambda match: str(constants()[match[0]]), python)
+    return int(eval(python.replace("ull", "").replace("UINT32_MAX", "0xffffffff"), {"__builtins__": {}}))
+
+
+def constants() -> dict[str, int]:
+    return {name: value_of(value) for name, value in re.findall(r"^constexpr \w+ (k\w+) = (.+);", HEADER, re.MULTILINE)}
+
+
+def test_constants() -> None:
+    names = ("MAGIC", "VERSION", "HEADER_BYTES", "MAX_MESSAGE_BYTES", "TILE_ELEMENTS", "JOURNAL_ENTRY_BYTES", "NO_BLOCK")
+    assert constants() == {f"k{name.title().replace('_', '')}": getattr(native, name) for name in names}
+
+
+def test_enumerations() -> None:
+    for kind in (native.MessageType, native.Tentative):
+        (body,) = re.findall(rf"enum class {kind.__name__} : uint32_t {{(.*?)}};", HEADER, re.DOTALL)
+        named = {name: int(value) for name, value in re.findall(r"k(\w+) = (\d+)", body)}
+        assert named == {member.name.title().replace("_", ""): member.value for member in kind}
+
+
+def test_structures() -> None:
+    ours: dict[str, Any] = {
+        name: kind
+        for name, kind in vars(native).items()
+        if isinstance(kind, type) and issubclass(kind, native.Structure) and kind is not native.Structure
+    }
+    theirs = dict(re.findall(r"^struct (\w+) {(.*?)^};", HEADER, re.MULTILINE | re.DOTALL))
+    assert ours.keys() == theirs.keys()
+    for name, body in theirs.items():
+        members = re.findall(r"^\s+(\w+) (\w+)(?:\[(.+)\])?;", body, re.MULTILINE)
+        kinds = [(member, {**ours, **TYPES}[kind], value_of(n or "0")) for kind, member, n in members]
+        assert [(member, kind * n if n else kind) for member, kind, n in kinds] == ours[name]._fields_
 
 
 def output_of(option: str) -> str:
     command = [str(worker_executable()), option]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
-
-
-def test_layout() -> None:
-    ours = {f"k{name.title().replace('_', '')}": getattr(native, name) for name in CONSTANTS}
-    for structure in STRUCTURES:
-        ours[f"sizeof({structure.__name__})"] = ctypes.sizeof(structure)
-        for field in structure._fields_:
-            ours[f"{structure.__name__}.{field[0]}"] = getattr(structure, field[0]).offset
-    lines = map(str.split, output_of("--layout").splitlines())
-    assert {name: int(value) for name, value in lines} == ours
 
 
 def test_the_version_on_the_command_line() -> None:

@@ -1,7 +1,6 @@
 // The passes of device_kernels.h, compiled once per instruction set (cpu_features.h).
-#include "device/device_kernels_isa.h"
-
 #include "common/half.h"
+#include "cpu_device/device_kernels.h"
 
 #ifdef __SSE2__
 #include <emmintrin.h>

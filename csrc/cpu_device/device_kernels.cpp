@@ -1,9 +1,9 @@
-#include "device/device_kernels.h"
+#include "cpu_device/device_kernels.h"
 
 #include <cstring>
 
-#include "device/device_kernels_isa.h"
-#include "replay/replay_adamw.h"
+#include "adamw/replay_adamw.h"
+#include "adamw/tile_journal.h"
 
 namespace zenflow {
 
@@ -51,8 +51,10 @@ void zenflow_adamw(const zenflow_adamw_args* args) {
     const auto type = static_cast<zenflow::DataType>(args->dtype);
     const zenflow::StepCoefficients coefficients = zenflow::step_coefficients(*args->hyperparameters, args->count, args->factor);
     const zenflow::WindowView window{1, &args->gradient, &coefficients, 0.0f};
-    zenflow::replay_kernel(type, type, zenflow::instruction_set())({args->master, args->exp_avg, args->exp_avg_sq},
-                                                                   static_cast<size_t>(args->n), window, args->weights, nullptr);
+    zenflow::JournalEntry journal;
+    zenflow::start_at(journal, 0);
+    const auto kernel = zenflow::replay_kernel(type, zenflow::DataType::kFloat32, zenflow::instruction_set());
+    kernel({args->master, args->exp_avg, args->exp_avg_sq}, static_cast<size_t>(args->n), window, args->weights, journal);
 }
 
 void zenflow_scatter_columns(const zenflow_columns* columns, int64_t n, uint32_t dtype) {

@@ -28,6 +28,12 @@ constexpr uint64_t kNothingSaved = ~uint64_t{0};
 
 ZENFLOW_INLINE void compiler_fence() { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
 
+// Begins with the tile at element `position`, which is unchanged.
+ZENFLOW_INLINE void start_at(JournalEntry& entry, uint64_t position) {
+    entry.position = position;
+    entry.saved_at = kNothingSaved;
+}
+
 // Whether the current tile continues from `saved`.
 ZENFLOW_INLINE bool is_saved(const JournalEntry& entry) { return entry.saved_at == entry.position; }
 

@@ -1,10 +1,10 @@
-#include "replay/replay_adamw.h"
+#include "adamw/replay_adamw.h"
 
 #include <cmath>
 
 namespace zenflow {
 
-ZENFLOW_DECLARE_PER_ISA(ReplayKernel select_replay_kernel(DataType gradient, DataType published, DataType moments))
+ZENFLOW_DECLARE_PER_ISA(ReplayKernel select_replay_kernel(DataType model, DataType moments))
 
 StepCoefficients step_coefficients(const Hyperparameters& hyperparameters, int64_t count, float clip) {
     const double bias_correction1 = 1.0 - std::pow(hyperparameters.beta1, static_cast<double>(count));
@@ -30,8 +30,8 @@ StepCoefficients step_coefficients(const Hyperparameters& hyperparameters, int64
     return c;
 }
 
-ReplayKernel replay_kernel(DataType gradient, DataType published, InstructionSet instruction_set, DataType moments) {
-    return ZENFLOW_FUNCTION_FOR(instruction_set, select_replay_kernel)(gradient, published, moments);
+ReplayKernel replay_kernel(DataType model, DataType moments, InstructionSet instruction_set) {
+    return ZENFLOW_FUNCTION_FOR(instruction_set, select_replay_kernel)(model, moments);
 }
 
 }  // namespace zenflow

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "common/cpu_features.h"
 #include "common/protocol.h"
 
 #pragma GCC visibility push(default)
@@ -101,3 +102,19 @@ void zenflow_scatter_columns(const zenflow_columns* columns, int64_t n, uint32_t
 
 }  // extern "C"
 #pragma GCC visibility pop
+
+namespace zenflow {
+
+// The functions that are compiled once per instruction set, for one element type.
+struct DeviceKernels {
+    void (*route)(const zenflow_route_args& args);
+    void (*provisional_update)(const zenflow_provisional_update_args& args);
+    bool (*factored_step)(const zenflow_factored_step_args& args);
+};
+
+// `instruction_set` must be available.
+DeviceKernels device_kernels(DataType dtype, InstructionSet instruction_set);
+
+ZENFLOW_DECLARE_PER_ISA(DeviceKernels select_device_kernels(DataType dtype))
+
+}  // namespace zenflow

@@ -1,16 +1,16 @@
 // The kernel of replay_adamw.h, compiled once per instruction set (cpu_features.h).
 #include <type_traits>
 
+#include "adamw/moments_in_8_bits.h"
+#include "adamw/replay_adamw.h"
+#include "adamw/stochastic_rounding.h"
+#include "adamw/tile_journal.h"
 #include "common/half.h"
-#include "replay/moments_in_8_bits.h"
-#include "replay/replay_adamw.h"
-#include "replay/stochastic_rounding.h"
-#include "replay/tile_journal.h"
 
 namespace zenflow {
 namespace ZENFLOW_ISA {
 
-ReplayKernel select_replay_kernel(DataType gradient, DataType published, DataType moments);
+ReplayKernel select_replay_kernel(DataType model, DataType moments);
 
 namespace {
 
@@ -31,11 +31,11 @@ enum class Publish { kNothing, kExact, kPredicted };
 enum class Store { kResult, kNothing };
 
 // One step on one tile.
-template <typename Gradient, typename Published>
+template <typename T>
 struct Update {
-    const Gradient* gradient;
+    const T* gradient;
     const StepCoefficients* coefficients;
-    Published* published;
+    T* published;
     float prediction_steps;
     size_t n;
 };
@@ -135,13 +135,13 @@ void copy_master(const float* from, float* to, size_t n) {
 //
 // Divisions and square roots take longest. What needs none, copies and conversions, is in loops of its own before and after: it
 // would fill the CPU's window of instructions and leave no room for the next elements' divisions.
-template <Decay kDecay, Store kStore, Publish kPublish, typename Gradient, typename Published>
-void apply_step(const AdamState& from, const AdamState& to, const Update<Gradient, Published>& update) {
+template <Decay kDecay, Store kStore, Publish kPublish, typename T>
+void apply_step(const AdamState& from, const AdamState& to, const Update<T>& update) {
     const StepCoefficients c = *update.coefficients;
     const float *const w_from = from.master, *const m_from = from.exp_avg, *const v_from = from.exp_avg_sq;
     float *const w_to = to.master, *const m_to = to.exp_avg, *const v_to = to.exp_avg_sq;
-    const Gradient* const gradient = update.gradient;
-    Published* const published = update.published;
+    const T* const gradient = update.gradient;
+    T* const published = update.published;
     const float distance = update.prediction_steps * c.step_size;
     const size_t n = update.n;
     alignas(64) float shown[kTile];
@@ -165,12 +165,12 @@ void apply_step(const AdamState& from, const AdamState& to, const Update<Gradien
     }
     if constexpr (kPublish != Publish::kNothing) {
 #pragma omp simd
-        for (size_t i = 0; i < n; ++i) published[i] = from_result<Published>(shown[i]);
+        for (size_t i = 0; i < n; ++i) published[i] = from_result<T>(shown[i]);
     }
 }
 
-template <Store kStore, Publish kPublish, typename Gradient, typename Published>
-void apply_step(const AdamState& from, const AdamState& to, const Update<Gradient, Published>& update) {
+template <Store kStore, Publish kPublish, typename T>
+void apply_step(const AdamState& from, const AdamState& to, const Update<T>& update) {
     switch (update.coefficients->decay) {
         case Decay::kNone:
             return apply_step<Decay::kNone, kStore, kPublish>(from, to, update);
@@ -182,16 +182,16 @@ void apply_step(const AdamState& from, const AdamState& to, const Update<Gradien
 }
 
 // The last step of a window.
-template <Store kStore, typename Gradient, typename Published>
-void apply_and_publish(const AdamState& from, const AdamState& to, const Update<Gradient, Published>& update) {
+template <Store kStore, typename T>
+void apply_and_publish(const AdamState& from, const AdamState& to, const Update<T>& update) {
     if (update.prediction_steps == 0.0f) return apply_step<kStore, Publish::kExact>(from, to, update);
     apply_step<kStore, Publish::kPredicted>(from, to, update);
 }
 
-template <typename Published>
-void publish(const float* __restrict master, Published* __restrict published, size_t n) {
+template <typename T>
+void publish(const float* __restrict master, T* __restrict published, size_t n) {
 #pragma omp simd
-    for (size_t i = 0; i < n; ++i) published[i] = from_float<Published>(master[i]);
+    for (size_t i = 0; i < n; ++i) published[i] = from_float<T>(master[i]);
 }
 
 // Of one of a tile's arrays, a few tiles ahead. Beyond the end of the array it is harmless: a prefetch never faults.
@@ -201,33 +201,28 @@ void prefetch(const Element* tile) {
     for (size_t byte = 0; byte < kTile * sizeof(Element); byte += 64) __builtin_prefetch(begin + byte);
 }
 
-// Applies a window with a committed part to a tile, in the order that tile_journal.h prescribes. Without a journal, the tile
-// itself takes the place of the journal's where moments are floats.
+// Applies a window with a committed part to a tile, in the order that tile_journal.h prescribes.
 template <typename Moment, typename UpdateOf>
 void update_tile(const StateOf<Moment>& tile, const Noise& noise, size_t n_steps, bool has_tentative, size_t size,
-                 JournalEntry* journal, const UpdateOf& update_of) {
+                 JournalEntry& journal, const UpdateOf& update_of) {
     constexpr bool kIsFloat = std::is_same_v<Moment, float>;
     const size_t last = n_steps - (has_tentative ? 0 : 1);
-    AdamState saved{};
-    if constexpr (kIsFloat) saved = tile;
-    if (journal != nullptr) saved = {journal->saved, journal->saved + kTile, journal->saved + 2 * kTile};
-    if (journal == nullptr || !is_saved(*journal)) {
+    const AdamState saved{journal.saved, journal.saved + kTile, journal.saved + 2 * kTile};
+    if (!is_saved(journal)) {
         size_t step = 0;
         if constexpr (kIsFloat) {
             if (last > 0) apply_step<Store::kResult, Publish::kNothing>(tile, saved, update_of(step++));
         }
-        if (step == 0 && saved.master != tile.master) {
+        if (step == 0) {
             copy_master(tile.master, saved.master, size);
             decode(tile, saved, size);
         }
         for (; step < last; ++step) apply_step<Store::kResult, Publish::kNothing>(saved, saved, update_of(step));
-        if (journal != nullptr) mark_saved(*journal);
+        mark_saved(journal);
     }
     if (has_tentative) {
-        if (saved.master != tile.master) {
-            copy_master(saved.master, tile.master, size);
-            encode(saved, tile, noise, size);
-        }
+        copy_master(saved.master, tile.master, size);
+        encode(saved, tile, noise, size);
         return apply_and_publish<Store::kNothing>(saved, saved, update_of(last));
     }
     if constexpr (kIsFloat) {
@@ -241,8 +236,8 @@ void update_tile(const StateOf<Moment>& tile, const Noise& noise, size_t n_steps
 }
 
 // Publishes a tentative step alone, from the tile as it is.
-template <typename Moment, typename Gradient, typename Published>
-void show_tile(const StateOf<Moment>& tile, const Update<Gradient, Published>& update) {
+template <typename Moment, typename T>
+void show_tile(const StateOf<Moment>& tile, const Update<T>& update) {
     if constexpr (std::is_same_v<Moment, float>) {
         apply_and_publish<Store::kNothing>(tile, tile, update);
     } else {
@@ -263,23 +258,17 @@ StateOf<int8_t> state_of<int8_t>(const AnyState& state) {
     return {state.master, static_cast<int8_t*>(state.exp_avg), static_cast<uint8_t*>(state.exp_avg_sq), state.scales};
 }
 
-template <typename Moment, typename Gradient, typename Published>
-void replay(const AnyState& any_state, size_t n, const WindowView& window, void* published, JournalEntry* journal) {
+template <typename Moment, typename T>
+void replay(const AnyState& any_state, size_t n, const WindowView& window, void* published, JournalEntry& journal) {
     const StateOf<Moment> state = state_of<Moment>(any_state);
-    JournalEntry scratch;
-    if (journal == nullptr && !std::is_same_v<Moment, float>) {
-        scratch.position = 0;
-        scratch.saved_at = kNothingSaved;
-        journal = &scratch;
-    }
     for (size_t begin = 0; begin < n; begin += kTile) {
         const size_t size = n - begin < kTile ? n - begin : kTile;
         const StateOf<Moment> tile = state + begin;
-        Published* const target = static_cast<Published*>(published) + begin;
+        T* const target = static_cast<T*>(published) + begin;
         const auto update_of = [&](size_t step) {
-            const Gradient* const gradient = static_cast<const Gradient*>(window.gradients[step]) + begin;
+            const T* const gradient = static_cast<const T*>(window.gradients[step]) + begin;
             prefetch(gradient);
-            return Update<Gradient, Published>{gradient, window.coefficients + step, target, window.prediction_steps, size};
+            return Update<T>{gradient, window.coefficients + step, target, window.prediction_steps, size};
         };
         prefetch(tile.master);
         prefetch(tile.exp_avg);
@@ -293,23 +282,20 @@ void replay(const AnyState& any_state, size_t n, const WindowView& window, void*
         } else {
             publish(tile.master, target, size);
         }
-        if (journal != nullptr) mark_done(*journal, size);
+        mark_done(journal, size);
     }
 }
 
 template <typename Moment>
-ReplayKernel select(DataType gradient_type, DataType published_type) {
-    return with_type(gradient_type, [published_type](auto gradient) {
-        return with_type(published_type,
-                         [](auto published) -> ReplayKernel { return replay<Moment, decltype(gradient), decltype(published)>; });
-    });
+ReplayKernel select(DataType model) {
+    return with_type(model, [](auto value) -> ReplayKernel { return replay<Moment, decltype(value)>; });
 }
 
 }  // namespace
 
-ReplayKernel select_replay_kernel(DataType gradient, DataType published, DataType moments) {
-    if (moments == DataType::kInt8) return select<int8_t>(gradient, published);
-    return moments == DataType::kBFloat16 ? select<BFloat16>(gradient, published) : select<float>(gradient, published);
+ReplayKernel select_replay_kernel(DataType model, DataType moments) {
+    if (moments == DataType::kInt8) return select<int8_t>(model);
+    return moments == DataType::kBFloat16 ? select<BFloat16>(model) : select<float>(model);
 }
 
 }  // namespace ZENFLOW_ISA

@@ -21,10 +21,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "adamw/stochastic_rounding.h"
 #include "common/cpu_features.h"
 #include "common/half.h"
 #include "common/protocol.h"
-#include "replay/stochastic_rounding.h"
 
 namespace zenflow {
 

@@ -1,7 +1,7 @@
 // AdamW over several steps in one pass over memory.
 //
 // A window's gradients are applied in order, each with its own step's coefficients, while a tile of master weights and moments
-// stays in the L1 cache: S steps move 24 + S * sizeof(gradient) + sizeof(published) bytes per parameter instead of 28 S.
+// stays in the L1 cache: S steps move 24 + (S + 1) * sizeof(gradient) bytes per parameter instead of 28 S.
 //
 // Per element and step, each operation rounded once to float, in the order of DeepSpeed's CPU Adam:
 //
@@ -110,14 +110,13 @@ struct WindowView {
 
 // Applies a window to the first `n` elements of `state` and writes the new weights, predicted and rounded to nearest even, to
 // `published`. Without any step it only publishes, exactly. All arrays are aligned to their element type and do not overlap, but
-// gradients may coincide with each other and with `published` if their types are the same. Thread-safe for disjoint elements.
+// gradients may coincide with each other and with `published`. Thread-safe for disjoint elements.
 //
-// The elements begin at `journal`'s position; a killed call can be repeated from its new position on (tile_journal.h). `journal`
-// may be null: the state is then lost if the call is killed.
-using ReplayKernel = void (*)(const AnyState& state, size_t n, const WindowView& window, void* published, JournalEntry* journal);
+// The elements begin at `journal`'s position; a killed call can be repeated from its new position on (tile_journal.h).
+using ReplayKernel = void (*)(const AnyState& state, size_t n, const WindowView& window, void* published, JournalEntry& journal);
 
-// The kernel for these element types. `instruction_set` must be available; `moments` is kFloat32, kBFloat16 or kInt8.
-ReplayKernel replay_kernel(DataType gradient, DataType published, InstructionSet instruction_set,
-                           DataType moments = DataType::kFloat32);
+// The kernel for these element types: `model` of gradients and published weights, not kInt8; `moments`, not kFloat16.
+// `instruction_set` must be available.
+ReplayKernel replay_kernel(DataType model, DataType moments, InstructionSet instruction_set);
 
 }  // namespace zenflow
