@@ -31,6 +31,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "common/cpu_features.h"
 #include "common/protocol.h"
@@ -63,32 +64,21 @@ struct AnyState {
     MomentScales* scales = nullptr;  // of the tile that begins here and those behind it; for moments in 8 bits
 };
 
-// The same with the moments' type, float or BFloat16.
+// The same with the moments' type: float, BFloat16, or int8_t for moments in 8 bits.
 template <typename Moment>
 struct StateOf {
     float* master;
     Moment* exp_avg;
-    Moment* exp_avg_sq;
+    std::conditional_t<std::is_same_v<Moment, int8_t>, uint8_t, Moment>* exp_avg_sq;
+    MomentScales* scales = nullptr;
 
-    ZENFLOW_INLINE StateOf operator+(size_t n) const { return {master + n, exp_avg + n, exp_avg_sq + n}; }
-    ZENFLOW_INLINE operator AnyState() const { return {master, exp_avg, exp_avg_sq}; }
-};
-using AdamState = StateOf<float>;
-
-// Moments in 8 bits.
-template <>
-struct StateOf<int8_t> {
-    float* master;
-    int8_t* exp_avg;
-    uint8_t* exp_avg_sq;
-    MomentScales* scales;
-
-    // `n`: whole tiles.
+    // `n`: whole tiles, if there are scales.
     ZENFLOW_INLINE StateOf operator+(size_t n) const {
-        return {master + n, exp_avg + n, exp_avg_sq + n, scales + n / kTileElements};
+        return {master + n, exp_avg + n, exp_avg_sq + n, scales == nullptr ? nullptr : scales + n / kTileElements};
     }
     ZENFLOW_INLINE operator AnyState() const { return {master, exp_avg, exp_avg_sq, scales}; }
 };
+using AdamState = StateOf<float>;
 
 // What the noise of stochastic rounding is a function of; without effect on float moments.
 struct Noise {

@@ -1,6 +1,4 @@
 // The kernel of replay_adamw.h, compiled once per instruction set (cpu_features.h).
-#include <type_traits>
-
 #include "adamw/moments_in_8_bits.h"
 #include "adamw/replay_adamw.h"
 #include "adamw/stochastic_rounding.h"
@@ -40,13 +38,6 @@ struct Update {
     size_t n;
 };
 
-// A tile's moments as floats, outside the arena.
-struct FloatMoments {
-    alignas(64) float values[2][kTile];
-
-    ZENFLOW_INLINE AdamState with(float* master) { return {master, values[0], values[1]}; }
-};
-
 // The moments of a tile as floats. (The master weights are floats in the arena as well.)
 template <typename Moment>
 void decode(const StateOf<Moment>& from, const AdamState& to, size_t n) {
@@ -68,13 +59,7 @@ void decode(const StateOf<int8_t>& from, const AdamState& to, size_t n) {
 }
 
 // Rounds a tile's moments to the type of the arena.
-void encode(const AdamState& from, const AdamState& to, const Noise&, size_t n) {
-#pragma omp simd
-    for (size_t i = 0; i < n; ++i) {
-        to.exp_avg[i] = from.exp_avg[i];
-        to.exp_avg_sq[i] = from.exp_avg_sq[i];
-    }
-}
+void encode(const AdamState& from, const AdamState& to, const Noise&, size_t n) { decode(from, to, n); }
 
 void encode(const AdamState& from, const StateOf<BFloat16>& to, const Noise& noise, size_t n) {
     // Not a function of `i`: 64-bit indices would be converted to 32 bits in vectors.
@@ -228,8 +213,8 @@ void update_tile(const StateOf<Moment>& tile, const Noise& noise, size_t n_steps
     if constexpr (kIsFloat) {
         apply_and_publish<Store::kResult>(saved, tile, update_of(last));
     } else {
-        FloatMoments moments;
-        const AdamState result = moments.with(tile.master);
+        alignas(64) float moments[2][kTile];
+        const AdamState result{tile.master, moments[0], moments[1]};
         apply_and_publish<Store::kResult>(saved, result, update_of(last));
         encode(result, tile, noise, size);
     }
@@ -241,26 +226,18 @@ void show_tile(const StateOf<Moment>& tile, const Update<T>& update) {
     if constexpr (std::is_same_v<Moment, float>) {
         apply_and_publish<Store::kNothing>(tile, tile, update);
     } else {
-        FloatMoments moments;
-        const AdamState state = moments.with(tile.master);
+        alignas(64) float moments[2][kTile];
+        const AdamState state{tile.master, moments[0], moments[1]};
         decode(tile, state, update.n);
         apply_and_publish<Store::kNothing>(state, state, update);
     }
 }
 
-template <typename Moment>
-StateOf<Moment> state_of(const AnyState& state) {
-    return {state.master, static_cast<Moment*>(state.exp_avg), static_cast<Moment*>(state.exp_avg_sq)};
-}
-
-template <>
-StateOf<int8_t> state_of<int8_t>(const AnyState& state) {
-    return {state.master, static_cast<int8_t*>(state.exp_avg), static_cast<uint8_t*>(state.exp_avg_sq), state.scales};
-}
-
 template <typename Moment, typename T>
 void replay(const AnyState& any_state, size_t n, const WindowView& window, void* published, JournalEntry& journal) {
-    const StateOf<Moment> state = state_of<Moment>(any_state);
+    using Second = std::remove_pointer_t<decltype(StateOf<Moment>::exp_avg_sq)>;
+    const StateOf<Moment> state{any_state.master, static_cast<Moment*>(any_state.exp_avg),
+                                static_cast<Second*>(any_state.exp_avg_sq), any_state.scales};
     for (size_t begin = 0; begin < n; begin += kTile) {
         const size_t size = n - begin < kTile ? n - begin : kTile;
         const StateOf<Moment> tile = state + begin;

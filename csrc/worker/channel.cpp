@@ -53,22 +53,16 @@ bool Channel::send_bytes(std::string message) {
 
 bool Channel::send_kept() {
     while (!kept_.empty()) {
-        const Sent sent = send_now(kept_.front());
-        if (sent != Sent::kYes) return sent == Sent::kNoRoom;
-        kept_.pop_front();
+        const std::string& message = kept_.front();
+        if (::send(fd_, message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT) >= 0) {
+            kept_.pop_front();
+        } else if (errno != EINTR) {
+            if (errno == EAGAIN) return true;
+            if (errno == EPIPE || errno == ECONNRESET) return false;
+            fail("cannot send to the trainer: ", std::strerror(errno));
+        }
     }
     return true;
-}
-
-Channel::Sent Channel::send_now(const std::string& message) {
-    ssize_t sent;
-    do {
-        sent = ::send(fd_, message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-    } while (sent < 0 && errno == EINTR);
-    if (sent >= 0) return Sent::kYes;
-    if (errno == EAGAIN) return Sent::kNoRoom;
-    if (errno == EPIPE || errno == ECONNRESET) return Sent::kTrainerGone;
-    fail("cannot send to the trainer: ", std::strerror(errno));
 }
 
 bool Channel::send_error(std::string_view text) {

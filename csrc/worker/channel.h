@@ -52,10 +52,7 @@ class Channel {
     bool trainer_gone() const;
 
   private:
-    enum class Sent { kYes, kNoRoom, kTrainerGone };
-
     bool send_bytes(std::string message);
-    Sent send_now(const std::string& message);
     // Sends what is kept, as far as there is room. Returns false if the trainer is gone.
     bool send_kept();
     // Waits until there is a message, or room for one.

@@ -16,14 +16,10 @@ namespace {
 
 // One tile of a checked request.
 struct Gather {
-    uint64_t begin;  // element of the partition
-    uint64_t width;
-    uint64_t n_columns;
+    ExportTile tile;
     const uint32_t* columns;  // nullptr: all
     float* target;
-    uint64_t target_stride;
     uint64_t entries_before;  // of the request's tiles before this one
-    uint64_t first_scale;
 
     // Copies entries [first, last), counted over the tile. `read(i)` gives the tile's element i.
     template <typename Read>
@@ -32,11 +28,12 @@ struct Gather {
             for (uint64_t i = first; i < last; ++i) to[i] = read(i);
             return;
         }
+        const uint64_t n_columns = tile.n_columns;
         for (uint64_t row = first / n_columns; row * n_columns < last; ++row) {
             const uint64_t row_first = row * n_columns;
             const uint64_t end = std::min(n_columns, last - row_first);
             for (uint64_t i = std::max(first, row_first) - row_first; i < end; ++i)
-                to[row_first + i] = read(row * width + columns[i]);
+                to[row_first + i] = read(row * tile.width + columns[i]);
         }
     }
 };
@@ -44,26 +41,17 @@ struct Gather {
 // Entries of a tile that are copied in one go from each of the arrays: they stay in the cache's reach.
 constexpr uint64_t kEntriesAtOnce = 4096;
 
-class Section {
-  public:
-    explicit Section(const Arena& arena)
-        : arena_(arena), begin_(arena.header().export_offset), end_(begin_ + arena.header().export_bytes) {}
+// `count` values of type T at `offset`, which must lie in the export section.
+template <typename T>
+T* in_section(const Arena& arena, const char* what, uint64_t offset, uint64_t count) {
+    const uint64_t begin = arena.header().export_offset, end = begin + arena.header().export_bytes;
+    require(offset >= begin && offset <= end && offset % alignof(T) == 0 && count <= (end - offset) / sizeof(T), "export: ", what,
+            " must lie in the export section, bytes ", begin, " to ", end, ", got ", count, " values of ", sizeof(T),
+            " bytes at ", offset);
+    return arena.at<T>(offset);
+}
 
-    // `count` values of type T at `offset`, which must lie in the section.
-    template <typename T>
-    T* at(const char* what, uint64_t offset, uint64_t count) const {
-        require(offset >= begin_ && offset <= end_ && offset % alignof(T) == 0 && count <= (end_ - offset) / sizeof(T),
-                "export: ", what, " must lie in the export section, bytes ", begin_, " to ", end_, ", got ", count, " values of ",
-                sizeof(T), " bytes at ", offset);
-        return arena_.at<T>(offset);
-    }
-
-  private:
-    const Arena& arena_;
-    const uint64_t begin_, end_;
-};
-
-Gather checked(const Arena& arena, const Section& section, const ExportTile& tile, uint64_t entries_before) {
+Gather checked(const Arena& arena, ExportTile tile, uint64_t entries_before) {
     const uint64_t numel = arena.header().numel;
     require(tile.width >= 1 && tile.begin <= numel && tile.rows <= (numel - tile.begin) / tile.width,
             "export: a tile must lie in the partition of ", numel, " elements, got ", tile.rows, " x ", tile.width, " at ",
@@ -72,7 +60,7 @@ Gather checked(const Arena& arena, const Section& section, const ExportTile& til
             ", got ", tile.n_columns);
     const uint32_t* columns = nullptr;
     if (tile.n_columns < tile.width) {
-        columns = section.at<const uint32_t>("columns", tile.columns_offset, tile.n_columns);
+        columns = in_section<const uint32_t>(arena, "columns", tile.columns_offset, tile.n_columns);
         const uint32_t largest = *std::max_element(columns, columns + tile.n_columns);
         require(largest < tile.width, "export: columns must be below width = ", tile.width, ", got ", largest);
     }
@@ -80,13 +68,13 @@ Gather checked(const Arena& arena, const Section& section, const ExportTile& til
     const uint64_t entries = tile.rows * tile.n_columns;
     require(tile.target_stride <= arena.header().total_bytes, "export: target_stride must be at most total_bytes, got ",
             tile.target_stride);
-    float* const target = section.at<float>("the target", tile.target_offset, 2 * tile.target_stride + entries);
+    float* const target = in_section<float>(arena, "the target", tile.target_offset, 2 * tile.target_stride + entries);
     if (arena.moments_dtype() == DataType::kInt8) {
         const uint64_t n_scales = arena.header().n_scales, n = (tile.rows * tile.width + kTileElements - 1) / kTileElements;
         require(n <= n_scales && tile.first_scale <= n_scales - n, "export: first_scale must be at most ", n_scales, " less the ",
                 n, " of a tile, got ", tile.first_scale);
     }
-    return {tile.begin, tile.width, tile.n_columns, columns, target, tile.target_stride, entries_before, tile.first_scale};
+    return {tile, columns, target, entries_before};
 }
 
 // Reading allocates a page as well, because the mapping is a shared one of a file.
@@ -101,18 +89,17 @@ void touch(const void* first, const void* last) {
 }  // namespace
 
 void export_entries(const Arena& arena, const Export& request) {
-    const Section section(arena);
-    const auto* const tiles = section.at<const ExportTile>("tiles", request.tiles_offset, request.n_tiles);
+    const auto* const tiles = in_section<const ExportTile>(arena, "tiles", request.tiles_offset, request.n_tiles);
     std::vector<Gather> gathers;
     uint64_t n_entries = 0;
     for (uint32_t i = 0; i < request.n_tiles; ++i) {
-        gathers.push_back(checked(arena, section, tiles[i], n_entries));
-        n_entries += tiles[i].rows * tiles[i].n_columns;
+        gathers.push_back(checked(arena, tiles[i], n_entries));
+        n_entries += gathers.back().tile.rows * gathers.back().tile.n_columns;
     }
     const auto copy_all = [&](const Gather& gather, uint64_t first, uint64_t last) {
-        const AnyState state = arena.state(gather.begin, gather.first_scale);
+        const AnyState state = arena.state(gather.tile.begin, gather.tile.first_scale);
         const auto copy = [&](int array, const auto& read) {
-            gather.copy(read, gather.target + static_cast<uint64_t>(array) * gather.target_stride, first, last);
+            gather.copy(read, gather.target + static_cast<uint64_t>(array) * gather.tile.target_stride, first, last);
         };
         const auto copy_floats = [&](int array, const auto* values) {
             copy(array, [values](uint64_t i) { return to_float(values[i]); });

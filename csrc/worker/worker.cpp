@@ -142,9 +142,7 @@ void serve(const Options& options, Channel& channel) {
                 if (!serve_request<Touch>(*message, "touch", channel, [&](const Touch& r) { touch_rows(arena, r); })) return;
                 break;
             default:
-                fail("message: type must be ", static_cast<uint32_t>(MessageType::kJob), " (job), ",
-                     static_cast<uint32_t>(MessageType::kExit), " (exit), ", static_cast<uint32_t>(MessageType::kExport),
-                     " (export) or ", static_cast<uint32_t>(MessageType::kTouch), " (touch), got ", message->type);
+                fail("message: type must be 1 (job), 2 (exit), 6 (export) or 7 (touch), got ", message->type);
         }
     }
 }
