@@ -13,8 +13,10 @@ from lightning_zenflow.native import worker_executable
 
 HEADER = re.sub(r"//.*", "", (Path(__file__).parents[3] / "csrc/common/protocol.h").read_text())
 TYPES = {
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+    "Tentative": ctypes.c_uint32,
     **{f"{name}_t": getattr(ctypes, f"c_{name}") for name in ("uint8", "uint32", "uint64", "int64")},
-    **{"float": ctypes.c_float, "double": ctypes.c_double, "Tentative": ctypes.c_uint32},
 }
 """By the header's name. Structures of these types are laid out alike by ctypes and by the compiler: naturally aligned."""
 
@@ -31,7 +33,15 @@ def constants() -> dict[str, int]:
 
 
 def test_constants() -> None:
-    names = ("MAGIC", "VERSION", "HEADER_BYTES", "MAX_MESSAGE_BYTES", "TILE_ELEMENTS", "JOURNAL_ENTRY_BYTES", "NO_BLOCK")
+    names = (
+        "MAGIC",
+        "VERSION",
+        "HEADER_BYTES",
+        "MAX_MESSAGE_BYTES",
+        "TILE_ELEMENTS",
+        "JOURNAL_ENTRY_BYTES",
+        "NO_BLOCK",
+    )
     assert constants() == {f"k{name.title().replace('_', '')}": getattr(native, name) for name in names}
 
 
