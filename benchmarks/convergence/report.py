@@ -1,4 +1,4 @@
-"""Tables of records, and the files that hold them and their plots."""
+"""Tables of records, and the files that hold them."""
 
 import math
 import re
@@ -9,7 +9,6 @@ from statistics import mean
 
 from benchmarks.common.results import markdown
 from benchmarks.convergence.methods import METHODS, OVERVIEWS
-from benchmarks.convergence.plots import plot
 from benchmarks.convergence.records import Record, newest
 from benchmarks.convergence.settings import SETTINGS
 from benchmarks.convergence.summary import Summary, baseline_of, loss_of, summarise
@@ -106,7 +105,7 @@ def provenance(records: Sequence[Record]) -> str:
 
 
 def write_reports(records: Iterable[Record], folder: Path) -> dict[str, str]:
-    """Writes the table of each setting, the plot where losses are compared, and the overviews of several; returns the tables by name."""
+    """Writes the table of each setting and the overviews of several; returns the tables by name."""
     by_setting: dict[str, list[Record]] = defaultdict(list)
     for spec, record in newest(records).items():
         # Shortened trials are another comparison.
@@ -120,8 +119,6 @@ def write_reports(records: Iterable[Record], folder: Path) -> dict[str, str]:
             summaries = by_name[setting] = summarise(runs, SETTINGS[setting])
             counts_steps = SETTINGS[setting].measure == "steps"
             tables[setting] = f"{steps_table(summaries) if counts_steps else table(summaries)}\n\n{provenance(runs)}"
-            if not counts_steps:
-                plot(summaries, SETTINGS[setting], folder / f"convergence_{setting}.png")
     overviews = {name: overview(by_name, methods) for name, methods in OVERVIEWS.items()}
     tables |= {name: text for name, text in overviews.items() if text}
     for name, text in tables.items():

@@ -1,4 +1,4 @@
-"""What the tables and plots say of a method: its runs at its best learning rate, and how they compare with AdamW's."""
+"""What the tables say of a method: its runs at its best learning rate, and how they compare with AdamW's."""
 
 import math
 from collections import defaultdict
@@ -63,11 +63,6 @@ class Summary:
             return 100 * (own.mean_at(own.best_lr) / other.mean_at(other.best_lr) - 1)
         steps = other.steps_at(other.best_lr)
         return None if math.isinf(steps) else 100 * (own.steps_at(own.best_lr) / steps - 1)
-
-    def curve(self) -> list[float]:
-        """Training loss at the best learning rate, mean over the seeds and the last 50 steps, each `loss_every` steps."""
-        curves = [smooth(record.train_loss, 5) for record in self.best]
-        return [mean(at_step) for at_step in zip(*curves, strict=True)]
 
 
 def with_equal_seeds(*summaries: Summary) -> list[Summary]:

@@ -26,15 +26,13 @@ from benchmarks.common.results import markdown, report
 HERE = Path(__file__).parent
 PROJECTS = (
     *("chemprop", "gluonts", "lightly", "neuralforecast", "pytorch-forecasting TFT", "pytorch-forecasting NBeats"),
-    *("schnetpack", "scvi-tools", "timm"),
+    "scvi-tools",
 )
 METHODS = ("auto", "control", "zenflow_adamw", "zenflow_adamw object", "zenflow")
 PARTS = ("fit", "best", "predict", "fit again")
 """Of a flow: "best" opens the best checkpoint with the project's own code, "fit again" trains the same module once more."""
 TIMEOUT = 900
 """Seconds of one run."""
-ALONE = ("schnetpack==2.1.1",)
-"""Installed without what they require: schnetpack's sympy<=1.12 fits no torch that this package runs with."""
 
 
 def make_environment(folder: Path) -> Path:
@@ -49,7 +47,6 @@ def make_environment(folder: Path) -> Path:
     install = [python, "-m", "pip", "install", "--quiet", "--constraint", constraints]
     # pip installs a folder each time, also a version that is there.
     subprocess.run([*install, "--requirement", HERE / "requirements.txt", ROOT], check=True)
-    subprocess.run([*install, "--no-deps", *ALONE], check=True)
     return python
 
 
@@ -74,7 +71,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             runs.append(train(python, project, method))
             print(project, method, runs[-1]["parts"], runs[-1]["error"], file=sys.stderr, flush=True)
     installed = (HERE / "requirements.txt").read_text().splitlines()
-    return {"installed": [*ALONE, *(line for line in installed if not line.startswith("#"))], "runs": runs}
+    return {"installed": [line for line in installed if not line.startswith("#")], "runs": runs}
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> str:

@@ -148,107 +148,6 @@ def neuralforecast(run: Run) -> None:
         forecast.cross_validation(series(), n_windows=2)
 
 
-def timm(run: Run) -> None:
-    """timm's own network, optimizer and loss in a LightningModule: a vision transformer with a cosine schedule and clipping."""
-    from timm import create_model
-    from timm.loss import LabelSmoothingCrossEntropy
-    from timm.optim import create_optimizer_v2
-
-    class Classifier(run.lightning.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self, network: str = "vit_tiny_patch16_224", classes: int = 10) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-            self.model = create_model(network, img_size=32, patch_size=8, depth=4, num_classes=classes)
-            self.loss = LabelSmoothingCrossEntropy()
-
-        def training_step(self, batch: Any, index: int) -> Any:
-            return self.loss(self.model(batch[0]), batch[1])
-
-        def validation_step(self, batch: Any, index: int) -> None:
-            self.log("val_loss", self.loss(self.model(batch[0]), batch[1]))
-
-        def predict_step(self, batch: Any, index: int) -> Any:
-            return self.model(batch[0])
-
-        def configure_optimizers(self) -> Any:
-            optimizer = create_optimizer_v2(self.model, opt="adamw", lr=1e-3, weight_decay=0.05)
-            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    noise = torch.Generator().manual_seed(0)
-    labels = torch.randint(10, (320,), generator=noise)
-    images = torch.randn(320, 3, 32, 32, generator=noise) + labels.view(-1, 1, 1, 1) / 5
-    data = torch.utils.data.TensorDataset(images, labels)
-    train = torch.utils.data.DataLoader(data, 16, shuffle=True)
-    valid = torch.utils.data.DataLoader(data, 32)
-    run.seed()
-    model = Classifier()
-    best = run.lightning.callbacks.ModelCheckpoint(run.folder, monitor="val_loss")
-    trainer = run.lightning.Trainer(**run.options(best, max_epochs=STEPS // len(train), gradient_clip_val=1.0))
-    with run.part("fit"):
-        trainer.fit(model, train, valid)
-    with run.part("best"):
-        loaded = Classifier.load_from_checkpoint(best.best_model_path)
-        torch.save(loaded.model.state_dict(), run.folder / "model.pth")
-        network = {"img_size": 32, "patch_size": 8, "depth": 4, "num_classes": 10}
-        create_model("vit_tiny_patch16_224", checkpoint_path=str(run.folder / "model.pth"), **network)
-    with run.part("predict"):
-        run.predicted(torch.cat(trainer.predict(loaded, valid)))
-    with run.part("fit again"):
-        run.lightning.Trainer(**run.options(max_epochs=1, gradient_clip_val=1.0)).fit(model, train, valid)
-
-
-def schnetpack(run: Run) -> None:
-    """https://schnetpack.readthedocs.io, "Force field": SchNet learns energies and forces, with the averaged weights of `spktrain`."""
-    # torch 2.7 has renamed a type variable that schnetpack imports.
-    torch.utils.data.dataloader.T_co = Any
-    import schnetpack as spk
-    from ase.build import molecule
-    from ase.calculators.emt import EMT
-
-    systems, values = [], []
-    for i in range(160):
-        system = molecule("CH3CH2OH")
-        system.rattle(0.05, seed=i)
-        system.calc = EMT()
-        values.append({"energy": np.array([system.get_potential_energy()]), "forces": system.get_forces()})
-        systems.append(system)
-    units = {"energy": "eV", "forces": "eV/Ang"}
-    spk.data.ASEAtomsData.create("ethanol.db", "Ang", units).add_systems(values, systems)
-    run.seed()
-    offsets = spk.transform.RemoveOffsets("energy", remove_mean=True)
-    transforms = [spk.transform.MatScipyNeighborList(cutoff=5.0), offsets, spk.transform.CastTo32()]
-    sizes = {"batch_size": 10, "num_train": 100, "num_val": 40, "num_test": 20, "num_workers": 0}
-    data = spk.data.AtomsDataModule("ethanol.db", transforms=transforms, distance_unit="Ang", **sizes)
-    radial = {"radial_basis": spk.nn.GaussianRBF(n_rbf=20, cutoff=5.0), "cutoff_fn": spk.nn.CosineCutoff(5.0)}
-    representation = spk.representation.SchNet(n_atom_basis=32, n_interactions=2, **radial)
-    model = spk.model.NeuralNetworkPotential(
-        representation,
-        input_modules=[spk.atomistic.PairwiseDistances()],
-        output_modules=[spk.atomistic.Atomwise(n_in=32, output_key="energy"), spk.atomistic.Forces()],
-        postprocessors=[spk.transform.CastTo64(), spk.transform.AddOffsets("energy", add_mean=True)],
-    )
-    loss = torch.nn.MSELoss()
-    outputs = [spk.task.ModelOutput(key, loss, weight, {}) for key, weight in (("energy", 0.01), ("forces", 0.99))]
-    task = spk.task.AtomisticTask(model, outputs, torch.optim.AdamW, {"lr": 1e-3})
-
-    def trainer(epochs: int, *callbacks: Any) -> Any:
-        average = spk.train.ExponentialMovingAverage(0.995)
-        return run.lightning.Trainer(**run.options(average, *callbacks, max_epochs=epochs))
-
-    best = spk.train.ModelCheckpoint("best_model", dirpath=run.folder, monitor="val_loss")
-    with run.part("fit"):
-        trainer(STEPS // 10, best).fit(task, datamodule=data)
-    with run.part("best"):
-        loaded = spk.utils.load_model("best_model", weights_only=False)
-        spk.task.AtomisticTask.load_from_checkpoint(best.best_model_path, weights_only=False)
-    with run.part("predict"):
-        found = [loaded(batch) for batch in data.test_dataloader()]
-        run.predicted(torch.cat([batch[key].detach().flatten() for batch in found for key in units]))
-    with run.part("fit again"):
-        trainer(2).fit(task, datamodule=data)
-
-
 def scvi(run: Run) -> None:
     """https://docs.scvi-tools.org, "Introduction to scvi-tools": an autoencoder of counts. Its sampler yields batches of indices."""
     from anndata import AnnData
@@ -335,8 +234,6 @@ FLOWS: dict[str, tuple[str, Callable[[Run], None]]] = {
     "pytorch-forecasting NBeats": ("lightning.pytorch", forecasting("NBeats", widths=[32, 128])),
     "gluonts": ("lightning.pytorch", gluonts),
     "neuralforecast": ("pytorch_lightning", neuralforecast),
-    "timm": ("lightning.pytorch", timm),
-    "schnetpack": ("pytorch_lightning", schnetpack),
     "scvi-tools": ("lightning.pytorch", scvi),
     "lightly": ("pytorch_lightning", lightly),
 }

@@ -24,7 +24,7 @@ def record(method: str, seed: int, val_loss: float | None, setting: str, **field
 
 
 @pytest.mark.parametrize("setting", ["delay_small", "recall", "fast"])
-def test_every_kind_of_setting_has_a_table_and_losses_a_plot(setting: str, tmp_path: Path) -> None:
+def test_every_kind_of_setting_has_a_table(setting: str, tmp_path: Path) -> None:
     losses = {"adamw": 2.0, "delayed_1": 2.4, "zenflow_s1": 1.99, "zenflow_s4": 2.01}
     runs = [
         record(method, i, loss, setting, steps_to_threshold=None if method == "delayed_1" else 100 * (i + 1))
@@ -40,8 +40,6 @@ def test_every_kind_of_setting_has_a_table_and_losses_a_plot(setting: str, tmp_p
         (late,) = [line for line in tables["delay"].splitlines() if "AdamW, 1 step late  " in line]
         assert ("not reached" if setting == "recall" else "+20.0 %") in late
     assert (tmp_path / f"convergence_{setting}.md").read_text() == tables[setting] + "\n"
-    plot = tmp_path / f"convergence_{setting}.png"
-    assert plot.read_bytes().startswith(b"\x89PNG") if setting != "recall" else not plot.exists()
     runs[0].initial_weights = "others"
     with pytest.raises(ValueError, match=f"{setting}, seed 0: runs must begin from the same weights"):
         report.write_reports(runs, tmp_path)
