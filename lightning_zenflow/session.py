@@ -219,7 +219,7 @@ class Session(RankEnvironment):
         The Trainer does it; a loop under Fabric does it by itself.
         """
         if self.zenflow_optimizer is not None:
-            self.zenflow_optimizer.zenflow_step.start_epoch(epoch)
+            self.zenflow_optimizer.parts.selector.epoch = epoch
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
 from lightning_zenflow.core.distributed import all_agree
-from lightning_zenflow.deepspeed.host_state import DiskCopies
+from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
 from lightning_zenflow.worker.machine import free_host_memory
 
 _log = logging.getLogger(__name__)

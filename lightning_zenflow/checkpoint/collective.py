@@ -25,7 +25,7 @@ from lightning_zenflow.checkpoint.single_file import SavedFile, as_loaded
 from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.deepspeed.host_state import DiskCopies
+from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.pieces import is_in_pieces, load_whole, whole_shapes
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY

@@ -13,7 +13,8 @@ from torch import Tensor
 from lightning_zenflow.checkpoint.engine_content import counts_of, further_names
 from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.deepspeed.host_state import MOMENTS, DiskCopies, with_own_storage
+from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
+from lightning_zenflow.deepspeed.host_state import MOMENTS, with_own_storage
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.pieces import is_divided, is_in_pieces
 

@@ -24,14 +24,14 @@ PAGEABLE_MEMORY = (
     " locked memory: `ulimit -l unlimited`, `docker run --ulimit memlock=-1`, `LimitMEMLOCK=infinity` of systemd; WSL2 locks a part of"
     " its memory only"
 )
-"""What it costs where the system refuses to page-lock memory, and how to change it."""
+"""The cost of memory that the system refuses to page-lock, and the remedy."""
 
 
 class Event:
     """A point in a stream's order, as `torch.cuda.Event`; on the CPU one that everything precedes."""
 
     def query(self) -> bool:
-        """Whether the device has reached the event. Does not wait."""
+        """True if the device has reached the event. Does not wait."""
         return True
 
     def synchronize(self) -> None:
@@ -63,7 +63,7 @@ class HostRuntime:
 
     @property
     def runs_behind(self) -> bool:
-        """Whether the host enqueues work and goes on. Then order needs events.
+        """True if the host enqueues work and goes on. Then order needs events.
 
         Copies to and from host memory are in the order of the stream. The host may wait for those of memory that is not page-locked.
         """
@@ -251,7 +251,7 @@ class PageLocks:
 
     @property
     def are_needed(self) -> bool:
-        """Whether copies from and to pageable memory would make the host wait."""
+        """True if copies from and to pageable memory would make the host wait."""
         return self._runtime.runs_behind
 
     def lock(self, address: int, n_bytes: int) -> None:
@@ -297,7 +297,7 @@ _RESERVE = 0.05
 
 
 def has_room(n_bytes: float, device: torch.device) -> bool:
-    """Whether the device has `n_bytes` free beside the peak of its allocated memory since `forget_peak`; True for the CPU.
+    """True if the device has `n_bytes` free beside the peak of its allocated memory since `forget_peak`; True for the CPU.
 
     Call it in backward or right after a step, when a step has had its peak.
     """
@@ -381,7 +381,7 @@ class DeviceNumber:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the last copy has not been read."""
+        """True if the last copy has not been read."""
         return self._copy is not None
 
     def copy(self, value: Tensor) -> None:

@@ -17,7 +17,7 @@ def in_common(values: Sequence[T]) -> list[T]:
 
 
 def all_agree(flag: bool) -> bool:
-    """Whether a flag is set on every rank. A collective: all ranks must call it."""
+    """True if a flag is set on every rank. A collective: all ranks must call it."""
     return bool(in_common([flag] if flag else []))
 
 

@@ -1,11 +1,11 @@
-"""What classes of this package share with both of Lightning's packages: the exception for what a user has set wrongly, and mixins' base."""
+"""Links to the classes of both of Lightning's packages: the exception for what a user has set wrongly, and the base of mixins."""
 
 from typing import Any
 
 from typing_extensions import Self, override
 
 OtherBases: Any = object
-"""What comes after a mixin in the order of base classes. `Any` for the type checker: there are several such classes."""
+"""Classes behind a mixin in the order of base classes. `Any` for the type checker: there are several such classes."""
 
 
 class MisconfigurationException(Exception):

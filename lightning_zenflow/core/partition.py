@@ -54,7 +54,7 @@ class Slice:
     columns: int
     """Elements in a row of the [out, rest] view; 1 for parameters of fewer than two dimensions."""
     is_matrix: bool
-    """Whether the parameter has columns to select."""
+    """True if the parameter has columns to select."""
 
     @classmethod
     def of(cls, shape: Sequence[int], *, parameter: int, param_group: int, begin: int, start: int, numel: int) -> Self:

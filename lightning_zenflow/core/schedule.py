@@ -58,7 +58,7 @@ class UpdateSchedule:
 
     @property
     def is_immediate(self) -> bool:
-        """Whether every step ends with weights that have all of its gradients: S = 1, d = 0."""
+        """True if every step ends with weights that have all of its gradients: S = 1, d = 0."""
         return self.update_interval == 1 and self.publish_lag == 0
 
     @property
@@ -115,7 +115,7 @@ class StaggeredSchedule(UpdateSchedule):
 
     n_blocks: int
     in_backward: bool = False
-    """Whether blocks are submitted in backward where d = 0. The last gradient of a window then keeps its slot until the next job commits
+    """True if blocks are submitted in backward where d = 0. The last gradient of a window then keeps its slot until the next job commits
     it, and slots and publish buffers are freed block by block."""
 
     @classmethod
@@ -361,12 +361,12 @@ class StalenessCompensation:
 
     @property
     def predicts_weights(self) -> bool:
-        """Whether published weights may differ from the exact ones."""
+        """True if published weights may differ from the exact ones."""
         return self.weight_prediction != 0.0
 
     @property
     def updates_provisionally(self) -> bool:
-        """Whether weights get provisional updates."""
+        """True if weights get provisional updates."""
         return self.provisional_scale != 0.0
 
     def prediction_steps(self, schedule: UpdateSchedule, beta1: float) -> float:

@@ -6,6 +6,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -78,6 +79,12 @@ def add_up(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts)).sum(dtype=torch.float64)
 
 
+def add_over_ranks(values: Tensor, group: dist.ProcessGroup) -> None:
+    """Adds a tensor over the ranks of a group, in place; no collective where there is one rank."""
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(values, group=group)
+
+
 def step_scale(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float, count: Tensor) -> StepScale:
     """Computes the factor of clipping by the global norm (``gradient_clip_val``) and of the loss scale.
 
@@ -134,7 +141,7 @@ class GradientNorms:
         self._last = torch.zeros((), dtype=torch.float64, device=device)
         self._expected = self._last.clone()
         self.knows_last = False
-        """Whether there has been a step to predict from."""
+        """True if there has been a step to predict from."""
 
     def open(self, loss_scale: float) -> None:
         """Begins a step."""

@@ -1,8 +1,8 @@
 """DeepSpeed around a step: configuration, environment, construction, and its optimizers, whose steps are ours.
 
-`optimizer` has what these have in common, `checkpointing` of it what checkpoints call, `stage_2` and `stage_3` what depends on how a stage
-of ZeRO divides parameters. Private names of DeepSpeed are used in this room and in `checkpoint` only, each with a comment that says which
-and why.
+`optimizer` has what these have in common, `host_state` their state in host memory and what checkpoints call, `stage_2` and `stage_3` what
+depends on how a stage of ZeRO divides parameters. Private names of DeepSpeed are used in this room and in `checkpoint` only, each with a
+comment that says which and why.
 """
 
 import contextlib

@@ -33,12 +33,11 @@ from lightning_zenflow.offload.buffers import InPlacePublisher, Publisher
 from lightning_zenflow.offload.columns import export_bytes
 from lightning_zenflow.offload.fill import Fill
 from lightning_zenflow.offload.jobs import JobQueue
-from lightning_zenflow.offload.ownership import Ownership
+from lightning_zenflow.offload.ownership import Ownership, Selector
 from lightning_zenflow.offload.plan import Planner, ScheduleControl
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
 from lightning_zenflow.offload.rank_state import Blocks, RankState
 from lightning_zenflow.offload.run_state import CounterReader, StepParts
-from lightning_zenflow.offload.selector import Selector
 from lightning_zenflow.telemetry import StallClock, Telemetry
 from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
 from lightning_zenflow.worker.machine import WorkerCores, check_host_memory, free_host_memory

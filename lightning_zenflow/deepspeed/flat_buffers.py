@@ -2,9 +2,14 @@
 parameters in them; and copies of what all ranks have, by the runs of elements that two layouts have in common.
 """
 
+import mmap
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +19,6 @@ from torch import Tensor
 from typing_extensions import Self
 
 from lightning_zenflow.core.partition import Slice, group_begins
-from lightning_zenflow.deepspeed.host_state import DiskCopies
 
 _LARGE = 1 / 8
 """Of a rank's share. Parameters larger than this are placed first: beside one, a rank takes fewer of the others."""
@@ -213,6 +217,50 @@ def fragments(layouts: Sequence[Layout], rank: int) -> list[dict[str, Any]]:
         }
         for layout in layouts
     ]
+
+
+class DiskCopies:
+    """Memory of one save's copies: files without a name, mapped, of which the page cache may give memory back to others.
+
+    Args:
+        folder: on the file system that is to hold the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._mapped: list[tuple[mmap.mmap, range]] = []
+
+    def zeros(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[numel], zeros, on the disk.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        if numel == 0:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        with tempfile.TemporaryFile(dir=self._folder) as file:
+            # A write to a page that a full disk has no place for would end the process.
+            os.posix_fallocate(file.fileno(), 0, dtype.itemsize * numel)
+            # By the descriptor: others who may write in the folder could put another file in the place of one with a name.
+            memory = mmap.mmap(file.fileno(), 0)
+        copied = torch.frombuffer(memory, dtype=dtype)
+        self._mapped.append((memory, range(copied.data_ptr(), copied.data_ptr() + copied.nbytes)))
+        return copied
+
+    def has(self, address: int) -> bool:
+        """Whether an address is in one of the copies."""
+        return any(address in addresses for _, addresses in self._mapped)
+
+    def free(self) -> None:
+        """Gives the space back to the disk; all elements are zeros from now on. May be called again.
+
+        Who has an error of a save refers to the copies, and torch's code for files leaves a cycle that does, until a collection.
+        """
+        for memory, _ in self._mapped:
+            # Where a file system has no holes, the collection frees it.
+            with suppress(OSError):
+                memory.madvise(mmap.MADV_REMOVE)
+        self._mapped.clear()
 
 
 class OrderedCopy:

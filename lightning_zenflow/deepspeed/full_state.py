@@ -103,7 +103,7 @@ class FullState:
                 f"safe_get_full_grad({name}): gradients are there after the backward pass of a step's last micro-batch and"
                 " before the step: call it in `on_before_optimizer_step`"
             )
-        return self._whole(name, lambda index, _: self._step.gradient(index))
+        return self._whole(name, lambda index, _: self._optimizer.parts.fill.gradient(index))
 
     def refuse_gradient(self, name: str, value: Tensor) -> None:
         """Raises RuntimeError, which says where gradients can be changed."""

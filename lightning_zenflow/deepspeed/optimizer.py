@@ -17,17 +17,17 @@ from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.errors import MisconfigurationException, other_backward
 from lightning_zenflow.deepspeed.between_steps import TakenGradients, WrittenWeights
 from lightning_zenflow.deepspeed.build import ZeroPartition, build
-from lightning_zenflow.deepspeed.checkpointing import Checkpointing
 from lightning_zenflow.deepspeed.environment import RankResources
 from lightning_zenflow.deepspeed.flat_buffers import slices_of
 from lightning_zenflow.deepspeed.full_state import FullState
+from lightning_zenflow.deepspeed.host_state import Checkpointing
 from lightning_zenflow.deepspeed.release import restore_process
 from lightning_zenflow.deepspeed.sleep import Sleep
 from lightning_zenflow.deepspeed.supported import refuse_unused
 from lightning_zenflow.deepspeed.user_optimizer import read_hyperparameters
+from lightning_zenflow.offload.ownership import Freezing
 from lightning_zenflow.offload.plan import StepInputs
 from lightning_zenflow.offload.run_state import CounterReader, StepParts
-from lightning_zenflow.offload.selector import Freezing
 from lightning_zenflow.offload.step import ZenFlowStep
 from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.process import WorkerError
@@ -242,7 +242,8 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
             return
         self._written.refuse()
         if not self.ignore_unused_parameters:
-            refuse_unused(self.param_names[p] for p in self.zenflow_step.unused_parameters())
+            unused = (self._rank.partition.slices[index].parameter for index in self.parts.fill.unused())
+            refuse_unused(self.param_names[self._trained_parameters[number]] for number in unused)
         scale, finite = self.zenflow_step.step(copies_finite=self.loss_scaler.dynamic)
         # Private: DeepSpeed's engine reads it for `get_global_grad_norm`.
         self._global_grad_norm = scale.norm

@@ -317,7 +317,11 @@ class Fill:
         return self.norms.whole()
 
     def gradient(self, slice_index: int) -> Tensor:
-        """As `ZenFlowStep.gradient`."""
+        """Gradient of a slice in the step that is next, where `ZenFlowStep.has_gradients`; to be read before it. Waits for the device.
+
+        Returns:
+            [slice.numel], model dtype, on the device or the host.
+        """
         pending = self.accumulation.peek(slice_index)
         if pending is not None:
             return pending

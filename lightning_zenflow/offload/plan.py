@@ -17,8 +17,8 @@ from lightning_zenflow.core.device import AsyncHostCopy, runtime_of
 from lightning_zenflow.core.schedule import SchedulePolicy, StaggeredSchedule, UpdateSchedule, load_and_stall
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.offload.jobs import JobQueue
+from lightning_zenflow.offload.ownership import ColumnSquaredNorms, Selector
 from lightning_zenflow.offload.rank_state import RankState
-from lightning_zenflow.offload.selector import ColumnSquaredNorms, Selector
 
 
 class StepState(Enum):

@@ -35,14 +35,12 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import DeviceNumber, runtime_of
-from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.offload.fill import BackwardSubmission, Fill
 from lightning_zenflow.offload.jobs import JobQueue
-from lightning_zenflow.offload.ownership import Ownership
+from lightning_zenflow.offload.ownership import Freezing, Ownership, Selector
 from lightning_zenflow.offload.plan import Planner
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
 from lightning_zenflow.offload.rank_state import RankState
-from lightning_zenflow.offload.selector import Selector
 from lightning_zenflow.telemetry import Reading
 
 CHECKPOINT_KEY = "zenflow"
@@ -131,24 +129,63 @@ class StepParts:
     """Writes the number of applied steps to the user's optimizer, as checkpoints hold it."""
 
 
-def layout_of(config: ZenFlowConfig, world_size: int, partition: Partition) -> dict[str, Any]:
-    """What must be the same for a run to continue another one bit for bit."""
-    return {
-        "config": config.numeric_values(),
-        "world_size": world_size,
-        "slices": [(s.begin, s.start, s.numel, s.columns) for s in partition.slices],
-        **({} if partition.block_length is None else {"block_length": partition.block_length}),
-    }
+class RunState:
+    """State of a run besides AdamW's, but for the number and the count of its steps; right after a flush only.
 
+    Args:
+        config: keys that change numbers are part of the layout.
+        parts: components whose state it is.
+        freezing: parameters that are trained.
+        world_size: number of ranks.
 
-def difference_of(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str:
-    """Reason why a run cannot continue another one bit for bit, by their `layout_of`; empty if it can."""
-    if saved["world_size"] != present["world_size"]:
-        return f"it was saved by {saved['world_size']} ranks, these are {present['world_size']}"
-    theirs, ours = saved["config"], present["config"]
-    for key in {**ours, **theirs}:
-        if key not in ours:
-            return f"it was saved with {key}={theirs[key]!r}, a key that no longer exists"
-        if theirs.get(key) != ours[key]:
-            return f"it was saved with {key}={theirs.get(key)!r}, now it is {ours[key]!r}"
-    return "" if saved == present else "its partition is another"
+    Attributes:
+        layout: what must be the same for a run to continue this one bit for bit.
+    """
+
+    def __init__(self, config: ZenFlowConfig, parts: StepParts, freezing: Freezing, *, world_size: int) -> None:
+        self._parts, self._freezing = parts, freezing
+        partition = parts.rank.partition
+        self.layout: dict[str, Any] = {
+            "config": config.numeric_values(),
+            "world_size": world_size,
+            "slices": [(s.begin, s.start, s.numel, s.columns) for s in partition.slices],
+            **({} if partition.block_length is None else {"block_length": partition.block_length}),
+        }
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """The state after a step."""
+        parts = self._parts
+        return {
+            "version": VERSION,
+            "layout": self.layout,
+            "step": step,
+            "skipped": int(parts.counters.skipped),
+            "trained": self._freezing.trained,
+            "ownership": parts.ownership.state_dict(),
+            "planner": parts.planner.state_dict(),
+            "provisional": parts.provisional.state_dict(),
+            "in_backward": parts.fill.norms.state_dict(),
+            "clipped": parts.jobs.verification.n_clipped,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restores the components; the trained parameters must be those of the save."""
+        parts = self._parts
+        parts.planner.load_state_dict(saved["planner"])
+        parts.ownership.load_state_dict(saved["ownership"])
+        parts.provisional.load_state_dict(saved["provisional"])
+        parts.fill.norms.load_state_dict(saved["in_backward"])
+        # Earlier checkpoints do not say.
+        parts.jobs.verification.n_clipped = saved.get("clipped", parts.jobs.verification.n_clipped)
+
+    def difference_of(self, saved: Mapping[str, Any]) -> str:
+        """Reason why this run cannot continue one with another `layout` bit for bit; empty if it can."""
+        if saved["world_size"] != self.layout["world_size"]:
+            return f"it was saved by {saved['world_size']} ranks, these are {self.layout['world_size']}"
+        theirs, ours = saved["config"], self.layout["config"]
+        for key in {**ours, **theirs}:
+            if key not in ours:
+                return f"it was saved with {key}={theirs[key]!r}, a key that no longer exists"
+            if theirs.get(key) != ours[key]:
+                return f"it was saved with {key}={theirs.get(key)!r}, now it is {ours[key]!r}"
+        return "" if saved == self.layout else "its partition is another"

@@ -12,10 +12,10 @@ from torch.profiler import record_function
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import AsyncHostCopy
-from lightning_zenflow.core.step_inputs import StepScale, mean_beta1, step_scale
+from lightning_zenflow.core.step_inputs import StepScale, add_over_ranks, mean_beta1, step_scale
+from lightning_zenflow.offload.ownership import Freezing
 from lightning_zenflow.offload.plan import StepContext, StepInputs, StepState
-from lightning_zenflow.offload.run_state import VERSION, StepParts, difference_of, layout_of
-from lightning_zenflow.offload.selector import Freezing
+from lightning_zenflow.offload.run_state import RunState, StepParts
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.worker.supervisor import Transaction
 
@@ -52,7 +52,7 @@ class ZenFlowStep:
         number: steps so far.
         micro_batches: backward passes since the last step.
         count: 0-D float64 on the device: number of applied steps.
-        layout: what must be the same for a run to continue this one bit for bit (`layout_of`).
+        layout: `RunState.layout`.
         skipped: 0-D int64 on the device: steps that changed nothing because their gradient norm was not finite.
     """
 
@@ -66,7 +66,8 @@ class ZenFlowStep:
         read_inputs: Callable[[], StepInputs],
         gather_weights: Callable[[], None],
     ) -> None:
-        self.layout = layout_of(config, dist.get_world_size(group), parts.rank.partition)
+        self._run_state = RunState(config, parts, freezing, world_size=dist.get_world_size(group))
+        self.layout = self._run_state.layout
         self._counters, self._write_count = parts.counters, parts.write_count
         self._freezing = freezing
         self._group = group
@@ -139,18 +140,6 @@ class ZenFlowStep:
         """Whether the last micro-batch of a step is over, or under way, and the step is not."""
         return self._state in (StepState.OPEN, StepState.REDUCED) and not self.was_interrupted
 
-    def gradient(self, slice_index: int) -> Tensor:
-        """Gradient of a slice in the step that is next, where `has_gradients`, to be read before the step; waits for the device.
-
-        Returns:
-            [slice.numel], model dtype, on the device or the host.
-        """
-        return self._fill.gradient(slice_index)
-
-    def unused_parameters(self) -> list[Tensor]:
-        """Trained parameters with a slice on this rank and without a gradient in the step that is next."""
-        return [self._freezing.parameter_of(index) for index in self._fill.unused()]
-
     def state_written(self) -> None:
         """Notes that the arena's exact state has been changed from outside, right after a flush."""
         self._state_written = True
@@ -165,7 +154,7 @@ class ZenFlowStep:
             yield
             return
         arrived, sums = list(self._fill.arrivals.arrived), self._fill.accumulation.pending
-        kept = {index: self.gradient(index).to("cpu", copy=True) for index in (*sums, *arrived)}
+        kept = {index: self._fill.gradient(index).to("cpu", copy=True) for index in (*sums, *arrived)}
         micro_batches = self.micro_batches
         try:
             yield
@@ -253,10 +242,6 @@ class ZenFlowStep:
         self._end_micro_batches()
         return scale, finite
 
-    def start_epoch(self, epoch: int) -> None:
-        """Sets the epoch that the next step belongs to; counts where `select_strategy` is "epoch"."""
-        self._selector.epoch = epoch
-
     def follow_freezing(self) -> None:
         """Follows changes of `requires_grad`; between steps, alike on all ranks."""
         if not self._freezing.update():
@@ -320,18 +305,7 @@ class ZenFlowStep:
 
     def state_dict(self) -> dict[str, Any]:
         """State besides AdamW's that continues the run bit for bit; right after a flush only."""
-        return {
-            "version": VERSION,
-            "layout": self.layout,
-            "step": self.number,
-            "skipped": int(self.skipped),
-            "trained": self._freezing.trained,
-            "ownership": self._ownership.state_dict(),
-            "planner": self._planner.state_dict(),
-            "provisional": self._provisional.state_dict(),
-            "in_backward": self._fill.norms.state_dict(),
-            "clipped": self._jobs.verification.n_clipped,
-        }
+        return self._run_state.state_dict(self.number)
 
     def load_state_dict(self, saved: Mapping[str, Any] | None, count: int) -> str:
         """Continues a run; AdamW's state has been loaded into the arena.
@@ -344,7 +318,7 @@ class ZenFlowStep:
             Reason why the run does not continue bit for bit; empty if it does.
         """
         self.count = torch.full_like(self.count, count)
-        difference = "it is not one of ZenFlow" if saved is None else difference_of(saved["layout"], self.layout)
+        difference = "it is not one of ZenFlow" if saved is None else self._run_state.difference_of(saved["layout"])
         if saved is not None:
             self.number = self._flushed_number = saved["step"]
             self.skipped.fill_(saved["skipped"])
@@ -357,12 +331,7 @@ class ZenFlowStep:
             self._change_ranges()
             self._freezing.followed()
         self.start_over(count)
-        self._planner.load_state_dict(saved["planner"])
-        self._ownership.load_state_dict(saved["ownership"])
-        self._provisional.load_state_dict(saved["provisional"])
-        self._fill.norms.load_state_dict(saved["in_backward"])
-        # Earlier checkpoints do not say.
-        self._jobs.verification.n_clipped = saved.get("clipped", self._jobs.verification.n_clipped)
+        self._run_state.load_state_dict(saved)
         return ""
 
     def _change_ranges(self) -> None:
@@ -375,15 +344,10 @@ class ZenFlowStep:
         if self._state is not StepState.REDUCED:
             self._state = StepState.UNDER_WAY
             squared_norm = self._fill.finish(context)
-            self._add_over_ranks(squared_norm)
+            add_over_ranks(squared_norm, self._group)
             self._squared_norm, self._state = squared_norm, StepState.REDUCED
         assert self._squared_norm is not None
         return self._squared_norm
-
-    def _add_over_ranks(self, values: Tensor) -> None:
-        """Adds a tensor over the ranks, in place; no collective where there is one rank."""
-        if dist.get_world_size(self._group) > 1:
-            dist.all_reduce(values, group=self._group)
 
     def _refuse_interrupted(self) -> None:
         if self.was_interrupted:
@@ -421,7 +385,7 @@ class ZenFlowStep:
             self._selector.start_over()
             columns = self._freezing.of_slices(self._freezing.no_columns())
         if (norms := context.column_norms) is not None:
-            self._add_over_ranks(norms.flat)
+            add_over_ranks(norms.flat, self._group)
             # The host waits for the proxies; counted as stall.
             with self._telemetry.stalls.measure("select"):
                 selected = self._selector.select(norms, context.number)

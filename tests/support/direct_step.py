@@ -15,8 +15,8 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.deepspeed.build import ZeroPartition, build
 from lightning_zenflow.deepspeed.environment import RankResources
 from lightning_zenflow.deepspeed.user_optimizer import read_hyperparameters
+from lightning_zenflow.offload.ownership import Freezing
 from lightning_zenflow.offload.plan import StepInputs
-from lightning_zenflow.offload.selector import Freezing
 from lightning_zenflow.offload.step import ZenFlowStep
 from lightning_zenflow.worker.machine import WorkerCores, allowed_cores
 from lightning_zenflow.worker.moments import Moment

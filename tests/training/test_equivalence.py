@@ -169,5 +169,5 @@ def test_where_sums_are(where: str, room: bool, on_host: bool, monkeypatch: pyte
             direct.backward([torch.ones(10, 3)], last=False)
         assert (traffic.d2h_bytes, traffic.h2d_bytes) == ((3 * 4 * 30, 2 * 4 * 30) if on_host else (0, 0))
         direct.backward([torch.ones(10, 3)])
-        assert torch.equal(direct.step.gradient(0), torch.full((30,), 4.0))
+        assert torch.equal(direct.parts.step.fill.gradient(0), torch.full((30,), 4.0))
         assert asked == ([4 * direct.parts.step.rank.partition.numel] if where == "auto" else [])

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from lightning_zenflow.deepspeed.host_state import DiskCopies, with_own_storage
+from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
+from lightning_zenflow.deepspeed.host_state import with_own_storage
 from processes import open_files
 
 

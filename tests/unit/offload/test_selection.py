@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_zenflow.offload.ownership import AUTO_INTERVAL, Selector, column_count, select_columns
 from lightning_zenflow.offload.reference import owned_elements
-from lightning_zenflow.offload.selector import AUTO_INTERVAL, Selector, column_count, select_columns
 
 WAITS = ("cpu", "tolist", "item", "numpy", "__bool__", "__int__", "__float__")
 
