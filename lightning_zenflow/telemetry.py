@@ -4,7 +4,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -32,8 +32,9 @@ Cause = Literal[
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
-class StallClock:
-    """Sums of waiting times by cause. Used by the training thread of one rank only.
+class Telemetry:
+    """Clocks and byte counts of one rank. The training thread alone writes them, in every component that waits, works or copies; monitors
+    read them between steps.
 
     A CUDA device executes asynchronously, so a wait of the training thread is not always a wait of the device. The device's share is the
     time between two events: the first is recorded before the wait and reached when the work enqueued so far is done, the second is
@@ -54,6 +55,12 @@ class StallClock:
         """Optimizer steps."""
         self.worker_restarts = 0
         """Restarts of a worker that a signal had killed."""
+        # Bytes since the start. On a CPU device: bytes that would cross PCIe beside a GPU.
+        self.d2h_bytes = 0
+        """Device to host: gradients, their sums over micro-batches, clip factors and step numbers, state of device-owned entries."""
+        self.h2d_bytes = 0
+        """Host to device: published weights, sums over micro-batches, gradients that are reapplied after a publish, state of device-owned
+        entries."""
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -94,30 +101,6 @@ class StallClock:
         while self._events and self._events[0][2].query():
             cause, before, after = self._events.popleft()
             self._device_seconds[cause] += 1e-3 * before.elapsed_time(after)
-
-
-@dataclass(kw_only=True)
-class Traffic:
-    """Bytes copied by one rank since the start. On a CPU device: bytes that would cross PCIe beside a GPU."""
-
-    d2h_bytes: int = 0
-    """Device to host: gradients, their sums over micro-batches, clip factors and step numbers, state of device-owned entries."""
-    h2d_bytes: int = 0
-    """Host to device: published weights, sums over micro-batches, gradients that are reapplied after a publish, state of device-owned
-    entries."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Telemetry:
-    """Clocks and byte counts of one rank, passed to every component that waits, works or copies.
-
-    The record is frozen, its members are not: the training thread writes to them, and monitors read them between steps.
-    """
-
-    stalls: StallClock
-    """Time that the training thread and the device spent waiting, by cause."""
-    traffic: Traffic = field(default_factory=Traffic)
-    """Bytes copied between device and host."""
 
 
 @dataclass(frozen=True, kw_only=True)

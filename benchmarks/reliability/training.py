@@ -120,7 +120,7 @@ def fit(width: int, last_step: int, ckpt_path: Path | None, *callbacks: pl.Callb
     trainer = quiet_trainer(strategy=strategy, max_steps=last_step, callbacks=list(callbacks))
     trainer.fit(Regression(width), ckpt_path=ckpt_path)
     assert strategy.zenflow_optimizer is not None
-    return strategy.zenflow_optimizer.telemetry.stalls.worker_restarts
+    return strategy.zenflow_optimizer.telemetry.worker_restarts
 
 
 def tensors_of(value: Any) -> list[Tensor]:

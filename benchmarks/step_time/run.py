@@ -92,7 +92,7 @@ class StepResult:
     step_s: list[float] = field(default_factory=list)
     """Wall time of each counted step."""
     stall_s: list[float] = field(default_factory=list)
-    """Waiting in each counted step, by `StallClock.device_s`."""
+    """Waiting in each counted step, by `Telemetry.device_s`."""
     worker_s: list[float] = field(default_factory=list)
     """The worker's time for the jobs published in each counted step."""
     schedule: list[int] = field(default_factory=list)
@@ -141,7 +141,7 @@ def _zenflow_optimizer(trainer: pl.Trainer) -> ZenFlowOptimizer | None:
 def _clocks(optimizer: ZenFlowOptimizer | None) -> tuple[float, float, float]:
     if optimizer is None:
         return time.perf_counter(), 0.0, 0.0
-    stalls = optimizer.telemetry.stalls
+    stalls = optimizer.telemetry
     return time.perf_counter(), stalls.device_s, stalls.worker_busy_s
 
 

@@ -49,8 +49,8 @@ struct zenflow_factored_step_args {
     float scale;  // factor on the gradient; NaN if it is not known
 };
 
-// One step of a factored second moment and the scales of its provisional update: `factored_step_` in
-// lightning_zenflow/kernels/factored.py, which has the equations. Sums and the power are computed in double. Returns whether the
+// One step of a factored second moment and the scales of its provisional update: `Kernels.factored_step_`.
+// lightning_zenflow/kernels/factored.py has the equations. Sums and the power are computed in double. Returns whether the
 // squared norms and the factor are finite; if not, only the scales are written.
 bool zenflow_factored_step(const zenflow_factored_step_args* args);
 

@@ -90,7 +90,7 @@ class WrittenWeights:
         if self._sums is not None:
             differs = self._sum() != self._sums
             if self._is_followed:
-                with self._rank.telemetry.stalls.measure("flush"):
+                with self._rank.telemetry.measure("flush"):
                     if self._n_ranks > 1:
                         dist.all_reduce(any_differs := differs.any().int(), op=dist.ReduceOp.MAX, group=self._group)
                         self._found |= bool(any_differs)

@@ -38,7 +38,7 @@ from lightning_zenflow.offload.plan import Planner, ScheduleControl
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
 from lightning_zenflow.offload.rank_state import Blocks, RankState
 from lightning_zenflow.offload.run_state import CounterReader, StepParts
-from lightning_zenflow.telemetry import StallClock, Telemetry
+from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
 from lightning_zenflow.worker.machine import WorkerCores, check_host_memory, free_host_memory
 from lightning_zenflow.worker.process import Worker
@@ -77,12 +77,11 @@ class ZeroPartition:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankParts:
-    """Components of one rank: those that must be closed, and those of the step."""
+class RankParts(StepParts):
+    """Components of one rank: those of the step, the worker, and the states."""
 
     worker: SupervisedWorker
     host_state: HostState
-    step: StepParts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +145,7 @@ def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) 
         with raising_together(RuntimeError):
             parts = _make(plan, policy, resources, undo)
         undo.pop_all()
-    rank_zero_info(_description(config, parts.step.rank, policy.schedule, resources.cores))
+    rank_zero_info(_description(config, parts.rank, policy.schedule, resources.cores))
     return parts
 
 
@@ -193,14 +192,14 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
         weights=zero.publisher.place_weights(zero.weights, plan.partition, arena),
         device=zero.device,
         kernels=kernels_for(zero.device),
-        telemetry=Telemetry(stalls=StallClock(zero.device)),
+        telemetry=Telemetry(zero.device),
         d2h=SideStream(zero.device),
     )
     # Before anything is written to the states: their memory comes from the NUMA node of the thread that touches it first.
     worker = SupervisedWorker(
         partial(Worker, arena, cores=cores, timeout_s=config.worker_timeout, word_timeout_s=resources.word_timeout_s),
         max_restarts=config.max_worker_restarts,
-        stalls=rank.telemetry.stalls,
+        telemetry=rank.telemetry,
     )
     undo.callback(worker.kill)
     host_state = HostState(zero.optimizer, zero.masters, partition=plan.partition, arena=arena)
@@ -236,7 +235,9 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
     )
     control = ScheduleControl(policy, rank, group=zero.group) if config.measures else None
     planner = Planner(config, jobs, control, selector)
-    step = StepParts(
+    return RankParts(
+        worker=worker,
+        host_state=host_state,
         rank=rank,
         jobs=jobs,
         ownership=ownership,
@@ -247,7 +248,6 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
         counters=CounterReader(rank, jobs, fill.in_backward, ownership),
         write_count=host_state.write_count,
     )
-    return RankParts(worker=worker, host_state=host_state, step=step)
 
 
 def _description(config: ZenFlowConfig, rank: RankState, schedule: UpdateSchedule, cores: WorkerCores) -> str:

@@ -27,7 +27,7 @@ from lightning_zenflow.deepspeed.supported import refuse_unused
 from lightning_zenflow.deepspeed.user_optimizer import read_hyperparameters
 from lightning_zenflow.offload.ownership import Freezing
 from lightning_zenflow.offload.plan import StepInputs
-from lightning_zenflow.offload.run_state import CounterReader, StepParts
+from lightning_zenflow.offload.run_state import CounterReader
 from lightning_zenflow.offload.step import ZenFlowStep
 from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.process import WorkerError
@@ -50,7 +50,7 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
     Attributes:
         telemetry: stall clock and copied bytes.
         counters: all counters, to be read at any time.
-        parts: components of the step.
+        parts: components of this rank.
         full_state: weights and moments of single parameters.
         clip_grad: largest norm of the whole gradient after clipping, DeepSpeed's; also of a step that is complete already. 0: no clipping.
             Infinity: no clipping, which backward passes do not rely on.
@@ -106,16 +106,15 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
             group=self.dp_process_group,
             **of_stage,
         )
-        parts = build(self.zenflow_config, zero, self._resources)
-        self._worker, self._host_state, self._rank = parts.worker, parts.host_state, parts.step.rank
-        self.telemetry: Telemetry = parts.step.rank.telemetry
-        self.counters: CounterReader = parts.step.counters
-        self.parts: StepParts = parts.step
+        self.parts = parts = build(self.zenflow_config, zero, self._resources)
+        self._worker, self._host_state, self._rank = parts.worker, parts.host_state, parts.rank
+        self.telemetry: Telemetry = parts.rank.telemetry
+        self.counters: CounterReader = parts.counters
         self._trained_parameters = parameters
         self._slice_of = {parameters[s.parameter]: i for i, s in enumerate(self._rank.partition.slices)}
         self.zenflow_step = ZenFlowStep(
             self.zenflow_config,
-            parts.step,
+            parts,
             Freezing(self._rank.partition, parameters),
             self.dp_process_group,
             read_inputs=self._read_inputs,
@@ -128,7 +127,7 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
             # Private: with the first, `safe_get_full_grad` calls the second, whatever stands in `parameter.grad`.
             added._hp_grad, added.get_full_hp_grad = True, partial(self.full_state.gradient, name)
         # DeepSpeed's start needs up to 6 bytes a parameter more than a step, which `has_room` would count for ever.
-        runtime_of(parts.step.rank.device).forget_peak()
+        runtime_of(parts.rank.device).forget_peak()
 
     def _refuse_asleep(self) -> None:
         if self._away:
@@ -249,7 +248,7 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         self._global_grad_norm = scale.norm
         if finite is not None:
             # A dynamic loss scale (fp16) must know on the host whether the step overflowed, and waits for the device.
-            with self.telemetry.stalls.measure("loss_scale"):
+            with self.telemetry.measure("loss_scale"):
                 self.overflow = not bool(finite.read())
             # Private: the loss scaler's own rule, which DeepSpeed's `step` calls.
             self._update_scale(self.overflow)

@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
-from lightning_zenflow.kernels.factored import (
-    Factors,
-    RoundingNoise,
-    SecondMoment,
-    factored_step_,
-    provisional_values,
-    round_stochastically_,
-)
+from lightning_zenflow.kernels.factored import SMALLEST, Factors, RoundingNoise, SecondMoment, round_stochastically_
 
 _log = logging.getLogger(__name__)
 
@@ -151,8 +144,31 @@ class Kernels:
     def factored_step_(
         self, moment: SecondMoment, squared_norms: SquaredNorms, *, beta2: float, lr: float, scale: Tensor
     ) -> Factors:
-        """See `kernels.factored.factored_step_`; the squared norms are those of rows and columns."""
-        return factored_step_(moment, squared_norms.rows, squared_norms.columns, beta2=beta2, lr=lr, scale=scale)
+        """Adds a step's gradient to its second moment and returns the factors of its provisional update, see `kernels.factored`.
+
+        Args:
+            moment: changed in place, unless the gradient or `scale` is not finite.
+            squared_norms: of the gradient, with those of rows and columns.
+            beta2: decay per step.
+            lr: learning rate.
+            scale: 0-D float32; factor on the gradient; NaN if it is not known.
+
+        Returns:
+            Factors whose product is lr * scale / sqrt(v_ij), bias-corrected.
+        """
+        rows, columns = squared_norms.rows, squared_norms.columns
+        # In float32, like the operations below: float64 would not see squares that overflow there.
+        finite = torch.isfinite(columns.sum() * scale)
+        weight = (1 - beta2) * finite.float()
+        squared = scale.square()
+        row, col = moment.row, moment.col
+        row.lerp_(torch.where(finite, rows * (squared / col.numel()), 0.0), weight)
+        col.lerp_(torch.where(finite, columns * (squared / row.numel()), 0.0), weight)
+        moment.n.add_(finite)
+        bias_correction = 1 - beta2 ** moment.n.clamp(min=1)
+        row_scale = row.clamp(min=SMALLEST).rsqrt_().mul_((col.mean() * bias_correction).sqrt()).mul_(scale * lr)
+        col_scale = col.clamp(min=SMALLEST).rsqrt_()
+        return Factors(row_scale=row_scale.unsqueeze(1), col_scale=col_scale.unsqueeze(0), finite=finite)
 
     def provisional_update_(
         self, weights: Tensor, gradient: Tensor, factors: Factors, noise: RoundingNoise, *, size: float = 1.0
@@ -166,7 +182,9 @@ class Kernels:
             noise: random bits for stochastic rounding.
             size: b, the size of the provisional update.
         """
-        values = provisional_values(weights, gradient, factors, size=size)
+        update = gradient.float() * (factors.row_scale * size)
+        update.mul_(factors.col_scale)
+        values = torch.sub(weights.float(), torch.where(factors.finite, update, 0.0), out=update)
         round_stochastically_(weights, values, noise)
 
     def adamw_(

@@ -114,7 +114,7 @@ def factored_step(
     n_parts, n_row_parts, n_column_parts, n_rows, n_columns, weight, log_beta2, lr, smallest,
     n_at_once: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
-    """`kernels.factored.factored_step_` by a single program."""
+    """`Kernels.factored_step_` by a single program."""
     sums = tl.zeros((chunk,), dtype=tl.float32)
     first = 0
     while first < n_parts:

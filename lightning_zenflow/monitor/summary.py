@@ -184,7 +184,7 @@ class StepMeter:
         return summary(self.step_s[1:], self._before, now, config, fp16=fp16)
 
     def _ns_without_waits(self) -> int:
-        return time.perf_counter_ns() - round(1e9 * sum(self._optimizer.telemetry.stalls.seconds.values()))
+        return time.perf_counter_ns() - round(1e9 * sum(self._optimizer.telemetry.seconds.values()))
 
 
 def summary(step_s: Sequence[float], before: Reading, now: Reading, config: ZenFlowConfig, *, fp16: bool) -> str:

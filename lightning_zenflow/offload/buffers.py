@@ -193,7 +193,7 @@ class Publisher:
             numel += r.numel
         if targets:
             torch._foreach_copy_(targets, sources, non_blocking=True)
-        self._rank.telemetry.traffic.h2d_bytes += numel * new_weights.element_size()
+        self._rank.telemetry.h2d_bytes += numel * new_weights.element_size()
 
 
 class InPlacePublisher(Publisher):
@@ -248,7 +248,7 @@ class InPlacePublisher(Publisher):
 
     @override
     def wait_for_readers(self) -> None:
-        with self._rank.telemetry.stalls.measure("flush"):
+        with self._rank.telemetry.measure("flush"):
             runtime_of(self._rank.device).synchronize()
 
     @override

@@ -184,13 +184,13 @@ class ExportRegion:
         for row in (row for state in states for row in state):
             row.copy_(self._state[begin : begin + row.numel()], non_blocking=True)
             begin += row.numel()
-            self._rank.telemetry.traffic.h2d_bytes += row.nbytes
+            self._rank.telemetry.h2d_bytes += row.nbytes
 
     def _wait(self, cause: Cause) -> None:
         if self._request is None:
             return
         if not self._worker.has_answered(self._request):
-            with self._rank.telemetry.stalls.measure(cause):
+            with self._rank.telemetry.measure(cause):
                 self._worker.wait_for(self._request)
         self._request = None
 

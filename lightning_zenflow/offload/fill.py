@@ -65,7 +65,7 @@ class Accumulation:
                 self._jobs.acquire(self._rank.blocks.of_slice[slice_index], step)
             for begin, slot in self._jobs.slots.views_of_slice(slice_index):
                 slot.copy_(gradient.narrow(0, begin, slot.numel()), non_blocking=True)
-                self._rank.telemetry.traffic.d2h_bytes += slot.nbytes
+                self._rank.telemetry.d2h_bytes += slot.nbytes
         elif slice_index in self._pending:
             self._sum(slice_index).add_(gradient)
         else:
@@ -103,7 +103,7 @@ class Accumulation:
         total = torch.empty(s.numel, dtype=self._rank.dtype, device=self._rank.device)
         for begin, slot in self._jobs.slots.views_of_slice(slice_index):
             total.narrow(0, begin, slot.numel()).copy_(slot, non_blocking=True)
-            self._rank.telemetry.traffic.h2d_bytes += slot.nbytes
+            self._rank.telemetry.h2d_bytes += slot.nbytes
         return total
 
 

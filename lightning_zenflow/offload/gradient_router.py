@@ -74,7 +74,7 @@ class GradientRouter:
             norms = self._rank.kernels.route(
                 matrix, destinations, per_axis=per_axis, copies=self._rank.d2h.behind(reads=matrix)
             )
-            self._rank.telemetry.traffic.d2h_bytes += matrix.nbytes
+            self._rank.telemetry.d2h_bytes += matrix.nbytes
             squared_norms.append(norms.parts)
             if column_norms is not None:
                 column_norms.of_parameter[s.parameter].narrow(0, tile.first_column, tile.width).add_(norms.columns)
@@ -198,7 +198,7 @@ class VectorGradients:
         runs = [run for block in blocks for run in block.runs]
         slots = [self._slots.view(first).as_strided((of_run.numel(),), (1,)) for first, of_run in runs]
         torch._foreach_copy_(slots, [of_run for _, of_run in runs], non_blocking=True)
-        self._rank.telemetry.traffic.d2h_bytes += values.nbytes
+        self._rank.telemetry.d2h_bytes += values.nbytes
         targets, sources = [], []
         for block in blocks:
             for tile, gradient in block.tiles:

@@ -195,7 +195,7 @@ class JobsInFlight:
             self._publish((block.jobs if self._publisher.in_place else self._jobs)[0], cause)
         copied = self._free_buffers[buffer]
         if copied is not None and not copied.query():
-            with self._rank.telemetry.stalls.measure("publish_buffer"):
+            with self._rank.telemetry.measure("publish_buffer"):
                 copied.synchronize()
         return buffer
 
@@ -237,7 +237,7 @@ class JobsInFlight:
 
     def _wait_for(self, jobs: Iterable[Job], cause: Cause) -> None:
         """Waits for the worker's answer to one of the jobs."""
-        with self._rank.telemetry.stalls.measure(cause):
+        with self._rank.telemetry.measure(cause):
             self._worker.wait_for(*(job.submission for job in jobs))
 
     def _diagnosis(self) -> str:

@@ -130,7 +130,7 @@ class JobQueue:
         largest = dataclasses.replace(self.schedule, update_interval=self._longest, publish_lag=self._largest_lag)
         n_slots, n_buffers = largest.n_slots, self._publisher.n_buffers(self.schedule)
         # In mid-run this may take seconds; a start is no stall.
-        with self._rank.telemetry.stalls.measure("reserve") if self.slots.n_slots else nullcontext():
+        with self._rank.telemetry.measure("reserve") if self.slots.n_slots else nullcontext():
             self._rank.arena.reserve(n_slots=n_slots, n_publish_buffers=n_buffers, touch=self._worker.touch)
         self.slots.grow(n_slots)
         self.in_flight.grow_buffers(n_buffers)
@@ -286,7 +286,7 @@ class JobQueue:
 
     def _forget_words(self, step: int) -> None:
         """Forgets words of a step whose backward pass or end was interrupted: they would match when the step is repeated."""
-        with self._rank.telemetry.stalls.measure("flush"):
+        with self._rank.telemetry.measure("flush"):
             # One that no job has waited for may still be on its way.
             runtime_of(self._rank.device).synchronize()
         self._rank.arena.block_words.reset()
@@ -322,7 +322,7 @@ class JobQueue:
                 self._rank.d2h.wait_for(event)
         with self._rank.d2h.behind(reads=factor):
             words.write(index, step, factor)
-        self._rank.telemetry.traffic.d2h_bytes += WORD_BYTES
+        self._rank.telemetry.d2h_bytes += WORD_BYTES
 
     def _due_step(self, step: int) -> int:
         # In place: the end of the next step, if nothing fetches the weights before.

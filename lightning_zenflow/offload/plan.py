@@ -175,8 +175,8 @@ class ScheduleControl:
         return reason
 
     def _clocks(self) -> tuple[float, float, float]:
-        stalls = self._rank.telemetry.stalls
-        return time.perf_counter(), stalls.device_s, stalls.worker_busy_s
+        telemetry = self._rank.telemetry
+        return time.perf_counter(), telemetry.device_s, telemetry.worker_busy_s
 
     def _reduce(self, load: float, stall: float) -> AsyncHostCopy:
         """The largest of all ranks, float64: [load, stall]."""

@@ -167,7 +167,7 @@ class ProvisionalUpdate:
                 if update.in_slot:
                     self._rank.d2h.join()
                     ready = replace(update, gradient=runtime_of(self._rank.device).to_device(update.gradient))
-                    self._rank.telemetry.traffic.h2d_bytes += update.gradient.nbytes
+                    self._rank.telemetry.h2d_bytes += update.gradient.nbytes
                 self._apply(ready, update.step - last, schedule)
             block.kept = [update for update in later if block.overwrites(update.step)]
 

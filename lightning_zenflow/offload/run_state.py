@@ -90,14 +90,14 @@ class CounterReader:
         runtime, telemetry = runtime_of(self._rank.device), self._rank.telemetry
         jobs, schedule = self._jobs.in_flight, self._jobs.schedule
         return Reading(
-            steps=telemetry.stalls.steps,
-            host_stall_s=telemetry.stalls.seconds,
-            device_stall_s=telemetry.stalls.device_seconds,
-            worker_busy_s=telemetry.stalls.worker_busy_s,
-            worker_restarts=telemetry.stalls.worker_restarts,
+            steps=telemetry.steps,
+            host_stall_s=telemetry.seconds,
+            device_stall_s=telemetry.device_seconds,
+            worker_busy_s=telemetry.worker_busy_s,
+            worker_restarts=telemetry.worker_restarts,
             skipped_steps=int(self._n_skipped.read() or 0),
-            d2h_bytes=telemetry.traffic.d2h_bytes,
-            h2d_bytes=telemetry.traffic.h2d_bytes,
+            d2h_bytes=telemetry.d2h_bytes,
+            h2d_bytes=telemetry.h2d_bytes,
             model_bytes=self._numel * self._rank.dtype.itemsize,
             in_backward_jobs=jobs.n_in_backward,
             late_jobs=jobs.n_late,

@@ -235,7 +235,7 @@ class ZenFlowStep:
         with record_function("zenflow gather"):
             self._gather_weights()
 
-        self._telemetry.stalls.steps += 1
+        self._telemetry.steps += 1
         self._planner.end_step(number, plan)
         if not copies_finite:
             self._counters.warn_of_skipped(number)
@@ -387,7 +387,7 @@ class ZenFlowStep:
         if (norms := context.column_norms) is not None:
             add_over_ranks(norms.flat, self._group)
             # The host waits for the proxies; counted as stall.
-            with self._telemetry.stalls.measure("select"):
+            with self._telemetry.measure("select"):
                 selected = self._selector.select(norms, context.number)
             if selected is not None:
                 columns = self._freezing.of_slices(selected[0])

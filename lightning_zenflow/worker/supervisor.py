@@ -10,7 +10,7 @@ from itertools import count
 from types import TracebackType
 
 from lightning_zenflow.native import Done, Export, MessageType, Touch
-from lightning_zenflow.telemetry import Cause, StallClock
+from lightning_zenflow.telemetry import Cause, Telemetry
 from lightning_zenflow.worker.process import (
     Answer,
     JobMessage,
@@ -90,7 +90,7 @@ class SupervisedWorker:
     Args:
         start: starts a worker on the arena.
         max_restarts: limit within `RESTART_WINDOW_S`.
-        stalls: counts restarts, and the worker's time for exports.
+        telemetry: counts restarts, waits for them, and the worker's time.
 
     Attributes:
         diagnosis: records of whoever submits, for the error of a missed `worker_timeout`.
@@ -99,11 +99,11 @@ class SupervisedWorker:
         WorkerError: no worker could be started.
     """
 
-    def __init__(self, start: Callable[[], Worker], *, max_restarts: int, stalls: StallClock) -> None:
+    def __init__(self, start: Callable[[], Worker], *, max_restarts: int, telemetry: Telemetry) -> None:
         self.diagnosis: Callable[[], str] = str
         self._start_worker = start
         self._max_restarts = max_restarts
-        self._stalls = stalls
+        self._telemetry = telemetry
         self._unanswered: deque[Submission] = deque()
         self._n_sent = 0  # of them, from the oldest on
         self._exchange = Transaction()
@@ -195,7 +195,7 @@ class SupervisedWorker:
                 with self._exchange:
                     exchange()
             except WorkerKilled as death:
-                with nullcontext() if cause is None else self._stalls.measure(cause):
+                with nullcontext() if cause is None else self._telemetry.measure(cause):
                     self._replace(death)
         except WorkerTimeout as failure:
             records = f"{len(self._unanswered)} messages without an answer, {self._n_sent} of them sent"
@@ -216,7 +216,7 @@ class SupervisedWorker:
         submission = next((s for s in self._unanswered if _answers(answer, s.message)), None)
         if submission is None:
             raise WorkerError(f"{self._worker} answered what it was not asked: {bytes(answer).hex(' ', 8)}")
-        self._stalls.worker_busy_s += 1e-9 * answer.busy_ns
+        self._telemetry.worker_busy_s += 1e-9 * answer.busy_ns
         submission.is_answered = True
         self._unanswered.remove(submission)
         self._n_sent -= 1
@@ -263,7 +263,7 @@ class SupervisedWorker:
                 " raise the limit"
             ) from death
         self._restart_times.append(now)
-        self._stalls.worker_restarts += 1
+        self._telemetry.worker_restarts += 1
         _log.warning("%s; a new worker continues, nothing is lost", death)
 
 

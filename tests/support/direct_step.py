@@ -80,12 +80,12 @@ class DirectStep:
         self.parts = build(config, zero, resources)
         self._groups, self._in_place, self._fetches = groups, in_place, in_place
         if in_place:
-            self._show(self.parts.step.rank.weights)
+            self._show(self.parts.rank.weights)
         self.loss_scale, self.max_norm = loss_scale, max_norm
-        freezing = Freezing(self.parts.step.rank.partition, self.parameters)
+        freezing = Freezing(self.parts.rank.partition, self.parameters)
         self.step = ZenFlowStep(
             config,
-            self.parts.step,
+            self.parts,
             freezing,
             dist.group.WORLD,
             read_inputs=lambda: StepInputs(
@@ -96,8 +96,8 @@ class DirectStep:
 
     def fetch(self, *indices: int) -> None:
         """Waits for the weights of some slices, or of all, as stage 3 does before it fetches them from where they are in place."""
-        for index in (indices or range(len(self.parts.step.rank.partition.slices))) if self._fetches else ():
-            self.parts.step.jobs.await_slice(index)
+        for index in (indices or range(len(self.parts.rank.partition.slices))) if self._fetches else ():
+            self.parts.jobs.await_slice(index)
 
     def receive(self, index: int, gradient: Tensor, *, last: bool) -> None:
         """Gives one slice's gradient to the step, times the loss scale."""
@@ -110,18 +110,18 @@ class DirectStep:
 
     def join(self) -> None:
         """Ends a backward pass as DeepSpeed's optimizer does, behind the copies of gradients to the host."""
-        self.parts.step.rank.d2h.join()
+        self.parts.rank.d2h.join()
 
     def flat_state(self) -> list[list[Tensor]]:
         """Copies of [master, exp_avg, exp_avg_sq] of each parameter group; exact right after a flush."""
         return [
             [w.detach().clone(), *(moment.read(begin, w.numel()).clone() for moment in self._moments)]
-            for w, begin in zip(self.masters, self.parts.step.rank.partition.group_begins, strict=True)
+            for w, begin in zip(self.masters, self.parts.rank.partition.group_begins, strict=True)
         ]
 
     @property
     def _moments(self) -> tuple[Moment, Moment]:
-        arena = self.parts.step.rank.arena
+        arena = self.parts.rank.arena
         return arena.exp_avg, arena.exp_avg_sq
 
     def state(self) -> list[Tensor]:
@@ -141,7 +141,7 @@ class DirectStep:
     def load(self, path: str) -> None:
         """Continues from a saved state, bit for bit."""
         states, shown, step, count = torch.load(path, weights_only=False)
-        begins = self.parts.step.rank.partition.group_begins
+        begins = self.parts.rank.partition.group_begins
         for master, begin, (saved, *moments) in zip(self.masters, begins, states, strict=True):
             master.data.copy_(saved)
             for moment, values in reversed([*zip(self._moments, moments, strict=True)]):
@@ -154,7 +154,7 @@ class DirectStep:
         """Ends the worker and frees the memory; the weights remain."""
         self.parts.worker.kill()
         self._fetches = False
-        self.parts.step.rank.arena.close(keep_state=False, take_weights=self._take_weights)
+        self.parts.rank.arena.close(keep_state=False, take_weights=self._take_weights)
 
     def _take_weights(self) -> None:
         if self._in_place:
@@ -192,13 +192,13 @@ def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
         scripted(case.schedules) if case.schedules else nullcontext(),
         direct_step(groups, optimizer=optimizer, **options) as direct,
     ):
-        step, last, traffic = direct.step, True, direct.parts.step.rank.telemetry.traffic
+        step, last, traffic = direct.step, True, direct.parts.rank.telemetry
 
         def receive(p: Tensor, index: int) -> None:
             direct.receive(index, p.grad, last=last)
             p.grad = None
 
-        for index, s in enumerate(direct.parts.step.rank.partition.slices):
+        for index, s in enumerate(direct.parts.rank.partition.slices):
             direct.parameters[s.parameter].register_post_accumulate_grad_hook(partial(receive, index=index))
         first = 0
         if case.checkpoint is not None and not case.save_at:
@@ -235,6 +235,6 @@ def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
         step.flush()
         run.weights, run.untrained = snapshot(model), untrained(model)
         run.skipped = int(step.skipped)
-        run.in_backward_jobs = direct.parts.step.counters.read().in_backward_jobs
+        run.in_backward_jobs = direct.parts.counters.read().in_backward_jobs
         run.counts = [direct.count] * len(direct.masters)
         return run, direct.flat_state()

@@ -11,7 +11,7 @@ from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.kernels.base import Kernels, kernels_for
 from lightning_zenflow.offload.columns import export_bytes
 from lightning_zenflow.offload.rank_state import Blocks, RankState
-from lightning_zenflow.telemetry import StallClock, Telemetry
+from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
 from lightning_zenflow.worker.machine import allowed_cores
 from lightning_zenflow.worker.process import Worker
@@ -45,7 +45,7 @@ def make_rank_state(
         weights=weights,
         device=device,
         kernels=kernels or kernels_for(device),
-        telemetry=Telemetry(stalls=StallClock(device)),
+        telemetry=Telemetry(device),
         d2h=SideStream(device),
     )
 
@@ -53,7 +53,7 @@ def make_rank_state(
 def supervised_worker(rank: RankState, *, n_threads: int = 1) -> SupervisedWorker:
     """A worker on the rank's arena, of as many threads as there are cores for; to be closed or killed."""
     start = partial(Worker, rank.arena, cores=allowed_cores()[:n_threads], timeout_s=30.0)
-    return SupervisedWorker(start, max_restarts=100, stalls=rank.telemetry.stalls)
+    return SupervisedWorker(start, max_restarts=100, telemetry=rank.telemetry)
 
 
 def seen(worker: SupervisedWorker, submission: Submission, is_answered: bool) -> bool:

@@ -52,7 +52,7 @@ class Budgets(StepEnds):
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         super().on_train_batch_end(trainer)
-        traffic = optimizer_of(trainer).parts.rank.telemetry.traffic
+        traffic = optimizer_of(trainer).parts.rank.telemetry
         self.counted.append((traffic.d2h_bytes, traffic.h2d_bytes))
         self.live.append(self.device.memory.live)
         self.peaks.append(self.device.memory.peak)

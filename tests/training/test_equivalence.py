@@ -104,7 +104,7 @@ def test_the_warm_up_is_not_repeated() -> None:
         for number in range(1, 9):
             weights[0].requires_grad_(number not in (2, 6))
             direct.step.follow_freezing()
-            synchronous.append(direct.parts.step.planner.plan(number).synchronous)
+            synchronous.append(direct.parts.planner.plan(number).synchronous)
             direct.backward([torch.ones(6, 4)] * 2)
             direct.step.step()
     assert synchronous == [True] * 3 + [False] * 5
@@ -164,10 +164,10 @@ def test_where_sums_are(where: str, room: bool, on_host: bool, monkeypatch: pyte
     with direct_step(
         [[torch.zeros(10, 3)]], update_interval=2, publish_lag=1, topk_ratio=0, accumulate_on=where
     ) as direct:
-        traffic = direct.parts.step.rank.telemetry.traffic
+        traffic = direct.parts.rank.telemetry
         for _ in range(3):
             direct.backward([torch.ones(10, 3)], last=False)
         assert (traffic.d2h_bytes, traffic.h2d_bytes) == ((3 * 4 * 30, 2 * 4 * 30) if on_host else (0, 0))
         direct.backward([torch.ones(10, 3)])
-        assert torch.equal(direct.parts.step.fill.gradient(0), torch.full((30,), 4.0))
-        assert asked == ([4 * direct.parts.step.rank.partition.numel] if where == "auto" else [])
+        assert torch.equal(direct.parts.fill.gradient(0), torch.full((30,), 4.0))
+        assert asked == ([4 * direct.parts.rank.partition.numel] if where == "auto" else [])

@@ -101,7 +101,7 @@ def test_blocks_are_submitted_again_where_the_factor_was_in_doubt(change: str, m
                 sent.clear()
                 direct.backward(gradients)
                 direct.join()
-                n_blocks = len(direct.parts.step.jobs.submitted_in_backward)
+                n_blocks = len(direct.parts.jobs.submitted_in_backward)
                 if step == 1 and change == "a learning rate":
                     direct.optimizer.param_groups[0]["lr"] /= 2
                 direct.max_norm = 1.0 if step == 1 and change == "a norm" else 0.0
@@ -115,7 +115,7 @@ def test_blocks_are_submitted_again_where_the_factor_was_in_doubt(change: str, m
                 expected = n_blocks if all_in_doubt else 1
                 if step == 1 and change == "not finite":
                     # Blocks of the last gradient were not shown with the step.
-                    expected = 1 + n_blocks - len(direct.parts.step.rank.blocks.of_slice[0])
+                    expected = 1 + n_blocks - len(direct.parts.rank.blocks.of_slice[0])
                 assert again == (expected if in_backward else 0)
                 assert (n_blocks > 1) == in_backward
     for ours, expected in zip(shown[:3], shown[3:], strict=True):
@@ -139,7 +139,7 @@ def test_the_bits_do_not_depend_on_when_the_worker_begins(dtype: str, monkeypatc
         keys = {"max_norm": 1.0, "moments_dtype": dtype, "clip_prediction": False}
         with direct_step([random_tensors(50, shapes=shapes)], in_place=True, **keys) as direct:
             for step in range(4):
-                gradients, jobs = random_tensors(step, shapes=shapes), direct.parts.step.jobs
+                gradients, jobs = random_tensors(step, shapes=shapes), direct.parts.jobs
 
                 def are_done(jobs: JobQueue = jobs) -> bool:
                     return all(map(jobs.in_flight.has_answers, jobs.submitted_in_backward))
@@ -188,7 +188,7 @@ def test_steps_that_do_not_end_and_workers_that_die(keys: dict[str, Any], of_cop
     for deaths in (0, 0.3):
         with direct_step([random_tensors(50)], in_place=True, **options) as direct:
             assert_same_training(train(direct, deaths), expected)
-            restarts = direct.parts.step.rank.telemetry.stalls.worker_restarts
+            restarts = direct.parts.rank.telemetry.worker_restarts
         assert (restarts > 5) == (deaths > 0)
         # The arena is freed, the weights are not.
         assert all(map(torch.equal, direct.shown, expected[-1][-len(direct.shown) :]))
@@ -222,7 +222,7 @@ class Fetching:
     def fetch(self, index: int) -> Tensor:
         """One parameter's weights; the current stream is behind the copy."""
         self.direct.fetch(index)
-        s = self.direct.parts.step.rank.partition.slices[index]
+        s = self.direct.parts.rank.partition.slices[index]
         with self._device.on(self._fetches):
             weights = self.direct.shown[0].narrow(0, s.begin, s.numel).to(DEVICE, non_blocking=True)
         self._device.current.wait_stream(self._fetches)
@@ -261,7 +261,7 @@ def record(**keys: Any) -> tuple[RecordedDevice, list[Tensor]]:
         with direct_step([random_tensors(50, DEVICE)], max_norm=30.0, in_place=True, **keys) as direct:
             Fetching(direct, device).train()
             state = direct.state()
-        assert direct.parts.step.rank.telemetry.traffic.h2d_bytes == 0
+        assert direct.parts.rank.telemetry.h2d_bytes == 0
     return device, state
 
 

@@ -141,7 +141,7 @@ def test_what_is_submitted_in_backward_depends_on_the_factors_before(loss_scale:
     shown = []
     for in_backward in (True, False):
         with direct_step([random_tensors(50)], loss_scale=loss_scale, overlap_step=in_backward, **KEYS) as direct:
-            before = direct.parts.step.counters.read()
+            before = direct.parts.counters.read()
             for number, (max_norm, submits, corrects) in enumerate(STEPS):
                 gradients = random_tensors(number)
                 if math.isnan(max_norm):
@@ -151,7 +151,7 @@ def test_what_is_submitted_in_backward_depends_on_the_factors_before(loss_scale:
                 direct.backward(gradients)
                 direct.step.step()
                 shown.append([flat.clone() for flat in direct.shown])
-                now = direct.parts.step.counters.read()
+                now = direct.parts.counters.read()
                 found = (now.steps_in_backward - before.steps_in_backward, now.corrected_steps - before.corrected_steps)
                 assert found == ((submits, corrects) if in_backward else (False, False)), number
                 before = now
@@ -189,4 +189,4 @@ def test_steps_that_do_not_end_and_workers_that_die(accumulate_on: str) -> None:
     for deaths in (0, 0.3):
         with direct_step([random_tensors(50)], **options) as direct:
             assert_same_training(train(direct, deaths), expected)
-            assert direct.parts.step.counters.read().corrected_steps > 2
+            assert direct.parts.counters.read().corrected_steps > 2

@@ -11,7 +11,7 @@ import torch
 
 from lightning_zenflow.kernels import cpu
 from lightning_zenflow.native import worker_executable
-from lightning_zenflow.telemetry import StallClock
+from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.machine import allowed_cores
 from lightning_zenflow.worker.process import Worker, WorkerError
@@ -26,7 +26,7 @@ def start(arena: Arena) -> SupervisedWorker:
     return SupervisedWorker(
         partial(Worker, arena, cores=allowed_cores()[:1], timeout_s=30),
         max_restarts=1,
-        stalls=StallClock(cpu),
+        telemetry=Telemetry(cpu),
     )
 
 

@@ -24,7 +24,7 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.deepspeed import environment
 from lightning_zenflow.native import Acknowledged, Done
-from lightning_zenflow.telemetry import StallClock
+from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.machine import allowed_cores
 from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
@@ -102,9 +102,9 @@ class KilledAtStart(Worker):
         return super().wait()
 
 
-def supervised(start: Start, *, max_restarts: int = 3) -> tuple[SupervisedWorker, StallClock]:
-    stalls = StallClock(torch.device("cpu"))
-    return SupervisedWorker(start, max_restarts=max_restarts, stalls=stalls), stalls
+def supervised(start: Start, *, max_restarts: int = 3) -> tuple[SupervisedWorker, Telemetry]:
+    stalls = Telemetry(torch.device("cpu"))
+    return SupervisedWorker(start, max_restarts=max_restarts, telemetry=stalls), stalls
 
 
 def jobs_of(arena: Arena, partition: Partition, *, steps: int = 1) -> list[JobMessage]:

@@ -5,13 +5,7 @@ import torch
 from torch import Tensor
 
 from kernel_cases import Implementation, each_with
-from lightning_zenflow.kernels.factored import (
-    Factors,
-    RoundingNoise,
-    SecondMoment,
-    provisional_values,
-    round_stochastically_,
-)
+from lightning_zenflow.kernels.factored import Factors, RoundingNoise, SecondMoment, round_stochastically_
 
 CPU = torch.device("cpu")
 
@@ -77,9 +71,12 @@ def test_a_step_that_is_not_finite_changes_nothing(on: Implementation, value: fl
     torch.testing.assert_close(factors.row_scale, known.row_scale * scale, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(factors.col_scale, known.col_scale)
     weights = on.random(3, 4, seed=1)
-    assert torch.equal(provisional_values(weights, gradient, factors), weights)
+    moved = weights.clone()
+    on.kernels.provisional_update_(moved, gradient, factors, RoundingNoise(1, on.device))
+    assert torch.equal(moved, weights)
     # Rows and columns without gradient do not move either.
     gradient = on.random(3, 4)
     gradient[1], gradient[:, 2] = 0.0, 0.0
-    moved = provisional_values(weights, gradient, take_step(on, SecondMoment.zeros(3, 4, on.device), gradient))
+    factors = take_step(on, SecondMoment.zeros(3, 4, on.device), gradient)
+    on.kernels.provisional_update_(moved, gradient, factors, RoundingNoise(1, on.device))
     assert torch.equal(moved[1], weights[1]) and torch.equal(moved[:, 2], weights[:, 2]) and moved.isfinite().all()

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from lightning_zenflow.telemetry import StallClock
+from lightning_zenflow.telemetry import Telemetry
 from recorded_device.device import RecordedEvent
 from recorded_device.watch import recorded_device
 
 
 def test_waits_are_counted_and_profiled() -> None:
-    stalls = StallClock(torch.device("cpu"))
+    stalls = Telemetry(torch.device("cpu"))
     with profile() as profiler, stalls.measure("flush"):
         pass
     (wait,) = [event for event in profiler.events() if event.name == "zenflow wait: flush"]
@@ -30,7 +30,7 @@ def test_events_of_waits_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(RecordedEvent, "record", noted)
     with recorded_device(events_are_reached=True):
-        stalls = StallClock(torch.device("cpu"))
+        stalls = Telemetry(torch.device("cpu"))
         for _ in range(20):
             with stalls.measure("publish_wait"):
                 pass
