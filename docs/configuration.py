@@ -12,7 +12,8 @@ DOCUMENT = Path(__file__).with_suffix(".md")
 def table() -> str:
     """The keys as a Markdown table."""
     lines = ["| key | must be | unit | default | changes numbers | meaning |", "| --- | --- | --- | --- | --- | --- |"]
-    for name, key in KEYS.items():
+    # Those of DeepSpeed's that do nothing come last.
+    for name, key in sorted(KEYS.items(), key=lambda item: "ZenFlow without effect" in item[1]["description"]):
         default = json.dumps(key["default"]).strip('"')
         numbers = "yes" if key["changes_numbers"] else "no"
         meaning = " ".join(key["description"].split())

@@ -64,8 +64,8 @@ class ZenFlowConfig(BaseModel):
     )
 
     topk_ratio: _Share = _key(0.05, unit="fraction of columns")
-    """Input columns of each matrix that the device updates in every step, while weights that the host updates are late. The device also
-    updates all 1-D parameters; at 0 the host updates everything."""
+    """Share of each matrix's columns that the device updates in every step, from S > 1 or d > 0 on; with S = 1, d = 0 without effect. The
+    device then also updates all 1-D parameters; at 0 the host updates everything."""
 
     select_strategy: Literal["step", "epoch", "auto"] = _key("step")
     """The unit of select_interval; "auto" means "step"."""
@@ -75,14 +75,14 @@ class ZenFlowConfig(BaseModel):
     `select_strategy: epoch` every epoch."""
 
     update_interval: _Interval | _Auto = _key("auto", unit="steps")
-    """Window S: the worker replays the gradients of S steps in one pass. "auto" takes a power of two: with
+    """S, the number of steps whose gradients the CPU applies in one pass over the state. "auto" takes a power of two: with
     publish_lag, the least stale pair whose work hides behind training; see `lightning_zenflow.core.schedule`."""
 
     max_update_interval: _Interval = _key(16, unit="steps")
     """Upper bound of `update_interval: auto`, hence of the gradients held in host memory."""
 
     publish_lag: Annotated[int, Field(ge=0, le=_LARGEST_INTERVAL)] | _Auto = _key("auto", unit="steps")
-    """Lag d: the result of an update job is published d steps later than the step after its submission. "auto" takes 0 or 1:
+    """d, the number of further steps until the model has the result of the CPU's pass. "auto" takes 0 or 1:
     with update_interval, the least stale pair whose work hides behind training."""
 
     clip_prediction: bool | _Auto = _key("auto")
