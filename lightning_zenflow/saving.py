@@ -136,9 +136,9 @@ class Saving(Session):
             if self.is_global_zero:
                 whole = {**content(), **({} if state.run_state is None else {FILE_KEY: state.run_state})}
                 if io is None:
-                    put(whole, partial(torch.save, f=file))
+                    put(whole, torch.save, file)
                 else:
-                    put(whole, partial(io.save_checkpoint, path=path, storage_options=storage_options))
+                    put(whole, partial(io.save_checkpoint, storage_options=storage_options), path)
 
         self._save(path, write, state)
 

@@ -15,14 +15,10 @@ import errno
 import fcntl
 import os
 import re
-import resource
 import secrets
 import shutil
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-
-_PROBE_BYTES = 2**20
 
 _OF_DEEPSPEED = re.compile(r"latest|zero_to_\w+\.py|[^/]+/[^/]+_states\.pt")
 """Files of a checkpoint; a folder in it has those of the ranks."""
@@ -164,24 +160,6 @@ def sync_all(paths: Iterable[Path]) -> None:
                 raise
         finally:
             os.close(fd)
-
-
-def write_error(path: Path) -> OSError | None:
-    """Why nothing can be written in a directory, or the nearest one above that exists, which torch's file writer does not say; None if
-    something can.
-
-    Call it before `StagedSave.abandon`, which makes room on a full disk.
-    """
-    folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(_PROBE_BYTES))
-    except OSError as error:
-        return error
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if limit != resource.RLIM_INFINITY and any(file.stat().st_size >= limit for file in folder.rglob("*")):
-        return OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-    return None
 
 
 def _clear(folder: Path) -> None:

@@ -2,9 +2,9 @@
 
 import errno
 import tempfile
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from copy import copy
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +16,8 @@ from deepspeed import DeepSpeedEngine
 from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 
-from lightning_zenflow.checkpoint.atomic import StagedSave, recover, sync_all, write_error
-from lightning_zenflow.checkpoint.background import BackgroundSaves, Write
+from lightning_zenflow.checkpoint.atomic import StagedSave, recover, sync_all
+from lightning_zenflow.checkpoint.background import BackgroundSaves
 from lightning_zenflow.checkpoint.engine_content import load_engine
 from lightning_zenflow.checkpoint.files import CheckpointError, place_of, read, verify
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint, is_part
@@ -31,8 +31,11 @@ from lightning_zenflow.deepspeed.pieces import is_in_pieces, load_whole, whole_s
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 from lightning_zenflow.worker.process import WorkerError
 
-Put = Callable[[Any, Write], None]
-"""Writes what a file has by a function; in the background later, as it is now."""
+Write = Callable[[Any, Any], None]
+"""Writes what a file has to a path or an open file, as `torch.save`."""
+
+Put = Callable[[Any, Write, Any], None]
+"""Has a file written, by a function, to a path; in the background later, as it is now."""
 
 
 def save_together(
@@ -59,7 +62,7 @@ def save_together(
     staged: StagedSave | None = None
     files: list[Callable[[], None]] = []
     with ExitStack() as ending:
-        with _saving(path, path):
+        with _saving(path):
             if dist.get_rank() == 0 and isinstance(path, Path):
                 staged = StagedSave(path, sync=sync, is_file=isinstance(states, WholeState))
                 ending.callback(staged.abandon)
@@ -71,23 +74,32 @@ def save_together(
         copies = DiskCopies(folder if folder.is_dir() else folder.parent)
         ending.callback(copies.free)
 
-        def put(of_file: Any, write_file: Write) -> None:
-            if background is None:
-                write_file(of_file)
+        def put(of_file: Any, write_file: Write, file: Any) -> None:
+            copied = None if background is None else background.copied(of_file, copies)
+            call = partial(
+                _write, write_file, of_file if copied is None else copied, file, opens=isinstance(content, Path)
+            )
+            if copied is None:
+                call()
             else:
-                files.append(background.copied(of_file, write_file, copies))
+                files.append(call)
 
-        with _saving(path, content):
+        with _saving(path):
             if isinstance(content, Path) and not isinstance(states, WholeState) and not content.is_dir():
                 raise OSError(f"{content}, which rank 0 has made, is not there: all nodes must share the storage")
-            copy: Any = None if states is None else states.copy_for_save(copies)
-        with nullcontext() if states is None else states.saved_as(copy), _saving(path, content):
+            memory: Any = None if states is None else states.copy_for_save(copies)
+        with nullcontext() if states is None else states.saved_as(memory), _saving(path):
             write(content, put)
-        finish = partial(_finish, path, content, files, staged, sync=sync)
+        finish = partial(_finish, path, content, files, staged, ending.pop_all(), sync=sync)
         if background is None:
             finish()
         else:
-            background.start(partial(finish, group=background.group), ending.pop_all())
+            background.start(finish)
+
+
+def _write(write: Write, content: Any, path: Any, *, opens: bool) -> None:
+    with open(path, "wb") if opens else nullcontext(path) as file:
+        write(content, file)
 
 
 def _finish(
@@ -95,24 +107,26 @@ def _finish(
     content: Path | str,
     files: Sequence[Callable[[], None]],
     staged: StagedSave | None,
+    ending: ExitStack,
     *,
     sync: bool,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Writes the files of this rank that are not written yet, and commits when all ranks have done so."""
-    with _saving(path, content, group):
-        for write in files:
-            write()
-        if sync and isinstance(content, Path):
-            # Each rank its own, since network storage keeps what has been written with the host that wrote it.
-            sync_all(content.glob(f"*/*zero_pp_rank_{dist.get_rank()}_mp_rank_*"))
-    with _saving(path, content, group):
-        if staged is not None:
-            staged.commit()
+    """Writes the files of this rank that are not written yet, and commits when all ranks have done so. Closes `ending` in any case."""
+    with ending:
+        with _saving(path, group):
+            for write in files:
+                write()
+            if sync and isinstance(content, Path):
+                # Each rank its own, since network storage keeps what has been written with the host that wrote it.
+                sync_all(content.glob(f"*/*zero_pp_rank_{dist.get_rank()}_mp_rank_*"))
+        with _saving(path, group):
+            if staged is not None:
+                staged.commit()
 
 
 @contextmanager
-def _saving(path: Path | str, content: Path | str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def _saving(path: Path | str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raises an error of this part of a save on all ranks, with its cause and what to do about it."""
     with raising_together(OSError, group):
         try:
@@ -121,14 +135,8 @@ def _saving(path: Path | str, content: Path | str, group: dist.ProcessGroup | No
             raise
         except Exception as reason:
             # Of any kind: the client state has the user's objects, which may refuse to be pickled.
-            cause = reason if isinstance(reason, OSError) else None
-            if cause is None and isinstance(content, Path):
-                # torch's file writer raises RuntimeError, without a reason.
-                cause = write_error(content)
-            # Their frames refer to the writer's open file, which would take room on the disk when it has been deleted.
-            for error in (reason, reason.__context__):
-                if error is not None:
-                    traceback.clear_frames(error.__traceback__)
+            # torch's writer raises RuntimeError behind an error of the file.
+            cause = next((e for e in (reason, reason.__context__) if isinstance(e, OSError)), None)
             advice = ""
             if cause is not None and cause.errno == errno.EFBIG:
                 advice = " Raise the limit of a file's size (`ulimit -f`), or save to another path"
@@ -156,24 +164,12 @@ def deepspeed_files(engine: DeepSpeedEngine, put: Put) -> Iterator[None]:
     comm, files = engine_module.dist, engine.checkpoint_engine
     skipped = dict.fromkeys(("barrier", "all_reduce"), lambda *_, **__: None)
     engine_module.dist = SimpleNamespace(**{**vars(comm), **skipped})
-    engine.checkpoint_engine = _PutFiles(files, put)
+    engine.checkpoint_engine = copy(files)
+    engine.checkpoint_engine.save = lambda state_dict, path: put(state_dict, files.save, path)
     try:
         yield
     finally:
         engine_module.dist, engine.checkpoint_engine = comm, files
-
-
-class _PutFiles:
-    """DeepSpeed's checkpoint engine, with saves by `put`."""
-
-    def __init__(self, files: Any, put: Put) -> None:
-        self._files, self._put = files, put
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._files, name)
-
-    def save(self, state_dict: Any, path: str) -> None:
-        self._put(state_dict, partial(self._files.save, path=path))
 
 
 @contextmanager
