@@ -22,8 +22,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.deferred import DeferredSaves, undisturbed
-from lightning_zenflow.checkpoint.single_file import SavedFile
+from lightning_zenflow.checkpoint.deferred import undisturbed
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config
@@ -138,11 +137,6 @@ class TrainerStrategy(TrainerCheckpoints):
         super().__init__(config, keys, deepspeed_options)
         # Private: where a Trainer looks for a plugin that the user gave the strategy.
         self._precision_plugin = deepspeed_options.get("precision_plugin")
-        self._over = self._needs_files = False
-        self._file: SavedFile | None = None
-        self._saves = DeferredSaves(self._save_again)
-        # What the hooks of the present save were given under stage 3.
-        self._handed: Mapping[str, Any] = {}
         self._trainers_plugin: CheckpointIO | None = None
         self._config_without_trainer: dict[str, Any] | None = None
         # Backward passes in the present closure of `optimizer.step`, and whether the closure before had one only.

@@ -1,9 +1,7 @@
 """Checkpoints under the Trainer: what Lightning asks for when it saves, loads and removes one, as one file or as a folder."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +29,16 @@ class TrainerCheckpoints(Saving):
 
     # Lightning's own, declared for the type checker.
     model: Any
-    _saves: DeferredSaves
-    _file: SavedFile | None
-    """What `load_checkpoint` has read, until `load_model_state_dict`."""
-    _handed: Mapping[str, Any]
-    """What the hooks of the present save were given under stage 3."""
-    _over: bool
-    """Whether callbacks have been called for the end of the training."""
-    _needs_files: bool
-    """Whether callbacks look for the file when a save ends."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._saves = DeferredSaves()
+        # What `load_checkpoint` has read, until `load_model_state_dict`.
+        self._file: SavedFile | None = None
+        # What the hooks of the present save were given under stage 3.
+        self._handed: Mapping[str, Any] = {}
+        # Whether callbacks have been called for the end of the training; and whether they look for the file when a save ends.
+        self._over = self._needs_files = False
 
     @cached_property
     def _exact_weights(self) -> pl.Callback:
@@ -77,9 +76,9 @@ class TrainerCheckpoints(Saving):
             roots = [] if self._plugin is None else [self.lightning_module.trainer.default_root_dir]
             for folder in (*(getattr(c, "dirpath", "") for c in whole), *roots):
                 self._refuse_folder(folder)
-        self._needs_files = any(map(_links, callbacks)) or any(
-            _share_names(*pair) for pair in combinations(callbacks, 2)
-        )
+        models = [c for c in callbacks if hasattr(c, "dirpath") and hasattr(c, "filename")]
+        names = [(c.dirpath, name) for c in models for name in (c.filename, *(["last"] if c.save_last else []))]
+        self._needs_files = len({*names}) < len(names) or any(c.save_last == "link" for c in models)
         if self._needs_files and self.zenflow_config.async_checkpoints:
             rank_zero_info(
                 "ZenFlow: async_checkpoints has no effect: a link of `ModelCheckpoint(save_last='link')` must lead to a complete"
@@ -92,10 +91,6 @@ class TrainerCheckpoints(Saving):
         # SLURM ends the job when Lightning has saved under this name, which is private.
         is_last = Path(str(path)).name.startswith("hpc_ckpt_")
         return None if is_last or self._needs_files else super()._background_of(path)
-
-    def _save_again(self, path: Any, weights_only: bool, storage_options: Any) -> None:
-        assert self.lightning_module is not None
-        self.lightning_module.trainer.save_checkpoint(path, weights_only, storage_options)
 
     def _save_before_step(self) -> None:
         """Saves what was deferred since the batch began, with the state after the last step; the present step goes on as without a save."""
@@ -146,7 +141,12 @@ class TrainerCheckpoints(Saving):
             MisconfigurationException: there has been no training.
         """
         if self._saves.must_wait:
-            self._saves.defer(filepath, "optimizer_states" not in checkpoint, storage_options)
+            assert self.lightning_module is not None
+            save = self.lightning_module.trainer.save_checkpoint
+            self._saves.wanted.append(partial(save, filepath, "optimizer_states" not in checkpoint, storage_options))
+            rank_zero_info(
+                f"ZenFlow: {filepath} will be saved as soon as the state is whole: a batch, a save or the like is under way"
+            )
             if self.zenflow_optimizer is not None:
                 self.zenflow_optimizer.before_step = self._save_before_step
             return
@@ -226,21 +226,11 @@ class TrainerCheckpoints(Saving):
             # Loaded by `load_model_state_dict`, when the module's `on_load_checkpoint` has seen it.
             self._file.unmap_others(("state_dict", CURRENT, "optimizer_states"))
             return self._file.content
-        with self._with_trainers_norm():
-            client_state = load_together(self.deepspeed_engine, Path(place), strict=module.strict_loading)
+        client_state = load_together(self.deepspeed_engine, Path(place), strict=module.strict_loading)
         if AVERAGED in client_state and module.trainer.state.fn != TrainerFn.FITTING:
             # As from Lightning's own checkpoints.
             load_whole(module, client_state[AVERAGED], strict=module.strict_loading)
         return as_lightning_saved(client_state, module)
-
-    @contextmanager
-    def _with_trainers_norm(self) -> Iterator[None]:
-        """Context in which a checkpoint is loaded. DeepSpeed takes over its largest norm; the Trainer's counts."""
-        optimizer = self.zenflow_optimizer
-        max_norm = 0.0 if optimizer is None else optimizer.clip_grad
-        yield
-        if optimizer is not None:
-            optimizer.clip_grad = max_norm
 
     @override
     @undisturbed
@@ -256,8 +246,7 @@ class TrainerCheckpoints(Saving):
         states = saved.optimizer_state if fits and "optimizer_states" in checkpoint else None
         # Before weights are loaded, which updates in flight would overwrite.
         self.flush()
-        with self._with_trainers_norm():
-            load_file_together(self.deepspeed_engine, saved, weights, states, self._optimized, strict=strict)
+        load_file_together(self.deepspeed_engine, saved, weights, states, self._optimized, strict=strict)
 
     @property
     def _ends_with_error(self) -> bool:
@@ -285,15 +274,3 @@ class TrainerCheckpoints(Saving):
         except IsADirectoryError as error:
             # `ModelCheckpoint` goes on without it, and so do the other ranks.
             rank_zero_warn(f"nothing was removed: {error}")
-
-
-def _links(callback: Any) -> bool:
-    return getattr(callback, "save_last", None) == "link"
-
-
-def _share_names(first: Any, second: Any) -> bool:
-    """Whether two `ModelCheckpoint` may give two checkpoints of one step one name."""
-    if not all(hasattr(c, "dirpath") and hasattr(c, "filename") for c in (first, second)):
-        return False
-    is_same = first.filename == second.filename or bool(first.save_last and second.save_last)
-    return is_same and first.dirpath == second.dirpath

@@ -5,8 +5,6 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -15,36 +13,24 @@ class DeferredSaves:
     """Saves that wait for the next moment at which the state is whole: before an optimizer step, at the end of a batch, or of a call that
     must not be disturbed.
 
-    Args:
-        save: saves at once: path, whether weights only, storage options.
-
     Attributes:
         in_batch: whether a batch is under way, from before its forward pass until the records of its step are complete.
-        wanted: saves that wait, in order: arguments of `save`.
+        wanted: calls that save, in order.
     """
 
-    def __init__(self, save: Callable[[Any, bool, Any], None]) -> None:
-        self._save = save
-        self._depth = 0
-        self.in_batch = False
-        self.wanted: list[tuple[Any, bool, Any]] = []
+    def __init__(self) -> None:
+        self._depth, self.in_batch = 0, False
+        self.wanted: list[Callable[[], None]] = []
 
     @property
     def must_wait(self) -> bool:
         """True inside a batch or a call that must not be disturbed."""
         return self.in_batch or self._depth > 0
 
-    def defer(self, path: Any, weights_only: bool, storage_options: Any) -> None:
-        """Appends a save to `wanted`."""
-        self.wanted.append((path, weights_only, storage_options))
-        rank_zero_info(
-            f"ZenFlow: {path} will be saved as soon as the state is whole: a batch, a save or the like is under way"
-        )
-
     def make_up(self) -> None:
         """Does the saves in `wanted`, unless they must wait longer."""
         while self.wanted and not self.must_wait:
-            self._save(*self.wanted.pop(0))
+            self.wanted.pop(0)()
 
     def end_batch(self) -> None:
         """Ends the batch that is under way, and after an exception whatever else was."""

@@ -1,6 +1,7 @@
 """DeepSpeed's `offload_states` and `reload_states`: memory that leaves the device between two steps, and comes back bit for bit."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +25,8 @@ class Sleep(OtherBases):  # type: ignore[misc]
         self._away: set[str] = set()
         # By the address of the storage object: the storage, and its bytes in host memory.
         self._storages: dict[int, tuple[UntypedStorage, Tensor]] = {}
-        # Tensors that show these bytes, with what they are on the device.
-        self._shown: list[tuple[Tensor, Tensor]] = []
-        # `Ownership.state_dict`, without values, which are the arena's.
-        self._columns: list[dict[str, Any]] = []
+        # Calls that undo the rest, the last first.
+        self._undo: list[Callable[[], None]] = []
         super().__init__(*args, **kwargs)
 
     @override
@@ -67,8 +66,10 @@ class Sleep(OtherBases):  # type: ignore[misc]
         if new and is_first and (sums := self.parts.fill.accumulation.release()) is not None:
             self._copy(sums, pin_memory=pin_memory)
         if OffloadStateTypeEnum.lp_params in new:
-            self._columns.append(self.parts.ownership.state_dict())
-            self.parts.ownership.clear()
+            ownership = self.parts.ownership
+            # Without values, which are the arena's.
+            self._undo.append(partial(ownership.load_state_dict, ownership.state_dict()))
+            ownership.clear()
             for p in self.param_names:
                 self._copy(p.ds_tensor if is_divided(p) else p, pin_memory=pin_memory)
         # Other streams may not be done with the memory.
@@ -87,16 +88,15 @@ class Sleep(OtherBases):  # type: ignore[misc]
         for storage, copy in self._storages.values():
             storage.resize_(copy.nbytes)
             storage.copy_(copy.untyped_storage())
-        for tensor, on_device in self._shown:
-            tensor.data = on_device
         # The copies are before later work of all streams.
         runtime_of(self.parts.rank.device).synchronize()
-        for columns in self._columns:
-            self.parts.ownership.load_state_dict(columns)
+        # Columns after the weights.
+        for undo in reversed(self._undo):
+            undo()
         self._forget_copies()
 
     def _forget_copies(self) -> None:
-        for memory in (self._storages, self._shown, self._columns, self._away):
+        for memory in (self._storages, self._undo, self._away):
             memory.clear()
 
     def _copy(self, tensor: Tensor, *, pin_memory: bool) -> None:
@@ -108,14 +108,11 @@ class Sleep(OtherBases):  # type: ignore[misc]
             return
         number, shape = storage._cdata, (storage.nbytes(),)  # private: the address
         if number not in self._storages:
-            copy = (
-                runtime.empty_on_host(shape, torch.uint8)
-                if pin_memory
-                else torch.empty(shape, dtype=torch.uint8, device="cpu")
-            )
+            empty = runtime.empty_on_host if pin_memory else partial(torch.empty, device="cpu")
+            copy = empty(shape, dtype=torch.uint8)
             copy.untyped_storage().copy_(storage)
             self._storages[number] = storage, copy
         of_host = self._storages[number][1].untyped_storage()
-        self._shown.append((tensor, on_device))
+        self._undo.append(partial(setattr, tensor, "data", on_device))
         on_host = torch.empty(0, dtype=tensor.dtype, device="cpu")
         tensor.data = on_host.set_(of_host, tensor.storage_offset(), tensor.shape, tensor.stride())
