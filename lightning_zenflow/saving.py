@@ -1,7 +1,7 @@
 """What both strategies' saves have in common: formats, plugins, the collective save, and saves in the background."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -181,7 +181,7 @@ class Saving(Session):
         with (
             pickled_as_before(p for of_module in self._released for p in of_module),
             nullcontext() if state is not None else as_in_training(self._released),
-            nullcontext() if self._users_optimizer is None else self._users_optimizer.in_training(),
+            self._optimizer_in_training(),
         ):
             save_together(
                 place,
@@ -190,3 +190,6 @@ class Saving(Session):
                 sync=self.zenflow_config.sync_checkpoints,
                 background=self._background_of(path),
             )
+
+    def _optimizer_in_training(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._users_optimizer is None else self._users_optimizer.in_training()

@@ -22,7 +22,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.deferred import undisturbed
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config
@@ -190,16 +189,16 @@ class TrainerStrategy(TrainerCheckpoints):
         super().setup_environment()
 
     @override
-    @undisturbed
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
-        self._over = False
-        refuse_unsupported_module(self.lightning_module)
-        refuse_unsupported_training(self.lightning_module)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._check_checkpoint_callbacks(trainer.checkpoint_callbacks)
-        insert_first(trainer.callbacks, self._exact_weights)  # type: ignore[attr-defined]  # set where mypy does not see it
-        super().setup(trainer)
+        with self._saves.undisturbed():
+            self._over = False
+            refuse_unsupported_module(self.lightning_module)
+            refuse_unsupported_training(self.lightning_module)
+            if trainer.state.fn == TrainerFn.FITTING:
+                self._check_checkpoint_callbacks(trainer.checkpoint_callbacks)
+            insert_first(trainer.callbacks, self._exact_weights)  # type: ignore[attr-defined]  # set where mypy does not see it
+            super().setup(trainer)
 
     @override
     def _format_config(self) -> None:
@@ -372,13 +371,6 @@ class TrainerStrategy(TrainerCheckpoints):
         self._begin_micro_batch(hides_gradients=self._is_automatic)
         self.start_epoch(self.lightning_module.trainer.current_epoch)
         super().on_train_batch_start(batch, batch_idx)
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        # Called after the callbacks' own.
-        self._saves.end_batch()
-        self._over = True
-        super().on_exception(exception)
 
     @override
     def _in_engines(self) -> Sequence[Module]:

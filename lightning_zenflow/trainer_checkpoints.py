@@ -1,6 +1,7 @@
 """Checkpoints under the Trainer: what Lightning asks for when it saves, loads and removes one, as one file or as a folder."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from typing_extensions import override
 from lightning_zenflow.checkpoint.atomic import remove
 from lightning_zenflow.checkpoint.background import BackgroundSaves
 from lightning_zenflow.checkpoint.collective import load_file_together, load_together, read_file_together
-from lightning_zenflow.checkpoint.deferred import DeferredSaves, undisturbed
 from lightning_zenflow.checkpoint.engine_content import AVERAGED, CURRENT, as_lightning_saved, to_save
 from lightning_zenflow.checkpoint.files import place_of
 from lightning_zenflow.checkpoint.single_file import SavedFile
@@ -24,8 +24,47 @@ from lightning_zenflow.deepspeed.pieces import is_in_pieces, load_whole
 from lightning_zenflow.saving import Saving
 
 
+class DeferredSaves:
+    """Saves where none is possible, as by the handler of a signal, which may come at any instruction. They wait for the next moment at
+    which the state is whole: before an optimizer step, at the end of a batch, or of a call that must not be disturbed.
+
+    Attributes:
+        in_batch: whether a batch is under way, from before its forward pass until the records of its step are complete.
+        wanted: calls that save, in order.
+    """
+
+    def __init__(self) -> None:
+        self._depth, self.in_batch = 0, False
+        self.wanted: list[Callable[[], None]] = []
+
+    @property
+    def must_wait(self) -> bool:
+        """True inside a batch or a call that must not be disturbed."""
+        return self.in_batch or self._depth > 0
+
+    def make_up(self) -> None:
+        """Does the saves in `wanted`, unless they must wait longer."""
+        while self.wanted and not self.must_wait:
+            self.wanted.pop(0)()
+
+    def end_batch(self) -> None:
+        """Ends the batch that is under way, and after an exception whatever else was."""
+        self.in_batch, self._depth = False, 0
+        self.make_up()
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Context in which saves wait until its end; after an exception longer, until `end_batch`."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        self.make_up()
+
+
 class TrainerCheckpoints(Saving):
-    """Mixin of the Trainer's strategy, which has the attributes."""
+    """Mixin of the Trainer's strategy."""
 
     # Lightning's own, declared for the type checker.
     model: Any
@@ -101,14 +140,14 @@ class TrainerCheckpoints(Saving):
             self._saves.in_batch = True
 
     @override
-    @undisturbed
     def flush(self) -> None:
-        super().flush()
+        with self._saves.undisturbed():
+            super().flush()
 
     @override
-    @undisturbed
     def teardown(self) -> None:
-        super().teardown()
+        with self._saves.undisturbed():
+            super().teardown()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -205,7 +244,6 @@ class TrainerCheckpoints(Saving):
         )
 
     @override
-    @undisturbed
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a checkpoint, saved by any number of ranks: one file, of this strategy or one for a single device; or a folder, of this
         strategy or of DeepSpeed's ZeRO, of stage 1, 2 or 3.
@@ -220,39 +258,47 @@ class TrainerCheckpoints(Saving):
         """
         assert self.lightning_module is not None
         self.wait_for_checkpoint()
-        module, place = self.lightning_module, place_of(checkpoint_path)
-        self._file = read_file_together(checkpoint_path, self._io_of(place), weights_only=bool(weights_only))
-        if self._file is not None:
-            # Loaded by `load_model_state_dict`, when the module's `on_load_checkpoint` has seen it.
-            self._file.unmap_others(("state_dict", CURRENT, "optimizer_states"))
-            return self._file.content
-        client_state = load_together(self.deepspeed_engine, Path(place), strict=module.strict_loading)
-        if AVERAGED in client_state and module.trainer.state.fn != TrainerFn.FITTING:
-            # As from Lightning's own checkpoints.
-            load_whole(module, client_state[AVERAGED], strict=module.strict_loading)
-        return as_lightning_saved(client_state, module)
+        with self._saves.undisturbed():
+            module, place = self.lightning_module, place_of(checkpoint_path)
+            self._file = read_file_together(checkpoint_path, self._io_of(place), weights_only=bool(weights_only))
+            if self._file is not None:
+                # Loaded by `load_model_state_dict`, when the module's `on_load_checkpoint` has seen it.
+                self._file.unmap_others(("state_dict", CURRENT, "optimizer_states"))
+                return self._file.content
+            client_state = load_together(self.deepspeed_engine, Path(place), strict=module.strict_loading)
+            if AVERAGED in client_state and module.trainer.state.fn != TrainerFn.FITTING:
+                # As from Lightning's own checkpoints.
+                load_whole(module, client_state[AVERAGED], strict=module.strict_loading)
+            return as_lightning_saved(client_state, module)
 
     @override
-    @undisturbed
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads model and optimizer from the content of a file; a folder's have been loaded by `load_checkpoint`."""
-        saved, self._file = self._file, None
-        if saved is None:
-            return
-        assert self.lightning_module is not None
-        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        # What the averaged weights were made from, where there are some.
-        weights = saved.entry(CURRENT if fits and checkpoint.get(CURRENT) is not None else "state_dict")
-        states = saved.optimizer_state if fits and "optimizer_states" in checkpoint else None
-        # Before weights are loaded, which updates in flight would overwrite.
-        self.flush()
-        load_file_together(self.deepspeed_engine, saved, weights, states, self._optimized, strict=strict)
+        with self._saves.undisturbed():
+            saved, self._file = self._file, None
+            if saved is None:
+                return
+            assert self.lightning_module is not None
+            fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+            # What the averaged weights were made from, where there are some.
+            weights = saved.entry(CURRENT if fits and checkpoint.get(CURRENT) is not None else "state_dict")
+            states = saved.optimizer_state if fits and "optimizer_states" in checkpoint else None
+            # Before weights are loaded, which updates in flight would overwrite.
+            self.flush()
+            load_file_together(self.deepspeed_engine, saved, weights, states, self._optimized, strict=strict)
 
     @property
     def _ends_with_error(self) -> bool:
         """Whether training ends with an error at present, and callbacks are called for it."""
         trainer = None if self.lightning_module is None else self.lightning_module.trainer
         return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED and not self._over
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        # Called after the callbacks' own.
+        self._saves.end_batch()
+        self._over = True
+        super().on_exception(exception)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

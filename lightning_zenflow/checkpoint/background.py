@@ -6,7 +6,6 @@ A second process would need memory that both share. A thread has the lowest prio
 import copy
 import logging
 import os
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
@@ -43,7 +42,8 @@ class BackgroundSaves:
         self._ranks_on_host = ranks_on_host
         # A group of their own: the training thread's collectives have another order on every rank.
         self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self._thread = ThreadPoolExecutor(1, "zenflow-save", initializer=_come_last)
+        # 0: of the calling thread, under Linux.
+        self._thread = ThreadPoolExecutor(1, "zenflow-save", os.setpriority, (os.PRIO_PROCESS, 0, _LOWEST_PRIORITY))
         self._under_way: list[Future[None]] = []
         # By the place of the original: copies of the save before, whose memory is used again, and of the present one. Memory that is new
         # takes four times as long to write.
@@ -119,11 +119,6 @@ class BackgroundSaves:
             self._thread.shutdown()
             if dist.is_initialized():
                 dist.destroy_process_group(self._group)
-
-
-def _come_last() -> None:
-    # Under Linux, of a thread.
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
 
 
 def _log_error(save: Future[None]) -> None:

@@ -5,7 +5,7 @@ Under the Trainer::
     state_dict            float32 master weights of what is trained, by the module's names; buffers and frozen weights in their own type
     optimizer_states      [state_dict of torch.optim.AdamW], the parameters in the order of the user's optimizer
     lightning_zenflow.run_state
-                          what else continues the run bit for bit; "zenflow" in files of before, a name that users take
+                          what else continues the run bit for bit
         ranks             [rank] `ZenFlowStep.state_dict`
         loss_scaler       attributes of DeepSpeed's
         clip_grad         largest gradient norm
@@ -35,7 +35,6 @@ from lightning_zenflow.deepspeed.host_state import MOMENTS
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.pieces import is_divided
 from lightning_zenflow.deepspeed.user_optimizer import REQUIRED_OPTIONS
-from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 
 FILE_KEY = "lightning_zenflow.run_state"
 """Entry of ours in a file, beside those of users."""
@@ -63,9 +62,7 @@ class SavedFile:
         if not isinstance(content, dict):
             raise refusal(path, f"the file must be a checkpoint of Lightning, got a {type(content).__name__}")
         self.content: dict[str, Any] = dict(content)
-        former = self.content.get(CHECKPOINT_KEY)
-        is_former = isinstance(former, dict) and {"ranks", "loss_scaler", "counts"} <= former.keys()
-        self._run_state = self.content.pop(CHECKPOINT_KEY if is_former else FILE_KEY, None)
+        self._run_state = self.content.pop(FILE_KEY, None)
 
     def entry(self, name: str) -> Any:
         """An entry of the content.
