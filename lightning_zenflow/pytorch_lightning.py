@@ -17,7 +17,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from lightning_zenflow import register
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import raise_also_as
-from lightning_zenflow.deepspeed.precision import TrainerPrecision
+from lightning_zenflow.deepspeed.environment import TrainerPrecision
 from lightning_zenflow.monitor.callbacks import StallMonitoring
 from lightning_zenflow.strategy import TrainerStrategy
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
+from lightning_zenflow.deepspeed.build import rank_resources
 from lightning_zenflow.deepspeed.config import (
     ConfigSource,
     offloads_parameters,
@@ -27,9 +28,8 @@ from lightning_zenflow.deepspeed.config import (
     set_bucket_size,
 )
 from lightning_zenflow.deepspeed.engines import in_place_of_deepspeeds, missing_overrides
-from lightning_zenflow.deepspeed.environment import RankEnvironment, rank_resources
+from lightning_zenflow.deepspeed.environment import RankEnvironment, restore_types
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.precision import restore_types
 from lightning_zenflow.deepspeed.release import Released, make_whole, pickled_as_before, release
 from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer

@@ -26,7 +26,7 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config
 from lightning_zenflow.deepspeed.engines import inference_engine
-from lightning_zenflow.deepspeed.precision import TrainerPrecision
+from lightning_zenflow.deepspeed.environment import TrainerPrecision
 from lightning_zenflow.deepspeed.supported import (
     refuse_further_backward,
     refuse_missing_loss,

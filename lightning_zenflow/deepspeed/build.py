@@ -1,13 +1,15 @@
-"""Construction of a rank's components from DeepSpeed's optimizer."""
+"""Construction of a rank's components from DeepSpeed's optimizer and the host's resources."""
 
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -26,7 +28,6 @@ from lightning_zenflow.core.schedule import (
     that_fit,
     with_changes,
 )
-from lightning_zenflow.deepspeed.environment import RankResources
 from lightning_zenflow.deepspeed.host_state import HostState
 from lightning_zenflow.kernels.base import kernels_for
 from lightning_zenflow.offload.buffers import InPlacePublisher, Publisher
@@ -40,9 +41,56 @@ from lightning_zenflow.offload.rank_state import Blocks, RankState
 from lightning_zenflow.offload.run_state import CounterReader, StepParts
 from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
-from lightning_zenflow.worker.machine import WorkerCores, check_host_memory, free_host_memory
+from lightning_zenflow.worker.machine import (
+    WorkerCores,
+    check_host_memory,
+    free_host_memory,
+    places_on_this_host,
+    read_place,
+    worker_cores,
+)
 from lightning_zenflow.worker.process import Worker
 from lightning_zenflow.worker.supervisor import SupervisedWorker
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankResources:
+    """Host resources of one rank."""
+
+    cores: WorkerCores
+    """Cores of the worker."""
+    ranks_on_host: int
+    """Ranks that share the host's memory."""
+    word_timeout_s: float
+    """Limit of the worker's wait for a word: that of the collectives which the word is behind, at least `worker_timeout`."""
+
+
+def rank_resources(
+    config: ZenFlowConfig, device: torch.device, *, ranks_on_host: int, world_size: int, timeout: timedelta | None
+) -> RankResources:
+    """Chooses the worker's cores; all ranks call it together.
+
+    Args:
+        config: configuration.
+        device: of the rank.
+        ranks_on_host: see `RankResources`.
+        world_size: number of ranks.
+        timeout: limit of a collective; None: torch's default.
+
+    Raises:
+        ValueError: this or another rank may not use the cores that `worker_cores` asks for, or its `HOST_MEMORY` is wrong.
+    """
+    places, index = places_on_this_host(read_place(device))
+    with raising_together(ValueError):
+        free_host_memory()  # Refuses a wrong value of its environment variable.
+        cores = worker_cores(
+            config.worker_cores, places=places, index=index, reserved_share=config.pt_reserved_cores_perc
+        )
+    # With one rank a word waits for the device alone.
+    collective_s = (timeout or default_pg_timeout).total_seconds() if world_size > 1 else 0.0
+    # Less than the 32 bits of milliseconds that `worker_timeout` has too.
+    word_timeout_s = max(config.worker_timeout, min(collective_s, 1e6))
+    return RankResources(cores=cores, ranks_on_host=ranks_on_host, word_timeout_s=word_timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,75 +1,26 @@
-"""Environment of a rank: accelerator, devices, cores, and the variables by which ranks find each other.
-
-`RankEnvironment` has the hooks of Lightning's life cycle that both strategies share.
+"""Links to Lightning's classes for DeepSpeed: mixins of its strategy, which then runs on CPUs too and in one process without a launcher;
+and of its precision plugin, with batches, clipping and closures as under Lightning's other strategies.
 """
 
 import logging
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.utils import groups
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.distributed import distributed_c10d
+from torch.nn import Module
+from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
-from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.distributed import raising_together
-from lightning_zenflow.core.errors import OtherBases
-from lightning_zenflow.worker.machine import (
-    WorkerCores,
-    free_host_memory,
-    places_on_this_host,
-    read_place,
-    worker_cores,
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankResources:
-    """Host resources of one rank."""
-
-    cores: WorkerCores
-    """Cores of the worker."""
-    ranks_on_host: int
-    """Ranks that share the host's memory."""
-    word_timeout_s: float
-    """Limit of the worker's wait for a word: that of the collectives which the word is behind, at least `worker_timeout`."""
-
-
-def rank_resources(
-    config: ZenFlowConfig, device: torch.device, *, ranks_on_host: int, world_size: int, timeout: timedelta | None
-) -> RankResources:
-    """Chooses the worker's cores; all ranks call it together.
-
-    Args:
-        config: configuration.
-        device: of the rank.
-        ranks_on_host: see `RankResources`.
-        world_size: number of ranks.
-        timeout: limit of a collective; None: torch's default.
-
-    Raises:
-        ValueError: this or another rank may not use the cores that `worker_cores` asks for, or its `HOST_MEMORY` is wrong.
-    """
-    places, index = places_on_this_host(read_place(device))
-    with raising_together(ValueError):
-        free_host_memory()  # Refuses a wrong value of its environment variable.
-        cores = worker_cores(
-            config.worker_cores, places=places, index=index, reserved_share=config.pt_reserved_cores_perc
-        )
-    # With one rank a word waits for the device alone.
-    collective_s = (timeout or default_pg_timeout).total_seconds() if world_size > 1 else 0.0
-    # Less than the 32 bits of milliseconds that `worker_timeout` has too.
-    word_timeout_s = max(config.worker_timeout, min(collective_s, 1e6))
-    return RankResources(cores=cores, ranks_on_host=ranks_on_host, word_timeout_s=word_timeout_s)
+from lightning_zenflow.core.errors import MisconfigurationException, OtherBases
+from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 
 
 class CpuAccelerator(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed has no type information
@@ -98,7 +49,7 @@ _SEED = "PL_GLOBAL_SEED"
 
 
 class RankEnvironment(OtherBases):  # type: ignore[misc]
-    """Mixin of a `DeepSpeedStrategy`, Fabric's or the Trainer's: it runs on CPUs too, and in one process without a launcher."""
+    """Mixin of a `DeepSpeedStrategy`, Fabric's or the Trainer's: hooks of Lightning's life cycle that both share."""
 
     deepspeed_strategy: ClassVar[type[Any]]
     """Lightning's class that the strategy extends."""
@@ -198,3 +149,113 @@ def _as_one_device(lightnings: type[Any]) -> Iterator[None]:
         log.removeFilter(says_nothing)
         if seed is not None:
             os.environ[_SEED] = seed
+
+
+_types = WeakTensorKeyDictionary()
+"""Of parameters that are float32 for as long as they are trained."""
+
+
+def restore_types(module: Module) -> None:
+    """Gives the parameters of a module the types that they had before `convert_module`, after training."""
+    for parameter in module.parameters():
+        if parameter in _types:
+            parameter.data = parameter.data.to(_types[parameter])
+            del _types[parameter]
+
+
+class PlainPrecision(OtherBases):  # type: ignore[misc]
+    """Leaves what a model gets, and gives, as it is with "32-true": float64 stays float64."""
+
+    @override
+    def convert_module(self, module: Module) -> Module:
+        """With "32-true", buffers and frozen parameters keep their types; trained ones become float32, as their master weights are, and
+        so do those with a fraction that are in one module with them, until `restore_types`.
+        """
+        if self.precision != "32-true":
+            converted: Module = super().convert_module(module)
+            return converted
+        others = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.dtype != torch.float32]
+        trained = {parameter for _, parameter in others}
+        for part in module.modules():
+            own = [p for p in part.parameters(recurse=False) if p.is_floating_point()]
+            if not trained.isdisjoint(own):
+                for parameter in own:
+                    if parameter not in _types:
+                        _types[parameter] = parameter.dtype
+                    parameter.data = parameter.data.float()
+        if others:
+            rank_zero_info(
+                f"ZenFlow: {len(others)} trained parameters are float32 in training with precision='32-true', {others[0][0]} the first;"
+                " freeze them to keep their types, or set another precision"
+            )
+        return module
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return data if self.precision == "32-true" else super().convert_input(data)
+
+
+class TrainerPrecision(PlainPrecision):
+    """With mixed precision batches stay as they are as well, and operations choose their type by `torch.autocast`; weights have 16 bits.
+
+    Attributes:
+        max_norm: DeepSpeed's `gradient_clipping`, of steps for which the Trainer and the module clip nothing.
+        norm_of_step: largest norm of the next step; None: `clip_gradients` has not been called for it.
+    """
+
+    max_norm = 0.0
+    norm_of_step: float | None = None
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return data if "mixed" in self.precision else super().convert_input(data)
+
+    @override
+    def forward_context(self) -> AbstractContextManager[None]:
+        if "mixed" not in self.precision:
+            context: AbstractContextManager[None] = super().forward_context()
+            return context
+        dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
+        return torch.autocast(get_accelerator().device_name(), dtype=dtype, cache_enabled=False)
+
+    @override
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Runs the closure, which may have been run before, the hooks between backward and step, and the step.
+
+        Raises:
+            MisconfigurationException: something wraps the optimizer.
+        """
+        if not isinstance(optimizer, ZenFlowOptimizer):
+            kind = type(optimizer)
+            raise MisconfigurationException(
+                f"ZenFlowStrategy: trainer.optimizers must be the strategy's own, got {kind.__module__}.{kind.__qualname__}, whose"
+                " `step` is not called: use hooks such as `on_train_batch_end`, or `register_step_post_hook` of the optimizer"
+            )
+        result = closure()
+        # In manual optimization the step's last backward pass may have been any.
+        optimizer.zenflow_step.complete()
+        optimizer.clip_grad = self.max_norm if self.norm_of_step is None else self.norm_of_step
+        # Private: calls `on_before_optimizer_step` and, by `configure_gradient_clipping`, `clip_gradients`.
+        self._after_closure(model, optimizer)
+        self.norm_of_step = None
+        model.trainer.model.step(**kwargs)
+        return result
+
+    @override
+    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
+        """Sets the largest norm of this step, which may be another one in each step.
+
+        Raises:
+            MisconfigurationException: `gradient_clip_algorithm` is not "norm".
+        """
+        if clip_val > 0:
+            if gradient_clip_algorithm != "norm":
+                raise MisconfigurationException(
+                    f"gradient_clip_algorithm must be 'norm' under ZenFlowStrategy, got {str(gradient_clip_algorithm)!r}"
+                )
+            # A module may give the Trainer's wrapper of the optimizer.
+            optimizer = getattr(optimizer, "_optimizer", optimizer)
+            norm = float(clip_val)
+            # Who clips twice has clipped to the smaller norm.
+            self.norm_of_step = norm if self.norm_of_step is None else min(norm, self.norm_of_step)
+            optimizer.clip_grad = self.norm_of_step

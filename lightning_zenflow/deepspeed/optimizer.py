@@ -16,8 +16,7 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.errors import MisconfigurationException, other_backward
 from lightning_zenflow.deepspeed.between_steps import TakenGradients, WrittenWeights
-from lightning_zenflow.deepspeed.build import ZeroPartition, build
-from lightning_zenflow.deepspeed.environment import RankResources
+from lightning_zenflow.deepspeed.build import RankResources, ZeroPartition, build
 from lightning_zenflow.deepspeed.flat_buffers import slices_of
 from lightning_zenflow.deepspeed.full_state import FullState
 from lightning_zenflow.deepspeed.host_state import Checkpointing

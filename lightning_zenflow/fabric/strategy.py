@@ -21,8 +21,8 @@ from typing_extensions import override
 from lightning_zenflow.config import KEYS, ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.engines import inference_engine
+from lightning_zenflow.deepspeed.environment import PlainPrecision
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.precision import PlainPrecision
 from lightning_zenflow.deepspeed.supported import refuse_unsupported_module
 from lightning_zenflow.deepspeed.user_optimizer import validate_optimizer
 from lightning_zenflow.fabric.checkpoints import FabricCheckpoints

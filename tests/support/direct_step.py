@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from harness import Case, Run, flatten, show, snapshot, untrained
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.deepspeed.build import ZeroPartition, build
-from lightning_zenflow.deepspeed.environment import RankResources
+from lightning_zenflow.deepspeed.build import RankResources, ZeroPartition, build
 from lightning_zenflow.deepspeed.user_optimizer import read_hyperparameters
 from lightning_zenflow.offload.ownership import Freezing
 from lightning_zenflow.offload.plan import StepInputs
