@@ -6,28 +6,22 @@ namespace zenflow {
 
 ZENFLOW_DECLARE_PER_ISA(ReplayKernel select_replay_kernel(DataType model, DataType moments))
 
-StepCoefficients step_coefficients(const Hyperparameters& hyperparameters, int64_t count, float clip) {
-    const double bias_correction1 = 1.0 - std::pow(hyperparameters.beta1, static_cast<double>(count));
-    const double bias_correction2 = 1.0 - std::pow(hyperparameters.beta2, static_cast<double>(count));
-    StepCoefficients c{};
-    c.grad_scale = clip;
-    c.beta1 = static_cast<float>(hyperparameters.beta1);
-    c.one_minus_beta1 = static_cast<float>(1.0 - hyperparameters.beta1);
-    c.beta2 = static_cast<float>(hyperparameters.beta2);
-    c.one_minus_beta2 = static_cast<float>(1.0 - hyperparameters.beta2);
-    c.inv_sqrt_bias_correction2 = static_cast<float>(1.0 / std::sqrt(bias_correction2));
-    c.eps = static_cast<float>(hyperparameters.eps);
-    c.step_size = static_cast<float>(-hyperparameters.lr / bias_correction1);
-    if (hyperparameters.weight_decay == 0.0) {
-        c.decay = Decay::kNone;
-    } else if (hyperparameters.decoupled != 0) {
-        c.decay = Decay::kWeight;
-        c.decay_factor = static_cast<float>(-hyperparameters.lr * hyperparameters.weight_decay);
-    } else {
-        c.decay = Decay::kGradient;
-        c.decay_factor = static_cast<float>(hyperparameters.weight_decay);
-    }
-    return c;
+StepCoefficients step_coefficients(const Hyperparameters& h, int64_t count, float clip) {
+    const auto rounded = [](double value) { return static_cast<float>(value); };
+    const double bias_correction1 = 1.0 - std::pow(h.beta1, static_cast<double>(count));
+    const double bias_correction2 = 1.0 - std::pow(h.beta2, static_cast<double>(count));
+    const Decay decay = h.weight_decay == 0.0 ? Decay::kNone : h.decoupled != 0 ? Decay::kWeight : Decay::kGradient;
+    const float decay_factor = rounded(decay == Decay::kWeight ? -h.lr * h.weight_decay : h.weight_decay);
+    return {clip,
+            rounded(h.beta1),
+            rounded(1.0 - h.beta1),
+            rounded(h.beta2),
+            rounded(1.0 - h.beta2),
+            rounded(1.0 / std::sqrt(bias_correction2)),
+            rounded(h.eps),
+            rounded(-h.lr / bias_correction1),
+            decay_factor,
+            decay};
 }
 
 ReplayKernel replay_kernel(DataType model, DataType moments, InstructionSet instruction_set) {

@@ -53,9 +53,7 @@
 //
 //   Within a word        Nothing. Its bytes may become visible in any order and in parts of 4 bytes: `check` says whether factor
 //                        and sequence number belong together. (PCI Express Base Specification, 2.4.3 "Update Ordering and
-//                        Granularity Provided by a Write Transaction", recommends that a host CPU sees no smaller parts, and
-//                        only with relaxed ordering off that it sees them in ascending order. Of `sequence`, both halves change
-//                        only once in 2^32 steps.)
+//                        Granularity Provided by a Write Transaction", recommends that a host CPU sees no smaller parts.)
 //   Gradients, word      A copy's bytes become visible to the host no later than those of the next copy on the same stream. CUDA
 //                        executes the operations of a stream in order (CUDA C++ Programming Guide, "Streams"), but promises
 //                        visibility to a host that waits for an event or a stream only. Of its operations on a stream that are

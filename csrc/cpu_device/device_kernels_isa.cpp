@@ -36,7 +36,7 @@ ZENFLOW_INLINE double squared_norm(const T* __restrict gradient, float* __restri
 }
 
 // Copies with non-temporal stores: reading the target into the caches first would take half as much bandwidth again, and the
-// worker reads the copy from memory anyway. `finish_streaming` makes the copy visible before any later store.
+// worker reads the copy from memory anyway. A fence behind it makes the copy visible before any later store.
 ZENFLOW_INLINE void stream(const void* source, void* target, size_t bytes) {
     const char* from = static_cast<const char*>(source);
     char* to = static_cast<char*>(target);
@@ -51,12 +51,6 @@ ZENFLOW_INLINE void stream(const void* source, void* target, size_t bytes) {
     }
 #endif
     __builtin_memcpy(to, from, bytes);
-}
-
-ZENFLOW_INLINE void finish_streaming() {
-#ifdef __SSE2__
-    _mm_sfence();
-#endif
 }
 
 template <typename T>
@@ -82,7 +76,9 @@ void route(const zenflow_route_args& args) {
         }
         for (int64_t i = 0; indices != nullptr && i < n_selected; ++i) selected[i] = gradient[indices[i]];
     }
-    finish_streaming();
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
 }
 
 // Sum in an order that is the same for every vector width.

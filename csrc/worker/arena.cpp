@@ -50,12 +50,12 @@ void check_scalars(const ArenaHeader& header, uint64_t file_bytes) {
 }
 
 void check_region(const Region& region, uint64_t total_bytes) {
-    require(region.offset >= kHeaderBytes && region.offset <= total_bytes && region.offset % region.alignment == 0,
-            "arena: ", region.offset_name, " must be a multiple of ", region.alignment, " from ", kHeaderBytes,
-            " to total_bytes = ", total_bytes, ", got ", region.offset);
-    const uint64_t room = (total_bytes - region.offset) / region.entry_bytes;
-    require(region.count <= room, "arena: ", region.count_name, " must be at most ", room, ", the room from ", region.offset_name,
-            " = ", region.offset, " to total_bytes = ", total_bytes, ", got ", region.count);
+    const auto& [offset_name, offset, count_name, count, entry_bytes, alignment] = region;
+    require(offset >= kHeaderBytes && offset <= total_bytes && offset % alignment == 0, "arena: ", offset_name,
+            " must be a multiple of ", alignment, " from ", kHeaderBytes, " to total_bytes = ", total_bytes, ", got ", offset);
+    const uint64_t room = (total_bytes - offset) / entry_bytes;
+    require(count <= room, "arena: ", count_name, " must be at most ", room, ", the room from ", offset_name, " = ", offset,
+            " to total_bytes = ", total_bytes, ", got ", count);
 }
 
 void check_regions(const ArenaHeader& header) {
@@ -188,12 +188,9 @@ StepRecord& Arena::step_record(int64_t step) const {
     return *at<StepRecord>(header_.step_records_offset + index * header_.step_record_bytes);
 }
 
-const Hyperparameters& Arena::hyperparameters(int64_t step, uint32_t param_group) const {
-    return reinterpret_cast<const Hyperparameters*>(&step_record(step) + 1)[param_group];
-}
-
-const Hyperparameters& Arena::tentative_hyperparameters(int64_t step, uint32_t param_group) const {
-    return (&hyperparameters(step, header_.n_param_groups))[param_group];
+const Hyperparameters& Arena::hyperparameters(int64_t step, uint32_t param_group, bool tentative) const {
+    const auto* const sets = reinterpret_cast<const Hyperparameters*>(&step_record(step) + 1);
+    return sets[(tentative ? header_.n_param_groups : 0) + param_group];
 }
 
 }  // namespace zenflow

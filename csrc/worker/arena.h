@@ -39,8 +39,8 @@ class Arena {
     // The ring's record for `step` (not negative), whichever step it currently holds.
     StepRecord& step_record(int64_t step) const;
     const StepWord& block_word(uint32_t block) const { return at<StepWord>(header_.block_words_offset)[block]; }
-    const Hyperparameters& hyperparameters(int64_t step, uint32_t param_group) const;
-    const Hyperparameters& tentative_hyperparameters(int64_t step, uint32_t param_group) const;
+    // Of the record's first set, or of the second one, of the tentative step.
+    const Hyperparameters& hyperparameters(int64_t step, uint32_t param_group, bool tentative = false) const;
 
     int64_t& resolved_step() const { return at<ArenaHeader>(0)->resolved_step; }
     int64_t& begun_job() const { return at<ArenaHeader>(0)->begun_job; }

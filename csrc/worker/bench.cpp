@@ -21,15 +21,14 @@ namespace {
 constexpr size_t kPageBytes = 4096;
 constexpr size_t kChunkElements = 16384;
 
-// Elements [begin, end) of a thread: whole chunks, like the segments of BlockReplay.
-struct Share {
-    size_t begin, end;
-};
-
-Share share_of(size_t n, int thread, int n_threads) {
+// Calls work(begin, n) for each chunk of n elements that belongs to a thread: consecutive ones, like the shares of BlockReplay.
+template <typename Work>
+void for_chunks(size_t n, int thread, int n_threads, const Work& work) {
     const size_t n_chunks = (n + kChunkElements - 1) / kChunkElements;
     const auto t = static_cast<size_t>(thread), all = static_cast<size_t>(n_threads);
-    return {std::min(n, n_chunks * t / all * kChunkElements), std::min(n, n_chunks * (t + 1) / all * kChunkElements)};
+    for (size_t chunk = n_chunks * t / all; chunk < n_chunks * (t + 1) / all; ++chunk) {
+        work(chunk * kChunkElements, std::min(kChunkElements, n - chunk * kChunkElements));
+    }
 }
 
 // Memory on the NUMA nodes of the threads that will work on it.
@@ -40,8 +39,7 @@ class Array {
         : data_(static_cast<T*>(std::aligned_alloc(kPageBytes, (n * sizeof(T) / kPageBytes + 1) * kPageBytes))) {
         if (data_ == nullptr) throw std::bad_alloc();
         run_in_parallel([&](int thread, int n_threads) {
-            const Share share = share_of(n, thread, n_threads);
-            std::fill(data_.get() + share.begin, data_.get() + share.end, value);
+            for_chunks(n, thread, n_threads, [&](size_t begin, size_t size) { std::fill_n(data_.get() + begin, size, value); });
         });
     }
     T* data() { return data_.get(); }
@@ -90,26 +88,26 @@ void run_benchmark(const std::vector<int>& cores, const BenchOptions& options, s
 
     for (int64_t repeat = 0; repeat < options.repeats; ++repeat) {
         const double triad = seconds_of([&](int thread, int n_threads) {
-            const Share share = share_of(n, thread, n_threads);
-            float* const __restrict a = exp_avg.data();
-            const float* const __restrict b = master.data();
-            for (size_t i = share.begin; i < share.end; ++i) a[i] += 1e-9f * b[i];
+            for_chunks(n, thread, n_threads, [&](size_t begin, size_t size) {
+                float* const __restrict a = exp_avg.data() + begin;
+                const float* const __restrict b = master.data() + begin;
+                for (size_t i = 0; i < size; ++i) a[i] += 1e-9f * b[i];
+            });
         });
         write(output, "triad", 0, triad, n, 12.0);
         const auto measure = [&](const char* kernel_name, size_t n_steps, bool has_tentative, auto state, DataType moments) {
             const ReplayKernel kernel = replay_kernel(DataType::kBFloat16, moments, best);
             const size_t n_gradients = n_steps + (has_tentative ? 1 : 0);
             const double seconds = seconds_of([&](int thread, int n_threads) {
-                const Share share = share_of(n, thread, n_threads);
                 std::vector<const void*> gradients(n_gradients);
                 JournalEntry& entry = journal.data()[thread];
-                for (size_t begin = share.begin; begin < share.end; begin += kChunkElements) {
+                for_chunks(n, thread, n_threads, [&](size_t begin, size_t size) {
                     for (size_t s = 0; s < n_gradients; ++s) gradients[s] = slots.data() + s * n + begin;
                     start_at(entry, begin);
-                    const WindowView window{n_steps, gradients.data(), coefficients.data(),
-                                            4.0f,    has_tentative,    {1, static_cast<uint32_t>(begin)}};
-                    kernel(state + begin, std::min(kChunkElements, share.end - begin), window, published.data() + begin, entry);
-                }
+                    const Noise noise{1, static_cast<uint32_t>(begin)};
+                    const WindowView window{n_steps, gradients.data(), coefficients.data(), 4.0f, has_tentative, noise};
+                    kernel(state + begin, size, window, published.data() + begin, entry);
+                });
             });
             const size_t bytes = 2 * sizeof(float) + 4 * element_bytes(moments) + sizeof(BFloat16) * (n_gradients + 1);
             const double of_scales = moments == DataType::kInt8 ? 2.0 * sizeof(MomentScales) / kTileElements : 0.0;

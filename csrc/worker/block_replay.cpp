@@ -55,20 +55,20 @@ void BlockReplay::check(const UpdateJob& job, const uint32_t* slots) const {
 }
 
 bool BlockReplay::acknowledge(const UpdateJob& job) {
-    const bool is_complete = journal_.is_complete(job);
-    if (is_complete) journal_.finish(job);
-    return is_complete;
+    journal_.check(job);
+    if (!is_complete(job)) return false;
+    journal_.finish(job);
+    return true;
 }
 
 void BlockReplay::touch_states() {
-    std::vector<std::vector<Journal::Share>> shares_of_blocks;
-    for (uint32_t block = 0; block < segments_.size(); ++block) shares_of_blocks.push_back(shares(block));
-    run_in_parallel([&](int thread, int) {
-        const auto share = static_cast<size_t>(thread);
-        for (const std::vector<Journal::Share>& shares : shares_of_blocks) {
-            if (share < shares.size()) zenflow::touch_states(arena_, shares[share]);
-        }
-    });
+    for (uint32_t block = 0; block < segments_.size(); ++block) {
+        const std::vector<Journal::Share> shares_of_block = shares(block);
+        run_in_parallel([&](int thread, int) {
+            const auto share = static_cast<size_t>(thread);
+            if (share < shares_of_block.size()) zenflow::touch_states(arena_, shares_of_block[share]);
+        });
+    }
 }
 
 void BlockReplay::run(const UpdateJob& job, const uint32_t* slots) {
@@ -101,31 +101,29 @@ bool BlockReplay::is_shown(const UpdateJob& job, const BlockShown& wanted) const
     if (shown.is_true != 0) return true;
     // Left out in both cases, with any hyperparameters.
     if (!std::isfinite(wanted.factor)) return !std::isfinite(shown.factor);
-    const size_t set_bytes = coefficients_.size() * sizeof(Hyperparameters);
+    const Hyperparameters *const sets = &arena_.hyperparameters(wanted.step, 0), *const second = sets + coefficients_.size();
     return std::memcmp(&shown.factor, &wanted.factor, sizeof(float)) == 0 &&
-           std::memcmp(&arena_.hyperparameters(wanted.step, 0), &arena_.tentative_hyperparameters(wanted.step, 0), set_bytes) ==
-               0;
+           std::memcmp(sets, second, coefficients_.size() * sizeof(Hyperparameters)) == 0;
 }
 
 void BlockReplay::collect_coefficients(const UpdateJob& job, const uint32_t* slots, const BlockShown& shown) {
     slots_.clear();
     for (auto& group : coefficients_) group.clear();
-    const auto add = [&](uint32_t i, const StepRecords::Step& step, auto hyperparameters_of) {
+    const auto add = [&](uint32_t i, const StepRecords::Step& step, bool of_second_set) {
         slots_.push_back(arena_.slot(slots[i]));
         for (uint32_t group = 0; group < coefficients_.size(); ++group) {
-            const Hyperparameters& hyperparameters = (arena_.*hyperparameters_of)(job.first_step + i, group);
+            const Hyperparameters& hyperparameters = arena_.hyperparameters(job.first_step + i, group, of_second_set);
             coefficients_[group].push_back(step_coefficients(hyperparameters, step.count, step.clip));
         }
     };
     for (uint32_t i = 0; i < job.n_committed; ++i) {
         const StepRecords::Step step = records_.committed_step(job, i);
-        if (step.applied) add(i, step, &Arena::hyperparameters);
+        if (step.applied) add(i, step, false);
     }
     n_committed_ = slots_.size();
     if (job.tentative == Tentative::kNone) return;
     const StepRecords::Step step = records_.tentative_step(job, shown);
-    if (step.applied)
-        add(job.n_committed, step, shown.is_true != 0 ? &Arena::hyperparameters : &Arena::tentative_hyperparameters);
+    if (step.applied) add(job.n_committed, step, shown.is_true == 0);
 }
 
 // Consecutive segments, the same of a block in every job: they may still be in the thread's caches.

@@ -22,9 +22,6 @@ class BlockReplay {
     // each of its steps.
     void check(const UpdateJob& job, const uint32_t* slots) const;
 
-    // Throws Error if a checked job cannot be the next.
-    void check_journal(const UpdateJob& job) const { journal_.check(job); }
-
     // Allocates the memory of all blocks' master weights and moments on the NUMA nodes of the threads that will update them,
     // given the current number of threads. Changes no values.
     void touch_states();
@@ -33,7 +30,7 @@ class BlockReplay {
     bool is_complete(const UpdateJob& job) const { return journal_.is_complete(job); }
     int64_t job_in_progress() const { return journal_.job_in_progress(); }
 
-    // Whether a checked job is complete; it then needs no replay.
+    // Whether a checked job is complete; it then needs no replay. Throws Error if it cannot be the next one.
     bool acknowledge(const UpdateJob& job);
 
     // Executes a checked, incomplete job whose steps are resolved, or the rest of it; nothing of a kCorrection job whose step is

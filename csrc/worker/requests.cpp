@@ -115,12 +115,11 @@ void export_entries(const Arena& arena, const Export& request) {
                 return decode_exp_avg(exp_avg[i], of_tile.exp_avg, root);
             });
             copy(2, [=](uint64_t i) { return decode_exp_avg_sq(exp_avg_sq[i], scales[i / kTileElements].exp_avg_sq); });
-        } else if (arena.moments_dtype() == DataType::kBFloat16) {
-            copy_floats(1, static_cast<const BFloat16*>(state.exp_avg));
-            copy_floats(2, static_cast<const BFloat16*>(state.exp_avg_sq));
         } else {
-            copy_floats(1, static_cast<const float*>(state.exp_avg));
-            copy_floats(2, static_cast<const float*>(state.exp_avg_sq));
+            with_type(arena.moments_dtype(), [&](auto value) {
+                copy_floats(1, static_cast<const decltype(value)*>(state.exp_avg));
+                copy_floats(2, static_cast<const decltype(value)*>(state.exp_avg_sq));
+            });
         }
     };
     run_in_parallel([&](int thread, int n_threads) {

@@ -91,7 +91,6 @@ bool serve_job(const Inbox::Received& message, int64_t start_ns, BlockReplay& re
     const UpdateJob& job = message.job;
     const int64_t arrived_ns = now_ns();
     Done done{static_cast<uint32_t>(MessageType::kDone), job.block, job.job_id, start_ns, 0, 0};
-    replay.check_journal(job);
     if (replay.acknowledge(job)) return channel.send(done);
     replay.run(job, message.slots.data());
     done.wait_ns = arrived_ns - start_ns;
