@@ -5,30 +5,35 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import mean
 
 from benchmarks.common.results import markdown
 from benchmarks.convergence.methods import METHODS, OVERVIEWS
 from benchmarks.convergence.records import Record, newest
-from benchmarks.convergence.settings import SETTINGS
+from benchmarks.convergence.settings import SETTINGS, Setting
 from benchmarks.convergence.summary import Summary, baseline_of, loss_of, summarise
 
 
-def table(summaries: Sequence[Summary]) -> str:
-    """The Markdown table of one setting."""
+def table(summaries: Sequence[Summary], setting: Setting) -> str:
+    """The Markdown table of one setting, of losses or of steps until the threshold."""
+    counts_steps = setting.measure == "steps"
+    value, number, average = ("steps", "reached", "median") if counts_steps else ("val. loss", "seeds", "mean")
+    form = "{:g}" if counts_steps else "{:.4f}"
     baseline = baseline_of(summaries)
     rows = []
     for summary in summaries:
         row = {"method": METHODS[summary.method].title, "name": f"`{summary.method}`"}
-        row |= {"best lr": "", "val. loss": "failed", "min..max": "", "to AdamW": "", "seeds": ""}
+        row |= {"best lr": "", value: "failed", "min..max": "", "to AdamW": "", number: ""}
+        at_lr = summary.steps_at if counts_steps else summary.mean_at
         if summary.best_lr is not None:
-            losses = [loss_of(record) for record in summary.best]
+            every_run = [r.steps_to_threshold if counts_steps else loss_of(r) for r in summary.best]
+            found = [result for result in every_run if result is not None]
+            best = at_lr(summary.best_lr)
             row["best lr"] = f"{summary.best_lr:g}"
-            row["val. loss"] = f"{mean(losses):.4f}"
-            row["min..max"] = f"{min(losses):.4f}..{max(losses):.4f}"
-            row["seeds"] = str(len(losses))
+            row[value] = "not reached" if math.isinf(best) else form.format(best)
+            row["min..max"] = f"{form}..{form}".format(min(found), max(found)) if found else ""
             row["to AdamW"] = _to(summary, baseline)
-        row["mean at each lr"] = _at_each_lr(summary, "{:.4f}", summary.mean_at)
+            row[number] = f"{len(found)} of {len(every_run)}" if counts_steps else str(len(found))
+        row[f"{average} at each lr"] = _at_each_lr(summary, form, at_lr)
         rows.append(row)
     return markdown(rows)
 
@@ -57,25 +62,6 @@ def _to(summary: Summary, baseline: Summary | None) -> str:
     if math.isinf(difference):
         return "not reached"
     return f"{difference:+.1f} %" if summary.setting.measure == "loss" else f"{difference:+.0f} %"
-
-
-def steps_table(summaries: Sequence[Summary]) -> str:
-    """The Markdown table of a setting with a threshold."""
-    baseline = baseline_of(summaries)
-    rows = []
-    for summary in summaries:
-        row = {"method": METHODS[summary.method].title, "name": f"`{summary.method}`"}
-        row |= {"best lr": "", "steps": "failed", "min..max": "", "to AdamW": "", "reached": ""}
-        if summary.best_lr is not None:
-            median_steps = summary.steps_at(summary.best_lr)
-            reached = [r.steps_to_threshold for r in summary.best if r.steps_to_threshold is not None]
-            row["best lr"], row["reached"] = f"{summary.best_lr:g}", f"{len(reached)} of {len(summary.best)}"
-            row["steps"] = "not reached" if math.isinf(median_steps) else f"{median_steps:g}"
-            row["min..max"] = f"{min(reached)}..{max(reached)}" if reached else ""
-            row["to AdamW"] = _to(summary, baseline)
-        row["median at each lr"] = _at_each_lr(summary, "{:g}", summary.steps_at)
-        rows.append(row)
-    return markdown(rows)
 
 
 def _at_each_lr(summary: Summary, form: str, result: Callable[[float], float]) -> str:
@@ -117,8 +103,7 @@ def write_reports(records: Iterable[Record], folder: Path) -> dict[str, str]:
             runs = by_setting[setting]
             _check_beginnings(setting, runs)
             summaries = by_name[setting] = summarise(runs, SETTINGS[setting])
-            counts_steps = SETTINGS[setting].measure == "steps"
-            tables[setting] = f"{steps_table(summaries) if counts_steps else table(summaries)}\n\n{provenance(runs)}"
+            tables[setting] = f"{table(summaries, SETTINGS[setting])}\n\n{provenance(runs)}"
     overviews = {name: overview(by_name, methods) for name, methods in OVERVIEWS.items()}
     tables |= {name: text for name, text in overviews.items() if text}
     for name, text in tables.items():
