@@ -22,7 +22,7 @@ from direct_step import direct_step
 from harness import UP_TO_TWO, Case, run_here
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.deepspeed import environment
+from lightning_zenflow.deepspeed import build
 from lightning_zenflow.native import Acknowledged, Done
 from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena
@@ -289,8 +289,8 @@ def test_a_flush_that_fails_ends_the_worker() -> None:
 def test_words_are_waited_for_as_long_as_collectives(
     world_size: int, timeout: timedelta | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, "places_on_this_host", lambda place: ([place], 0))
-    found = environment.rank_resources(
+    monkeypatch.setattr(build, "places_on_this_host", lambda place: ([place], 0))
+    found = build.rank_resources(
         ZenFlowConfig(), torch.device("cpu"), ranks_on_host=1, world_size=world_size, timeout=timeout
     )
     assert found.word_timeout_s == expected
