@@ -287,12 +287,3 @@ def merge_ranges(parts: Iterable[Slice | Range]) -> list[Range]:
     if group >= 0:
         merged.append(Range(param_group=group, begin=begin, end=end))
     return merged
-
-
-def ranges_of_block(partition: Partition, block: Block) -> list[Range]:
-    """Elements of a block without padding."""
-    return [
-        Range(param_group=r.param_group, begin=max(r.begin, block.begin), end=min(r.end, block.end))
-        for r in partition.ranges
-        if r.begin < block.end and block.begin < r.end
-    ]

@@ -15,10 +15,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zenflow.core.device import runtime_of
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.flat_buffers import Layout, balanced_order, flat_layouts, fragments
 from lightning_zenflow.deepspeed.host_state import MOMENTS
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.supported import refuse_features, refuse_moved
+from lightning_zenflow.deepspeed.supported import refuse_features
 
 
 class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no type information
@@ -157,7 +158,13 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
     def _refuse_moved(self) -> None:
         if self._addresses != (addresses := [parameter.data_ptr() for parameter in self._trained_parameters]):
             places = zip(self._trained_parameters, addresses, self._addresses, strict=True)
-            refuse_moved(next(self.param_names[parameter] for parameter, now, before in places if now != before))
+            name = next(self.param_names[parameter] for parameter, now, before in places if now != before)
+            # Updates reach a weight at its address, and nowhere else.
+            raise MisconfigurationException(
+                f"ZenFlowStrategy: {name} must keep its memory, got another one since set-up, as by `parameter.data = ...`,"
+                " `module.to(...)` or `module.load_state_dict(..., assign=True)`: updates do not reach it there. To give it other values,"
+                " use deepspeed.utils.safe_set_full_fp32_param"
+            )
 
     @override
     def _forget_weights(self) -> None:

@@ -130,15 +130,6 @@ def refuse_unsupported_module(module: Module) -> None:
             raise MisconfigurationException(f"ZenFlowStrategy: {name} must {must}, got {found}")
 
 
-def refuse_moved(name: str) -> None:
-    """Refuses a weight whose memory was replaced: updates reach it at its address, and nowhere else."""
-    raise MisconfigurationException(
-        f"ZenFlowStrategy: {name} must keep its memory, got another one since set-up, as by `parameter.data = ...`, `module.to(...)` or"
-        " `module.load_state_dict(..., assign=True)`: updates do not reach it there. To give it other values, use"
-        " deepspeed.utils.safe_set_full_fp32_param"
-    )
-
-
 def refuse_further_backward() -> NoReturn:
     """Refuses a backward pass behind a step's last one, or behind its clipping."""
     raise MisconfigurationException(

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zenflow.core.device import PAGE_BYTES, Event, SideStream, runtime_of
-from lightning_zenflow.core.partition import Partition, Slice, build_partition, merge_ranges, ranges_of_block
+from lightning_zenflow.core.partition import Partition, Slice, build_partition, merge_ranges
 from lightning_zenflow.core.schedule import StaggeredSchedule
 from lightning_zenflow.offload.rank_state import Block, RankState
 from lightning_zenflow.worker.arena import Arena
@@ -146,10 +146,10 @@ class Publisher:
 
     def set_ranges(self, partition: Partition) -> None:
         """Publishes the ranges of this partition from now on. It differs from `RankState.partition` in its ranges only."""
-        for block, extent in zip(self._rank.blocks, partition.blocks, strict=True):
+        for block in self._rank.blocks:
             block.published.clear()
-            for r in ranges_of_block(partition, extent):
-                for tile in (partition.tiles[index] for index in extent.tiles):
+            for r in (r for r in partition.ranges if r.begin < block.end and block.begin < r.end):
+                for tile in (partition.tiles[index] for index in block.tiles):
                     begin, end = max(r.begin, tile.begin), min(r.end, tile.end)
                     if begin < end:
                         part = dataclasses.replace(r, begin=begin, end=end)

@@ -145,9 +145,9 @@ class VectorGradients:
         self._values = torch.zeros(sum(numels), device=rank.device, dtype=rank.dtype)
         self._of_slice = dict(zip(small, torch.split(self._values, numels), strict=True))
         end = 0
-        for block, extent in zip(rank.blocks, partition.blocks, strict=True):
+        for block in rank.blocks:
             begin, tiles = end, []
-            for index in (index for index in extent.tiles if partition.tiles[index].slice in small):
+            for index in (index for index in block.tiles if partition.tiles[index].slice in small):
                 tile = partition.tiles[index]
                 tiles.append((index, self._values.narrow(0, end, tile.numel).view(tile.rows, tile.width)))
                 end += tile.numel

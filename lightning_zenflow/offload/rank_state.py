@@ -101,7 +101,10 @@ class Block:
     number: int
     """Index into `Partition.blocks`."""
     begin: int
-    """First element in the partition."""
+    end: int
+    """Elements [begin, end) of the partition."""
+    tiles: Sequence[int]
+    """Indexes into `Partition.tiles`."""
     slices: set[int]
     """Slices that have tiles in the block."""
     published: dict[int, list[Range]] = field(default_factory=dict)
@@ -154,12 +157,11 @@ class Blocks(list[Block]):
     """
 
     def __init__(self, partition: Partition) -> None:
-        slices = [{partition.tiles[index].slice for index in block.tiles} for block in partition.blocks]
         super().__init__(
-            Block(number=number, begin=block.begin, slices=of_block)
-            for number, (block, of_block) in enumerate(zip(partition.blocks, slices, strict=True))
+            Block(number=n, begin=b.begin, end=b.end, tiles=b.tiles, slices={partition.tiles[i].slice for i in b.tiles})
+            for n, b in enumerate(partition.blocks)
         )
-        self.of_tile = [block for block, extent in zip(self, partition.blocks, strict=True) for _ in extent.tiles]
+        self.of_tile = [block for block in self for _ in block.tiles]
         self.of_slice = [[block for block in self if index in block.slices] for index in range(len(partition.slices))]
 
 

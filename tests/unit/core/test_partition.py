@@ -10,7 +10,6 @@ from lightning_zenflow.core.partition import (
     Partition,
     build_partition,
     group_begins,
-    ranges_of_block,
 )
 from oracle import places_of_elements, slices_of_rank
 
@@ -38,15 +37,13 @@ def check_tiles(partition: Partition) -> None:
     # Blocks hold all tiles, in order.
     assert [t for block in partition.blocks for t in block.tiles] == list(range(len(partition.tiles)))
     assert partition.block_numel % ALIGNMENT == 0
+    of_blocks = [(block, partition.tiles[t]) for block in partition.blocks for t in block.tiles]
+    assert all(block.begin <= tile.begin and tile.end <= block.end for block, tile in of_blocks)
+    assert all(a.end <= b.begin for a, b in zip(partition.blocks, partition.blocks[1:], strict=False))
 
-    # Ranges of blocks add up.
+    # Ranges have the same elements.
     group_of_element = {e: s.param_group for s in partition.slices for e in range(s.begin, s.end)}
-    found = [
-        (e, r.param_group)
-        for block in partition.blocks
-        for r in ranges_of_block(partition, block)
-        for e in range(r.begin, r.end)
-    ]
+    found = [(e, r.param_group) for r in partition.ranges for e in range(r.begin, r.end)]
     assert found == list(group_of_element.items())
     for a, b in zip(partition.ranges, partition.ranges[1:], strict=False):
         assert a.end <= b.begin

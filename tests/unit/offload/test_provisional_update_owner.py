@@ -26,7 +26,7 @@ class OneBlock(Block):
     overwriting = False
 
     def __init__(self) -> None:
-        super().__init__(number=0, begin=0, slices={0})
+        super().__init__(number=0, begin=0, end=0, tiles=(), slices={0})
 
     @override
     def next_due(self) -> int | None:
