@@ -3,7 +3,7 @@
 import errno
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_zenflow.checkpoint.atomic import StagedSave, recover, sync_all
 from lightning_zenflow.checkpoint.background import BackgroundSaves
 from lightning_zenflow.checkpoint.engine_content import load_engine
-from lightning_zenflow.checkpoint.files import CheckpointError, place_of, read, verify
+from lightning_zenflow.checkpoint.files import CheckpointError, UncachedFile, place_of, read, verify
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint, is_part
 from lightning_zenflow.checkpoint.single_file import SavedFile, as_loaded
 from lightning_zenflow.checkpoint.whole_state import WholeState
@@ -76,13 +76,13 @@ def save_together(
 
         def put(of_file: Any, write_file: Write, file: Any) -> None:
             copied = None if background is None else background.copied(of_file, copies)
-            call = partial(
-                _write, write_file, of_file if copied is None else copied, file, opens=isinstance(content, Path)
-            )
+            opening: Callable[[Any], AbstractContextManager[Any]] = nullcontext
+            if isinstance(content, Path):
+                opening = partial(open, mode="wb") if copied is None else UncachedFile
             if copied is None:
-                call()
+                _write(write_file, of_file, file, opening)
             else:
-                files.append(call)
+                files.append(partial(_write, write_file, copied, file, opening))
 
         with _saving(path):
             if isinstance(content, Path) and not isinstance(states, WholeState) and not content.is_dir():
@@ -97,8 +97,8 @@ def save_together(
             background.start(finish)
 
 
-def _write(write: Write, content: Any, path: Any, *, opens: bool) -> None:
-    with open(path, "wb") if opens else nullcontext(path) as file:
+def _write(write: Write, content: Any, path: Any, opening: Callable[[Any], AbstractContextManager[Any]]) -> None:
+    with opening(path) as file:
         write(content, file)
 
 

@@ -1,19 +1,23 @@
 """Files of a checkpoint as torch writes them: reading, comparison with their checksums, and errors that name them."""
 
+import fcntl
+import io
+import mmap
 import os
 import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from lightning_zenflow.deepspeed.host_state import WithoutConversion
 from lightning_zenflow.offload.run_state import VERSION
 
-_CHUNK_BYTES = 2**20
+_CHUNK_BYTES = 2**22
 
 
 def place_of(path: Any) -> Path | str:
@@ -105,3 +109,46 @@ def read(file: Path, *, mapped: bool = True, weights_only: bool | None = False) 
             if weights_only is False or not is_archive:
                 raise
             raise refusal(file, "this file has Python objects: if you trust it, pass `weights_only=False`") from error
+
+
+class UncachedFile(io.FileIO):
+    """A new file that is written past the page cache: to fill that, and to write its pages to the disk, would take cores from training.
+
+    Args:
+        path: path of the file.
+    """
+
+    def __init__(self, path: Any) -> None:
+        super().__init__(path, "wb")
+        # Begins with a page, as such writes must.
+        self._chunk = mmap.mmap(-1, _CHUNK_BYTES)
+        # File systems in memory refuse.
+        with suppress(OSError):
+            fcntl.fcntl(self, fcntl.F_SETFL, os.O_DIRECT)
+
+    @override
+    def write(self, data: Any) -> int:
+        left = memoryview(data)
+        while left:
+            left = left[self._chunk.write(left[: _CHUNK_BYTES - self._chunk.tell()]) :]
+            if self._chunk.tell() == _CHUNK_BYTES:
+                self._write_chunk()
+        return len(data)
+
+    @override
+    def flush(self) -> None:
+        # The rest may end within a page.
+        fcntl.fcntl(self, fcntl.F_SETFL, 0)
+        self._write_chunk()
+
+    def _write_chunk(self) -> None:
+        left = memoryview(self._chunk)[: self._chunk.tell()]
+        self._chunk.seek(0)
+        while left:
+            try:
+                left = left[super().write(left) :]
+            except OSError:
+                if not fcntl.fcntl(self, fcntl.F_GETFL) & os.O_DIRECT:
+                    raise
+                # Not even a chunk has the right length, or less than one was written, which has a reason of its own.
+                fcntl.fcntl(self, fcntl.F_SETFL, 0)
