@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from typing_extensions import override
 
+from callbacks import After, At, save
 from harness import EVERYTHING, Case, make_trainer, run_here
 from held_saves import Gate, HeldSave
 from lightning_zenflow import ZenFlowStrategy
@@ -44,7 +45,7 @@ def cases(folder: Path, name: str, case: Case) -> dict[str, Case]:
     """A run with a save that is held for three steps, one with an ordinary save, and what resumes from either."""
     held, ordinary = folder / f"{name}, held.ckpt", folder / f"{name}.ckpt"
     # Whose memory the next one uses again.
-    first = Saves(folder / f"{name}, first.ckpt", 2)
+    first = saves(folder / f"{name}, first.ckpt", 2)
     saving = replace(case, callbacks=(first, HeldSave(held, 3, until=6))).with_keys(async_checkpoints=True)
     return {
         f"{name}, held": saving,
@@ -85,7 +86,7 @@ def test_on_two_ranks(name: str, tmp_path: Path) -> None:
         CASE.with_keys(async_checkpoints=True),
         # Of which each rank's file has the entries of callbacks.
         stage=3,
-        callbacks=(HeldSave(tmp_path / "failed.ckpt", 3, until=6, error="too late", failing=(1,)), Raises()),
+        callbacks=(HeldSave(tmp_path / "failed.ckpt", 3, until=6, error="too late", failing=(1,)), After([7], raises)),
     )
     runs = run_on_ranks({**({"failing": failing} if name == "folder" else {}), **cases(tmp_path, name, case)})
     for rank in range(2):
@@ -93,27 +94,14 @@ def test_on_two_ranks(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*failed*")) and not list(tmp_path.glob(".*"))
 
 
-class Raises(pl.Callback):
-    """Expects the error of the save before at the end of training."""
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 7:
-            strategy: Any = trainer.strategy
-            with pytest.raises(OSError, match=r"failed\.ckpt could not be saved: too late; training can continue"):
-                strategy.wait_for_checkpoint()
+def raises(trainer: Any) -> None:
+    """The error of the save before."""
+    with pytest.raises(OSError, match=r"failed\.ckpt could not be saved: too late; training can continue"):
+        trainer.strategy.wait_for_checkpoint()
 
 
-class Saves(pl.Callback):
-    """Saves after a step."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        self._path, self._step = path, step
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self._step:
-            trainer.save_checkpoint(self._path)
+def saves(path: Path, step: int) -> After:
+    return After([step], partial(save, path))
 
 
 @pytest.mark.parametrize("raised_at", ["save", "flush", "end"])
@@ -121,9 +109,9 @@ def test_an_error_of_the_thread_is_raised(raised_at: str, tmp_path: Path, caplog
     """With the path, where the user next asks; and logged at once. The checkpoint before stays."""
     path = tmp_path / "a.ckpt"
     callbacks = [
-        Saves(path, 1),
+        saves(path, 1),
         HeldSave(path, 2, until=4, error="late"),
-        *([Saves(tmp_path / "b.ckpt", 5)] if raised_at == "save" else []),
+        *([saves(tmp_path / "b.ckpt", 5)] if raised_at == "save" else []),
     ]
     options = {"limit_val_batches": 1, "val_check_interval": 6} if raised_at == "flush" else {}
     trainer = make_trainer(strategy(), max_steps=8, callbacks=callbacks, num_sanity_val_steps=0, **options)
@@ -140,17 +128,13 @@ def test_what_model_checkpoint_removes_stays_until_its_successor_is_complete(tmp
     """A failed save removes nothing."""
     seen: list[list[str]] = []
 
-    class Looks(pl.Callback):
-        @override
-        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            seen.append(sorted(p.name for p in tmp_path.glob("[!.]*")))
-
+    looks = At("on_train_batch_start", lambda _: seen.append(sorted(p.name for p in tmp_path.glob("[!.]*"))))
     for error in ("", "late"):
         seen.clear()
         files = ModelCheckpoint(dirpath=tmp_path, filename=f"{{step}}{error}", every_n_train_steps=2)
         held = HeldSave(tmp_path / "other.ckpt", 4, until=6, error=error)
         held.on_train_batch_end = lambda *_: None  # type: ignore[method-assign]  # ModelCheckpoint saves
-        trainer = make_trainer(strategy(), max_steps=7, enable_checkpointing=True, callbacks=[files, held, Looks()])
+        trainer = make_trainer(strategy(), max_steps=7, enable_checkpointing=True, callbacks=[files, held, looks])
         if error:
             with pytest.raises(OSError, match="late"):
                 trainer.fit(LinearLossModule(length=7))
@@ -167,7 +151,7 @@ def test_callbacks_of_lightning_and_a_second_fit(tmp_path: Path) -> None:
     model = SmallNet(length=12)
     files = ModelCheckpoint(dirpath=tmp_path, monitor="loss", save_top_k=2, save_last=True, every_n_train_steps=1)
     stop = EarlyStopping("loss", patience=1, mode="max", check_on_train_epoch_end=True)
-    trainer = make_trainer(strategy(), max_epochs=3, enable_checkpointing=True, callbacks=[files, stop, Logs()])
+    trainer = make_trainer(strategy(), max_epochs=3, enable_checkpointing=True, callbacks=[files, stop, LOGS])
     for epochs in (3, 4):
         trainer.fit_loop.max_epochs = epochs
         trainer.fit(model)
@@ -179,12 +163,8 @@ def test_callbacks_of_lightning_and_a_second_fit(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
-class Logs(pl.Callback):
-    """Logs a loss that grows and falls."""
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        pl_module.log("loss", float(trainer.global_step % 5))
+LOGS = At("on_train_batch_end", lambda t: t.lightning_module.log("loss", float(t.global_step % 5)))
+"""Logs a loss that grows and falls."""
 
 
 def test_saves_that_must_be_complete_at_once(
@@ -193,18 +173,16 @@ def test_saves_that_must_be_complete_at_once(
     """Where the memory for a copy is missing, and what SLURM ends the job behind."""
     exists: list[bool] = []
 
-    class Saves(pl.Callback):
-        @override
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 2:
-                monkeypatch.setenv(HOST_MEMORY, "1e-6")
-            path = tmp_path / ("a.ckpt" if trainer.global_step == 2 else "hpc_ckpt_1.ckpt")
-            trainer.save_checkpoint(path)
-            exists.append(any(tmp_path.glob("*zenflow-saving/file")) or path.exists())
-            monkeypatch.delenv(HOST_MEMORY, raising=False)
+    def saves(trainer: pl.Trainer) -> None:
+        if trainer.global_step == 2:
+            monkeypatch.setenv(HOST_MEMORY, "1e-6")
+        path = tmp_path / ("a.ckpt" if trainer.global_step == 2 else "hpc_ckpt_1.ckpt")
+        trainer.save_checkpoint(path)
+        exists.append(any(tmp_path.glob("*zenflow-saving/file")) or path.exists())
+        monkeypatch.delenv(HOST_MEMORY, raising=False)
 
     with caplog.at_level(logging.WARNING):
-        make_trainer(strategy(), max_steps=2, callbacks=[Saves()]).fit(LinearLossModule(length=2))
+        make_trainer(strategy(), max_steps=2, callbacks=[After([1, 2], saves)]).fit(LinearLossModule(length=2))
     assert exists == [True, True]
     assert "a copy of what a file has needs 0.00 GiB of host memory for 1 rank(s), but 0.00 GiB are" in caplog.text
 
@@ -214,7 +192,7 @@ def test_callbacks_that_look_for_files(kind: str, tmp_path: Path, caplog: pytest
     options: list[dict[str, Any]] = [{"save_last": "link"}] if kind == "link" else [{}, {"monitor": "loss"}]
     files = [ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, **given) for given in options]
     with caplog.at_level(logging.INFO):
-        trainer = make_trainer(strategy(), max_steps=3, enable_checkpointing=True, callbacks=[*files, Logs()])
+        trainer = make_trainer(strategy(), max_steps=3, enable_checkpointing=True, callbacks=[*files, LOGS])
         trainer.fit(LinearLossModule(length=3))
     assert "async_checkpoints has no effect" in caplog.text
     expected = (
@@ -226,15 +204,14 @@ def test_callbacks_that_look_for_files(kind: str, tmp_path: Path, caplog: pytest
 def test_an_exception_in_training_leaves_the_save_complete(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
 
-    class Fails(pl.Callback):
-        @override
-        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 4:
-                Gate.opened.set()
-                raise KeyError("a user's error")
+    def fails(trainer: pl.Trainer) -> None:
+        Gate.opened.set()
+        raise KeyError("a user's error")
 
     with pytest.raises(KeyError, match="a user's error"):
-        make_trainer(strategy(), max_steps=6, callbacks=[HeldSave(path, 2), Fails()]).fit(LinearLossModule(length=6))
+        make_trainer(strategy(), max_steps=6, callbacks=[HeldSave(path, 2), After([4], fails)]).fit(
+            LinearLossModule(length=6)
+        )
     assert torch.load(path, weights_only=True)["global_step"] == 2
 
 

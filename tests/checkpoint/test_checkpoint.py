@@ -7,12 +7,11 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
-from typing_extensions import override
 
+from callbacks import At
 from checkpoint_files import RANK_FILE, assert_continues, edit, in_order
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, StockStrategy, run_here
 from models import SHAPES
@@ -24,6 +23,7 @@ FREEZING: dict[str, Any] = {
     # One parameter stays frozen after every save, one is unfrozen between two of them.
     "model_options": {"frozen_in": {0: (3, 100), 3: (0, 100), 2: (4, 9)}},
 }
+BFLOAT16 = {"reduce_bucket_size": 200, "moments_dtype": "bfloat16"}
 CASES = {
     "random selection, not finite": Case(
         topk_ratio=0.3,
@@ -39,6 +39,10 @@ CASES = {
     "in backward": Case(
         **FREEZING, update_interval=1, publish_lag=0, max_norm=0.5, strategy_options={"reduce_bucket_size": 200}
     ),
+    "bfloat16 moments": Case(
+        model="SmallNet", topk_ratio=0.3, update_interval=1, publish_lag=0, max_norm=0.5, strategy_options=BFLOAT16
+    ),
+    "int8 moments": Case(topk_ratio=0.3, max_norm=0.5, strategy_options={**EVERYTHING, "moments_dtype": "int8"}),
     # The change comes before the save, so the resumed run has it from the checkpoint only.
     "auto": Case(topk_ratio=0.3, strategy_options={**EVERYTHING, **AUTO}, schedules=((1, 2, 2),)),
 }
@@ -100,14 +104,6 @@ def test_other_frozen_parameters_start_over_from_adamws_state(tmp_path: Path, ca
     assert not torch.equal(rest.master[0], whole.master[0])
 
 
-class MasterWeights(pl.Callback):
-    """What DeepSpeed's own optimizer has when training begins: flat, of each parameter group."""
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.found = [flat.detach().clone() for flat in trainer.optimizers[0].single_partition_of_fp32_groups]  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize(("precision", "moments"), [("32-true", "float32"), ("bf16-true", "bfloat16")])
 def test_it_opens_in_plain_deepspeed_and_the_other_way_round(precision: str, moments: str, tmp_path: Path) -> None:
     """Master weights, moments and step counts as they were; the rest of the run is AdamW's, by whichever kernel."""
@@ -116,8 +112,12 @@ def test_it_opens_in_plain_deepspeed_and_the_other_way_round(precision: str, mom
     whole = run_here(saving(case, 6, ours))
     by_stock = run_here(saving(case, 6, theirs), strategy=StockStrategy())
     assert by_stock.error is None
-    masters = MasterWeights()
-    for resumed, strategy, callbacks in ((ours, StockStrategy(), [masters]), (theirs, None, [])):
+    # What DeepSpeed's own optimizer has when training begins: flat, of each parameter group.
+    masters: list[Any] = []
+    note = At(
+        "on_train_start", lambda t: masters.extend(map(torch.clone, t.optimizers[0].single_partition_of_fp32_groups))
+    )
+    for resumed, strategy, callbacks in ((ours, StockStrategy(), [note]), (theirs, None, [])):
         rest = run_here(resuming(case, resumed), strategy=strategy, callbacks=callbacks)
         assert len(rest.losses) == STEPS - 6
         for a, b in zip(rest.weights, whole.weights, strict=True):
@@ -129,7 +129,7 @@ def test_it_opens_in_plain_deepspeed_and_the_other_way_round(precision: str, mom
     exact = run_here(replace(case, steps=6)).master
     state = convert_zero_checkpoint_to_fp32_state_dict(ours, str(tmp_path / "weights.pt"))["state_dict"]
     assert_same_tensors(in_order(case, state), exact, "master")
-    for group, flat in zip(case.make_model().parameter_groups(), masters.found, strict=True):
+    for group, flat in zip(case.make_model().parameter_groups(), masters, strict=True):
         ours_flat = torch.cat([exact.pop(0).flatten() for _ in group])
         # Without the padding.
         assert torch.equal(flat[: len(ours_flat)], ours_flat)

@@ -1,14 +1,15 @@
 """What users do with checkpoints in Lightning: `ModelCheckpoint`, ``last``, a save in the middle of a step, export to one file."""
 
 import gc
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from typing_extensions import override
 
+from callbacks import At
 from harness import make_trainer
 from lightning_zenflow import ZenFlowStrategy
 from models import LinearLossModule
@@ -31,28 +32,16 @@ def assert_same(ours: pl.LightningModule, theirs: pl.LightningModule) -> None:
         assert torch.equal(a, b), name
 
 
-class SaveAfterBatch(pl.Callback):
-    """Saves in mid-accumulation."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx == 10:
-            trainer.save_checkpoint(self._path)
-
-
 def test_a_save_between_micro_batches_does_what_it_does_without_deepspeed(tmp_path: Path) -> None:
     """What the step has of gradients is not in the checkpoint; the step ends with the batch with which it would have ended."""
     results = []
     for name, strategy in (("ours", limit), ("theirs", lambda: "auto")):
         path = tmp_path / name
         options: dict[str, Any] = {"max_steps": 6, "accumulate_grad_batches": 4, "gradient_clip_val": 0.5}
-        whole = SmallNet(length=24, accumulate=4)
-        make_trainer(strategy(), callbacks=[SaveAfterBatch(path)], **options).fit(whole)
+        whole, batches = SmallNet(length=24, accumulate=4), count()
+        # In mid-accumulation.
+        save = At("on_train_batch_end", lambda t, path=path, n=batches: next(n) == 10 and t.save_checkpoint(path))
+        make_trainer(strategy(), callbacks=[save], **options).fit(whole)
         rest = SmallNet(length=24, accumulate=4)
         make_trainer(strategy(), **options).fit(rest, ckpt_path=path)
         results.append((whole, rest))
@@ -61,13 +50,10 @@ def test_a_save_between_micro_batches_does_what_it_does_without_deepspeed(tmp_pa
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-class MappedFiles(pl.Callback):
-    """Checks when training begins that the process holds no file of a checkpoint, which would take up the disk after it was deleted."""
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        gc.collect()
-        assert "_states.pt" not in Path("/proc/self/maps").read_text()
+def holds_no_file(_: pl.Trainer) -> None:
+    """Of a checkpoint, which would take up the disk after it was deleted."""
+    gc.collect()
+    assert "_states.pt" not in Path("/proc/self/maps").read_text()
 
 
 def test_checkpoints_of_everything_and_of_weights_only(tmp_path: Path) -> None:
@@ -77,7 +63,7 @@ def test_checkpoints_of_everything_and_of_weights_only(tmp_path: Path) -> None:
     trainer.fit(model)
     trainer.save_checkpoint(tmp_path / "all.ckpt")
     trainer.save_checkpoint(path, weights_only=True)
-    make_trainer(defaults(), max_steps=4, callbacks=[MappedFiles()]).fit(
+    make_trainer(defaults(), max_steps=4, callbacks=[At("on_train_start", holds_no_file)]).fit(
         LinearLossModule(length=4), ckpt_path=tmp_path / "all.ckpt"
     )
     with pytest.raises(KeyError, match="checkpoint contains only the model"):

@@ -4,6 +4,7 @@ import os
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
+from callbacks import At, save
 from checkpoint_files import assert_continues, change_byte, in_order
 from fabric_runs import set_up, train_step
 from harness import EVERYTHING, Case, make_trainer, run_here
@@ -70,15 +72,9 @@ def test_a_resumed_run_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
         assert_same_tensors([of_one[key] for of_one in moments], [t.float() for t in theirs], key)
 
 
-class SavesWeights(pl.Callback):
+def saves_weights(path: Path) -> At:
     """Saves weights only at the end of training."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        trainer.save_checkpoint(self._path, weights_only=True)
+    return At("on_train_end", partial(save, path, weights_only=True))
 
 
 def test_several_ranks(tmp_path: Path) -> None:
@@ -87,9 +83,9 @@ def test_several_ranks(tmp_path: Path) -> None:
     for stage in (2, 3):
         case = replace(LATE, stage=stage, model_options=FROZEN)
         cases[f"whole {stage}"], rest = halves(case, tmp_path / f"{stage}.ckpt")
-        cases[f"rest {stage}"] = replace(rest, callbacks=(SavesWeights(tmp_path / f"weights {stage}.ckpt"),))
+        cases[f"rest {stage}"] = replace(rest, callbacks=(saves_weights(tmp_path / f"weights {stage}.ckpt"),))
     # A folder by default; weights only are a file whatever the format.
-    small = (SavesWeights(tmp_path / "small.ckpt"),)
+    small = (saves_weights(tmp_path / "small.ckpt"),)
     case = replace(LATE, stage=3, steps=1, save_at=1, checkpoint=str(tmp_path / "folder"), callbacks=small)
     cases["folder"] = case.with_keys(checkpoint_format="auto")
     one, _ = halves(replace(LATE, model_options=FROZEN), tmp_path / "one.ckpt")
@@ -161,13 +157,10 @@ def test_adamw_continues_ours_and_we_continue_adamws(tmp_path: Path) -> None:
     torch.testing.assert_close(mine["state"], plain["state"], rtol=1e-5, atol=1e-6)
 
 
-class OpensFiles(pl.Callback):
+def open_best(trainer: Any) -> None:
     """What users' code does with the paths of `ModelCheckpoint`."""
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        best = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
-        assert torch.load(best, weights_only=True)["state_dict"].keys() == pl_module.state_dict().keys()
+    best = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=True)
+    assert best["state_dict"].keys() == trainer.lightning_module.state_dict().keys()
 
 
 class Validated(SmallNet):
@@ -197,7 +190,7 @@ def test_paths_of_model_checkpoint_are_files(tmp_path: Path) -> None:
         enable_checkpointing=True,
         limit_val_batches=1,
         val_check_interval=2,
-        callbacks=[checkpoints, OpensFiles()],
+        callbacks=[checkpoints, At("on_train_end", open_best)],
     )
     model = Validated()
     trainer.fit(model)

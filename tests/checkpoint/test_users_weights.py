@@ -10,7 +10,6 @@ import pytest
 import torch
 from deepspeed.runtime.zero import GatheredParameters
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
@@ -184,27 +183,6 @@ class Averages(pl.Callback):
         with torch.no_grad(), GatheredParameters(list(pl_module.parameters()), modifier_rank=0):
             for p, trained in zip(pl_module.parameters(), self._trained, strict=True):
                 p.copy_(trained)
-
-
-def test_lightnings_averaged_weights(tmp_path: Path) -> None:
-    """The file has them in the place of the model's, and the model's beside them; after training they are the model's."""
-    results = []
-    for make in (limit, lambda: "auto"):
-        model = Net()
-        files = ModelCheckpoint(
-            dirpath=tmp_path, filename="half", every_n_train_steps=SAVED, enable_version_counter=False
-        )
-        callbacks = [EMAWeightAveraging(decay=0.5), files]
-        trainer = make_trainer(make(), max_steps=SAVED, enable_checkpointing=True, callbacks=callbacks)
-        trainer.fit(model)
-        rest = Net()
-        trainer = make_trainer(make(), max_steps=STEPS, callbacks=[EMAWeightAveraging(decay=0.5)])
-        trainer.fit(rest, ckpt_path=tmp_path / "half.ckpt")
-        trainer.save_checkpoint(tmp_path / "end.ckpt")
-        half, end = (torch.load(tmp_path / name, weights_only=True) for name in ("half.ckpt", "end.ckpt"))
-        results.append([rest.state_dict(), half["current_model_state"], half["state_dict"], end["state_dict"]])
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(dict(ours), dict(theirs), rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("options", [{}, {"stage": 3, "offload_parameters": True}], ids=str)

@@ -18,9 +18,6 @@ from alpaca_task.records import Record
 from alpaca_task.tokenized import TokenizedExample, tokenize
 from alpaca_task.tokenizers import ByteEncoder
 
-# --- records and prompts -----------------------------------------------------------------------------------------------------
-
-
 # --- tokens and batches ------------------------------------------------------------------------------------------------------
 
 
@@ -55,16 +52,6 @@ def test_packing_keeps_every_item_once_and_rows_full(case: tuple[list[int], int]
 
 def collate(*rows: list[TokenizedExample]) -> Batch:
     return Collator(pad_token_id=256, max_length=64)(rows)
-
-
-def test_batches_number_the_positions_of_each_example() -> None:
-    given = ([1, 2, 3], 2), ([4, 5], 1), ([6, 7, 8, 9], 1)
-    first, second, third = (TokenizedExample(input_ids=ids, prompt_length=length) for ids, length in given)
-    batch = collate([first, second], [third])
-    pad, ignored = [256] * 3, [-100] * 3
-    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, *pad], [6, 7, 8, 9, 256, *pad]]
-    assert batch["labels"].tolist() == [[-100, -100, 3, -100, 5, *ignored], [-100, 7, 8, 9, -100, *ignored]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7]]
 
 
 # --- metrics and network -----------------------------------------------------------------------------------------------------
@@ -121,6 +108,3 @@ def test_pretrained_weights_are_taken_and_checked(tiny_llama: Path) -> None:
         built(**settings, max_length=512)
     with pytest.raises(ValueError, match=r"knows \d+ tokens but data.tokenizer='bytes' has 260; set data.tokenizer="):
         built(**settings | {"tokenizer": "bytes", "vocab_size": 260})
-
-
-# --- printed steps, half precision -------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import export_alpaca
 import glue
 import make_alpaca_sample
 import make_glue_sample
-from example_runs import ALPACA_SAMPLE, GLUE_SAMPLE, ROOT, logged, run_example
+from example_runs import ALPACA_SAMPLE, GLUE_SAMPLE, ROOT, csv_rows, logged, run_example
 from lightning_zenflow import ZenFlowStrategy
 from tiny_models import save_tiny_model
 
@@ -243,3 +243,14 @@ def test_the_default_training_of_alpaca_learns_to_answer(tmp_path: Path) -> None
     losses = logged(tmp_path, "val/loss")
     assert losses[-1] < losses[0] / 3
     assert logged(tmp_path, "val/exact_match")[-1] > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_loop_under_fabric(tmp_path: Path) -> None:
+    settings = ["trainer.max_steps=20", "trainer.accelerator=cpu", f"data.data_dir={GLUE_SAMPLE}"]
+    assert "epoch 0, step 20:" in run_example(tmp_path, "fabric_loop.py", *settings, timeout=300)
+    folder = tmp_path / "logs" / "fabric"
+    assert (folder / "last.ckpt").is_file()
+    names = {name for row in csv_rows(folder / "version_0" / "metrics.csv") for name in row}
+    assert {"train/lm_loss", "val/accuracy", "zenflow/stall/device_percent"} <= names

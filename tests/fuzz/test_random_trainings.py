@@ -234,7 +234,7 @@ def shows_adamw(case: Case) -> bool:
 
 @PORTIONS
 def test_every_schedule_leaves_adamws_state(portion: int) -> None:
-    @drawn(portion, few=25, many=150)
+    @drawn(portion, few=15, many=150)
     @given(case=schedules())
     def each(case: Case) -> None:
         assert_is_adamw(case, run_here(case), shown=shows_adamw(case))

@@ -24,8 +24,8 @@ from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.ownership import Ownership
 from lightning_zenflow.worker.arena import StepWords
 from lightning_zenflow.worker.supervisor import SupervisedWorker
-from rank_states import seen
 from same_bits import assert_same_state
+from worker_killer import seen
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda", "no_worker_is_left")]
 

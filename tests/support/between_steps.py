@@ -12,7 +12,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
-Act = Callable[[pl.Trainer], object]
+from callbacks import Act
 
 WEIGHTS = ("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start")
 BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
@@ -31,13 +31,6 @@ class Use:
     """Pattern that the error's message has; none: the effect is that under `strategy="auto"`."""
     instead: str = ""
     """For the reader, where it is refused."""
-
-
-class At(pl.Callback):
-    """Calls a function with the Trainer at one of Lightning's hooks."""
-
-    def __init__(self, hook: str, action: Act) -> None:
-        setattr(self, hook, lambda trainer, *_: action(trainer))
 
 
 class Does(pl.Callback):

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from harness import Case, Run, flatten, show, snapshot, untrained
+from cases import flatten, show
+from harness import Case, Run, snapshot, untrained
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.deepspeed.build import RankResources, ZeroPartition, build
 from lightning_zenflow.deepspeed.user_optimizer import read_hyperparameters

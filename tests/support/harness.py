@@ -5,10 +5,10 @@ import functools
 import gc
 import importlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 import deepspeed.ops
 import lightning.pytorch as pl
@@ -16,27 +16,26 @@ import psutil
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.zero import GatheredParameters
-from lightning.pytorch.plugins import DeepSpeedPrecision
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.connectors import callback_connector
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
-import models
-import networks
 from as_before import assert_as_before, looks
+from callbacks import After
+from cases import APPROXIMATE as APPROXIMATE
+from cases import AUTO as AUTO
+from cases import EVERYTHING as EVERYTHING
+from cases import RESELECTING as RESELECTING
+from cases import UP_TO_TWO as UP_TO_TWO
+from cases import Case as Case
+from cases import StockStrategy as StockStrategy
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.deepspeed.environment import RankEnvironment
 from lightning_zenflow.deepspeed.flat_buffers import balanced_order
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
-from lightning_zenflow.offload.reference import AdamWState, Groups
-from lightning_zenflow.strategy import ZenFlowPrecision
-from lightning_zenflow.worker.machine import allowed_cores
-from models import OptimizerOptions, TestModule
-from oracle import Oracle, adamw_reference
-from scripted_schedule import Entry, scripted
+from models import TestModule
+from scripted_schedule import scripted
 
 # On a CPU, DeepSpeed compiles an operation for inference (a minute where its cache is empty) and looks for compilers in every process.
 vars(deepspeed.ops).setdefault("__compatible_ops__", {})
@@ -51,166 +50,6 @@ for name in ("module_inject.auto_ep_layer", "runtime.zero.muon.original_muon"):
 gc.collect()
 gc.freeze()
 atexit.register(gc.unfreeze)
-
-APPROXIMATE = {"weight_prediction": "auto", "provisional_scale": "auto"}
-RESELECTING = {"select_interval": 3}
-EVERYTHING = {**APPROXIMATE, **RESELECTING}
-"""All that changes weights or the ownership of columns between two exact results."""
-AUTO = {"update_interval": "auto", "publish_lag": "auto"}
-
-
-UP_TO_TWO = min(2, len(allowed_cores()))
-"""Cores, where this machine has them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One training run; everything about it, so that it can be sent to other processes."""
-
-    model: str | type[TestModule] = "LinearLossModule"
-    """A class, or the name of one in `models` or `networks`."""
-    model_options: dict[str, Any] = field(default_factory=dict)
-    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
-    topk_ratio: float = 0.05
-    update_interval: int = 4
-    publish_lag: int = 1
-    warm_up: int = 0
-    steps: int = 8
-    accumulate: int = 1
-    max_norm: float | None = None
-    precision: str = "32-true"
-    flush_after: tuple[int, ...] = ()
-    """Steps, counted from 1, after which a validation runs, and with it a flush."""
-    save_at: int = 0
-    """Step, counted from 1, after which `checkpoint` is written; 0: none."""
-    checkpoint: str | None = None
-    """Where a checkpoint is written, or, where `save_at` is 0, read."""
-    schedules: tuple[Entry, ...] = ()
-    """(step, S, d): what `auto` decides on; for it
-    `update_interval` and `publish_lag` must be "auto" in `strategy_options`."""
-    strategy_options: dict[str, Any] = field(default_factory=dict)
-    accelerator: Literal["cpu", "gpu"] = "cpu"
-    """One of them only in each process: DeepSpeed keeps to the first."""
-    callbacks: tuple[pl.Callback, ...] = ()
-    """Further ones, of classes that other processes can import."""
-    recorded: bool = True
-    """Whether losses and shown weights are kept, for which the host waits for a GPU in every step."""
-    watched: bool = True
-    """Whether shown weights are kept: they are read before each step, besides by the model."""
-    loop: Literal["trainer", "fabric", "direct", "recorded", "stage 3"] = "trainer"
-    """Who runs the steps: Lightning's Trainer, or in plain Python `fabric_runs` under Fabric, or `direct_step` without DeepSpeed; or the
-    Trainer on a recorded device (`recorded_runs`), or with plain DeepSpeed's stage 3 (`stage3_runs`), for which `stock` must be set."""
-    stock: bool = False
-    """Whether DeepSpeed's own ZeRO offload trains."""
-    stage: Literal[2, 3] = 2
-    """Of ZeRO. Under stage 3, matrices are gathered where they are used, small parameters stay gathered."""
-    offload_parameters: bool = False
-    """Whether the parameters are in host memory; under stage 3."""
-    fails: bool = False
-    """Whether it ends with an error, on all ranks at the same point, so that they can go on with other cases."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Element type of the model."""
-        if "bf16" in self.precision:
-            return torch.bfloat16
-        return torch.float16 if "16" in self.precision else torch.float32
-
-    def with_keys(self, **keys: Any) -> "Case":
-        """The case with other keys of the strategy."""
-        return replace(self, strategy_options={**self.strategy_options, **keys})
-
-    def exact(self) -> "Case":
-        """AdamW on the same gradients: all columns host-owned, nothing late, every clip factor the true one."""
-        exact = replace(self, topk_ratio=0, update_interval=1, publish_lag=0, schedules=(), flush_after=())
-        return replace(exact, strategy_options={"overlap_step": False})
-
-    def make_model(self) -> TestModule:
-        """The model, before it is converted to `dtype`."""
-        model_class = {**vars(models), **vars(networks)}[self.model] if isinstance(self.model, str) else self.model
-        options = {"accumulate": self.accumulate, "optimizer": self.optimizer, **self.model_options}
-        return model_class(length=self.steps * self.accumulate, **options)
-
-    def make_strategy(self) -> ZenFlowStrategy:
-        """The strategy with this case's keys."""
-        return (StockStrategy if self.stock else ZenFlowStrategy)(**self.keys())
-
-    def keys(self) -> dict[str, Any]:
-        """This case's keys of the strategy."""
-        return {
-            "topk_ratio": self.topk_ratio,
-            "full_warm_up_rounds": self.warm_up,
-            "worker_timeout": 250,  # only so that a hang ends before the test runner does
-            "update_interval": self.update_interval,
-            "publish_lag": self.publish_lag,
-            # Off, so that the model shows the exact weights of some step; tests switch on what they are about.
-            "weight_prediction": 0,
-            "provisional_scale": 0,
-            "select_interval": 0,
-            "worker_cores": 1,
-            # On one rank as on several.
-            "checkpoint_format": "deepspeed",
-            **({} if self.stage == 2 else {"config": {"zero_optimization": self.zero_3()}}),
-            **self.strategy_options,
-        }
-
-    @property
-    def sub_group_size(self) -> int:
-        """Elements after which stage 3 begins a further sub-group; 0: stage 2."""
-        return 0 if self.stage == 2 else 500
-
-    def zero_3(self) -> dict[str, Any]:
-        """DeepSpeed's configuration of stage 3, with the buckets of the case's keys."""
-        buckets = {
-            key: value for key, value in self.strategy_options.items() if key in ("reduce_bucket_size", "overlap_comm")
-        }
-        gathered = {"stage3_param_persistence_threshold": 40, "stage3_prefetch_bucket_size": 1000}
-        sizes = {"sub_group_size": self.sub_group_size, "reduce_bucket_size": 400, **gathered, **buckets}
-        return {"stage": 3, "offload_param": {"device": "cpu" if self.offload_parameters else "none"}, **sizes}
-
-    def make_oracle(self, *, world_size: int = 1) -> Oracle:
-        """The oracle of this case."""
-        module = self.make_model()
-        if self.precision == "32-true":
-            ZenFlowPrecision(self.precision).convert_module(module)
-        elif not self.precision.endswith("mixed"):
-            module.to(self.dtype)
-        # As DeepSpeed lays them out: how far they are from a cache line decides about torch's kernels, as do strides of one element.
-        for p in module.parameters():
-            dtype = p.dtype if self.precision == "32-true" else self.dtype
-            p.data = torch.empty(p.shape, dtype=dtype).copy_(p.data)
-        for parameters in module.parameter_groups():
-            flatten(parameters)
-        options = {
-            "topk_ratio": self.topk_ratio,
-            "update_interval": self.update_interval,
-            "publish_lag": self.publish_lag,
-            "warm_up": self.warm_up,
-            "max_norm": self.max_norm or 0.0,
-        }
-        return Oracle(
-            module=module,
-            hyperparameters=self.optimizer.groups,
-            options=options,
-            accumulate=self.accumulate,
-            world_size=world_size,
-            sub_group_size=self.sub_group_size,
-        )
-
-    def fixed_gradients(self, *, world_size: int = 1) -> tuple[list[Tensor], list[list[Tensor]], list[Groups]]:
-        """Arguments of `adamw_reference` for a `LinearLossModule`: initial weights, gradients of all steps, groups of all steps."""
-        oracle = self.make_oracle(world_size=world_size)
-        weights = [p.detach().clone() for p in oracle.parameters]
-        gradients, groups = [], []
-        for step in range(self.steps):
-            oracle.steps = step
-            gradients.append(oracle.gradients()[1])
-            groups.append(oracle.groups(step))
-        return weights, gradients, groups
-
-    def adamw(self, *, world_size: int = 1) -> AdamWState:
-        """AdamW in float64 on `fixed_gradients`."""
-        return adamw_reference(*self.fixed_gradients(world_size=world_size), max_norm=self.max_norm or 0.0)
 
 
 @dataclass(kw_only=True)
@@ -272,39 +111,6 @@ class Recorder(pl.Callback):
         self._run.losses[-1].append(float(outputs["loss"]) * self._case.accumulate)
 
 
-class After(pl.Callback):
-    """Does something after some steps, once each."""
-
-    def __init__(self, steps: Sequence[int], action: Callable[[pl.Trainer], None]) -> None:
-        self._steps = set(steps)
-        self._action = action
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step in self._steps:
-            self._steps.remove(trainer.global_step)
-            self._action(trainer)
-
-
-class StockStrategy(ZenFlowStrategy):
-    """DeepSpeed's own ZeRO offload: of `ZenFlowStrategy` it has only what makes DeepSpeed run on the CPU, and its saves."""
-
-    precision_class = DeepSpeedPrecision  # Lightning's own
-    _cpu = RankEnvironment._cpu
-
-    @override
-    def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        return DeepSpeedStrategy._setup_model_and_optimizer(self, *args, **kwargs)
-
-    @override
-    def _saves_file(self, *, weights_only: bool = False) -> bool:
-        return False
-
-    @override
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return DeepSpeedStrategy.load_checkpoint(self, *args, **kwargs)
-
-
 def snapshot(model: TestModule) -> list[Tensor]:
     """Copies of the model's weights on the CPU, in the order of the parameter groups."""
     with GatheredParameters(list(model.parameters())):
@@ -317,23 +123,6 @@ def untrained(model: TestModule) -> dict[str, Tensor]:
     named = (*model.named_parameters(), *model.named_buffers())
     with GatheredParameters(list(model.parameters())):
         return {name: t.detach().to("cpu", copy=True) for name, t in named if t not in trained}
-
-
-def flatten(weights: Sequence[Tensor]) -> Tensor:
-    """The weights, end to end and padded to an even number; those that are parameters become views of it."""
-    flat = torch.cat([w.detach().flatten() for w in weights])
-    flat = torch.cat([flat, flat.new_zeros(len(flat) % 2)])
-    show(flat, weights)
-    return flat
-
-
-def show(flat: Tensor, weights: Sequence[Tensor]) -> None:
-    """Makes those of the weights that are parameters views of a flat tensor, end to end."""
-    begin = 0
-    for w in weights:
-        if isinstance(w, nn.Parameter):
-            w.data = flat[begin : begin + w.numel()].view(w.shape)
-        begin += w.numel()
 
 
 def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:

@@ -34,6 +34,15 @@ def hyperparameters(**given: Any) -> GroupHyperparameters:
     return GroupHyperparameters(**{**defaults, **given})
 
 
+def small_net() -> nn.Sequential:
+    """A network of 12 inputs and 6 outputs, for modules of users."""
+    net = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 6))
+    with torch.no_grad():
+        for i, p in enumerate(net.parameters()):
+            p.copy_(0.3 * torch.randn(p.shape, generator=generator(3, i)))
+    return net
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
     """How the test models configure their optimizer."""

@@ -98,18 +98,16 @@ class SmallNet(TestModule):
 
 
 class ByHand(SmallNet):
-    """As `SmallNet`, in manual optimization: accumulates by steps that are left out, clips and schedules.
+    """As `SmallNet`, in manual optimization: accumulates by steps that are left out, clips and schedules, all in the step's closure.
 
     Args:
         max_norm: largest norm of a gradient.
-        in_closure: whether the last backward pass is in the step's closure.
     """
 
-    def __init__(self, *, max_norm: float, in_closure: bool, **options: Any) -> None:
+    def __init__(self, *, max_norm: float, **options: Any) -> None:
         super().__init__(**options)
         self.automatic_optimization = False
         self.max_norm = max_norm
-        self.in_closure = in_closure
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -124,13 +122,10 @@ class ByHand(SmallNet):
             if is_last:
                 self.clip_gradients(optimizer, gradient_clip_val=self.max_norm, gradient_clip_algorithm="norm")
 
-        if is_last and self.in_closure:
-            optimizer.step(backward)
-        else:
+        if not is_last:
             backward()
-        if is_last:
-            if not self.in_closure:
-                optimizer.step()
+        else:
+            optimizer.step(backward)
             optimizer.zero_grad()
             self.lr_schedulers().step()
         return loss

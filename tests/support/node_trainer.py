@@ -14,7 +14,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from harness import After, make_trainer, snapshot
+from callbacks import After
+from harness import make_trainer, snapshot
 from lightning_zenflow import ZenFlowStrategy
 from models import LinearLossModule
 

@@ -9,11 +9,11 @@ from typing import Any
 import lightning.pytorch as pl
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from models import generator
+from models import generator, small_net
 
 SAMPLES = 32
 BATCH = 4
@@ -29,10 +29,7 @@ class MyModule(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 6))
-        with torch.no_grad():
-            for i, p in enumerate(self.net.parameters()):
-                p.copy_(0.3 * torch.randn(p.shape, generator=generator(3, i)))
+        self.net = small_net()
 
     def loss(self, samples: Tensor) -> Tensor:
         """The mean loss of some samples, by their numbers."""

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from harness import After, Case, Run, make_trainer, snapshot, untrained
+from callbacks import After
+from harness import Case, Run, make_trainer, snapshot, untrained
 from lightning_zenflow.deepspeed.environment import RankEnvironment
 from models import TestModule, generator
 

@@ -1,14 +1,15 @@
 """After training on a recorded device: files that are saved, and where the module is. Its process group refuses tensors of the host."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from typing_extensions import override
 
+from callbacks import At
 from fabric_runs import set_up, train_step
 from harness import Case, Run, run_here
 from rank_processes import run_on_ranks
@@ -26,16 +27,10 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-class SavesAfterwards(pl.Callback):
-    """Saves one file when the parameters have left the device, and reads them on all ranks."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    @override
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert {p.device for p in pl_module.parameters()} == {torch.device("cpu")}
-        trainer.save_checkpoint(self._path)
+def save_afterwards(path: Path, trainer: pl.Trainer) -> None:
+    """Saves one file when the parameters have left the device."""
+    assert {p.device for p in trainer.lightning_module.parameters()} == {torch.device("cpu")}
+    trainer.save_checkpoint(path)
 
 
 def saving(folder: Path, **options: Any) -> dict[str, tuple[Case, Path]]:
@@ -43,7 +38,7 @@ def saving(folder: Path, **options: Any) -> dict[str, tuple[Case, Path]]:
     cases = {}
     for index, (place, keys) in enumerate(PLACES.items()):
         path = folder / f"{index}.ckpt"
-        case = replace(CASE, **keys, callbacks=(SavesAfterwards(path),))
+        case = replace(CASE, **keys, callbacks=(At("on_fit_end", partial(save_afterwards, path)),))
         cases[place] = case.with_keys(checkpoint_format="lightning", **options), path
     return cases
 

@@ -8,12 +8,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 from typing_extensions import override
 
-from between_steps import At
+from callbacks import At
 from gpu_cases import RACES
 from harness import AUTO, EVERYTHING, Case, optimizer_of, run_here
 from lightning_zenflow.core.device import SideStream, runtime_of
@@ -137,16 +136,13 @@ def test_without_room_for_gradients_on_the_device(monkeypatch: pytest.MonkeyPatc
     assert any(o.kind == "h2d" and o.place == "device.to_device" for o in device.order.operations)
 
 
-class Unbounded(pl.Callback):
-    """Lifts DeepSpeed's bound of the number of fetches under way, for which the host waits."""
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        coordinator = optimizer_of(trainer).parameter_offload.param_coordinator
-        coordinator._PartitionedParameterCoordinator__max_ongoing_fetch_events = 10**6
+def lift_bound(trainer: pl.Trainer) -> None:
+    """DeepSpeed's, of the number of fetches under way, for which the host waits."""
+    coordinator = optimizer_of(trainer).parameter_offload.param_coordinator
+    coordinator._PartitionedParameterCoordinator__max_ongoing_fetch_events = 10**6
 
 
-ON_HOST = replace(CASES["in host memory"], callbacks=(Unbounded(),), flush_after=())
+ON_HOST = replace(CASES["in host memory"], callbacks=(At("on_train_start", lift_bound),), flush_after=())
 
 
 def test_fetches_are_ordered_without_a_wait_of_the_host() -> None:
@@ -168,27 +164,18 @@ def test_weights_in_host_memory_are_fetched_anew_in_each_step() -> None:
     assert_same_run(run, run_here(replace(case, offload_parameters=False)))
 
 
-class FrozenPieces(pl.Callback):
-    """Sees after each step that what is frozen is fetched from page-locked memory."""
-
-    def __init__(self, device: RecordedDevice) -> None:
-        self._device = device
-        self.pieces: list[Tensor] = []
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        frozen: list[Any] = [p for p in pl_module.parameters() if not p.requires_grad]
-        self.pieces = [p.ds_tensor.data for p in frozen]
-        assert len(frozen) == 6 and all(map(self._device.is_page_locked, self.pieces))
-
-
 def test_frozen_weights_in_host_memory_are_page_locked_until_the_end() -> None:
     case = replace(ON_HOST, model="TiedNet", model_options={"frozen": (1,)}, precision="bf16-true", steps=4)
+    pieces: list[Tensor] = []
+
+    def look(trainer: Any) -> None:
+        pieces[:] = [p.ds_tensor.data for p in trainer.lightning_module.parameters() if not p.requires_grad]
+        assert len(pieces) == 6 and all(map(device.is_page_locked, pieces))
+
     with recorded_device() as device:
-        frozen = FrozenPieces(device)
-        run_here(case, callbacks=[StepEnds(device), frozen])
+        run_here(case, callbacks=[At("on_train_batch_end", look)])
     assert not device.order.races
-    assert not any(map(device.is_page_locked, frozen.pieces))
+    assert not any(map(device.is_page_locked, pieces))
 
 
 @pytest.fixture
@@ -211,18 +198,6 @@ def test_late_fetches_are_ordered(late_fetches: list[Any]) -> None:
     assert len(late_fetches) > 25
 
 
-@pytest.mark.slow
-def test_a_late_fetch_on_another_stream_is_found(late_fetches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one that no module waits for."""
-    init = FetchCoordinator.__init__
-
-    def elsewhere(coordinator: FetchCoordinator, deepspeeds: Any, stream: Any, **options: Any) -> None:
-        init(coordinator, deepspeeds, get_accelerator().Stream(), **options)
-
-    monkeypatch.setattr(FetchCoordinator, "__init__", elsewhere)
-    assert record(replace(ON_HOST, steps=4)).order.races
-
-
 def test_whole_gradients_that_are_read_have_arrived() -> None:
     read = At("on_before_optimizer_step", lambda t: [safe_get_full_grad(p) for p in t.lightning_module.parameters()])
     assert not record(replace(NETWORK, steps=3, callbacks=(read,))).order.races
@@ -237,41 +212,41 @@ def test_a_step_does_not_wait(name: str) -> None:
     assert [o for o in operations[ends[3] : ends[-1]] if o.kind == "host wait" and o.place] == []
 
 
-class SecondProducer(pl.Callback):
+def produce_on_two_streams(trainer: pl.Trainer) -> None:
     """Has every second gradient come up on a stream of its own, as where autograd or torch.compile uses several."""
+    optimizer, calls = optimizer_of(trainer), itertools.count()
+    runtime = runtime_of(optimizer.parts.rank.device)
+    main, second = runtime.current_stream(), runtime.new_stream()
+    process, end = optimizer.process_gradients, optimizer.independent_gradient_partition_epilogue
 
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        optimizer, calls = optimizer_of(trainer), itertools.count()
-        runtime = runtime_of(optimizer.parts.rank.device)
-        main, second = runtime.current_stream(), runtime.new_stream()
-        process, end = optimizer.process_gradients, optimizer.independent_gradient_partition_epilogue
+    def on_its_stream(*args: Any) -> None:
+        if next(calls) % 2:
+            process(*args)
+            return
+        second.wait_stream(main)
+        with runtime.on(second):
+            process(*args)
 
-        def on_its_stream(*args: Any) -> None:
-            if next(calls) % 2:
-                process(*args)
-                return
-            second.wait_stream(main)
-            with runtime.on(second):
-                process(*args)
+    def epilogue() -> None:
+        # As autograd does at the end of a backward pass.
+        main.wait_stream(second)
+        end()
 
-        def epilogue() -> None:
-            # As autograd does at the end of a backward pass.
-            main.wait_stream(second)
-            end()
+    optimizer.process_gradients, optimizer.independent_gradient_partition_epilogue = on_its_stream, epilogue
 
-        optimizer.process_gradients, optimizer.independent_gradient_partition_epilogue = on_its_stream, epilogue
+
+TWO_PRODUCERS = (At("on_train_start", produce_on_two_streams),)
 
 
 @pytest.mark.parametrize("name", [pytest.param("fixed gradients", marks=pytest.mark.slow), "submitted in backward"])
 def test_a_bucket_is_refilled_behind_its_copies_to_the_host(name: str) -> None:
     """Also from a stream that does not wait for the one of the reduction."""
-    assert not record(replace(CASES[name], callbacks=(SecondProducer(),))).order.races
+    assert not record(replace(CASES[name], callbacks=TWO_PRODUCERS)).order.races
 
 
 def test_gradients_larger_than_a_bucket_are_kept_for_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a wait: they have memory of their own, which is not used again before."""
-    case = replace(NETWORK, callbacks=(SecondProducer(),), steps=6).with_keys(reduce_bucket_size=10)
+    case = replace(NETWORK, callbacks=TWO_PRODUCERS, steps=6).with_keys(reduce_bucket_size=10)
     assert not record(case).order.races
     monkeypatch.setattr(RecordedRuntime, "keep_for", lambda *_: None)
     assert record(case).order.races

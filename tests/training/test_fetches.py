@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from between_steps import At
+from callbacks import At
 from harness import make_trainer, optimizer_of
 from interrupts import Interrupt
 from lightning_zenflow import ZenFlowStrategy
@@ -63,7 +63,6 @@ def fit(
     model: Deep | None = None,
     offload_parameters: bool = True,
     max_steps: int = STEPS,
-    max_norm: float | None = None,
 ) -> Deep:
     """A training whose parameters are partitioned one by one, with prefetches."""
     zero = {
@@ -82,7 +81,7 @@ def fit(
         stall_monitor=False,
     )
     model = model or Deep()
-    trainer = make_trainer(strategy, max_steps=max_steps, gradient_clip_val=max_norm, callbacks=list(callbacks))
+    trainer = make_trainer(strategy, max_steps=max_steps, callbacks=list(callbacks))
     trainer.fit(model, torch.utils.data.DataLoader(range(max_steps)))
     return model
 
@@ -246,7 +245,7 @@ def weights_of(model: Deep) -> list[Tensor]:
         return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("stride", [15, pytest.param(5, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("stride", [30, pytest.param(5, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_interrupted_forward_passes(stride: int) -> None:
     """The weights are then those of the steps before, wherever they are read, and the model trains on."""
     expected = weights_of(fit(max_steps=STEPS - 1))
@@ -337,29 +336,3 @@ def test_nothing_stays_gathered_after_an_error(where: str, monkeypatch: pytest.M
     assert set(ends.statuses) == {ZeroParamStatus.NOT_AVAILABLE}
     if where != "on the device":
         assert all(map(torch.equal, weights_of(model), expected))
-
-
-MANY_STEPS, MAX_NORM = 20, 1e-5
-
-
-def plain_losses(*, noise: float = 0.0) -> list[float]:
-    """Of torch's AdamW and clipping, which acts in every step, from weights to which noise is added."""
-    model = Deep()
-    with torch.no_grad():
-        for index, p in enumerate(model.parameters()):
-            p.add_(noise * torch.randn(p.shape, generator=generator(9, index)))
-    optimizer = model.configure_optimizers()
-    for step in range(MANY_STEPS):
-        optimizer.zero_grad()
-        model.training_step(torch.tensor(0), step).backward()
-        assert torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM) > 2 * MAX_NORM
-        optimizer.step()
-    return model.losses
-
-
-def test_losses_are_adamws_where_every_step_clips() -> None:
-    """Every step's, as near as those of weights that differ by 1e-7 at the start; with predicted clip factors they are not."""
-    ours = torch.tensor(fit(max_steps=MANY_STEPS, max_norm=MAX_NORM).losses)
-    adamw, control = torch.tensor(plain_losses()), torch.tensor(plain_losses(noise=1e-7))
-    relative = lambda losses: float(((losses - adamw) / adamw).abs().max())  # noqa: E731
-    assert relative(ours) < 3 * relative(control)

@@ -27,10 +27,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
-from between_steps import At
+from callbacks import At
 from harness import Case, Run, fit, run_here
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.core.device import RUNTIMES, HostRuntime
 from models import LinearLossModule, TestModule
 from rank_processes import run_on_ranks
 from same_bits import assert_is_adamw, assert_same_tensors
@@ -138,25 +137,6 @@ def test_gradients_that_some_micro_batches_do_not_have(name: str) -> None:
             of_micro = [model.gradient(i, step, micro, 0) for micro in range(3)]
             wanted = sum(g for g in of_micro if g is not None) / 3
             torch.testing.assert_close(gradient, torch.as_tensor(wanted).expand_as(model.weights[i]))
-
-
-def test_gradients_are_read_behind_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of matrices may still be on their way to host memory."""
-    waits: list[None] = []
-    waited: list[int] = []
-
-    class BehindTheHost(HostRuntime):
-        def synchronize(self) -> None:
-            waits.append(None)
-
-    def peek(trainer: pl.Trainer) -> None:
-        before = len(waits)
-        safe_get_full_grad(next(p for p in trainer.lightning_module.parameters() if p.dim() > 1))
-        waited.append(len(waits) - before)
-
-    monkeypatch.setitem(RUNTIMES, "cpu", BehindTheHost)
-    fit(linear(), ZenFlowStrategy(**LATE), callbacks=[At("on_before_optimizer_step", peek)])
-    assert waited == [1] * 3
 
 
 @pytest.mark.parametrize(("name", "accumulate"), [("nothing late", 1), ("late", 2)])

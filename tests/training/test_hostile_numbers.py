@@ -70,12 +70,6 @@ def test_the_flush_leaves_adamw(name: str) -> None:
         assert run.skipped == (float(name.split(",")[0]) not in APPLIED)
 
 
-def test_skipped_steps_are_warned_of_once() -> None:
-    with pytest.warns(UserWarning, match=r"ZenFlow: 1 of \d steps so far were skipped") as seen:
-        run_here(hostile(math.nan, HOSTILE_STEP, HOSTILE_STEP + 2))
-    assert sum("were skipped" in str(w.message) for w in seen) == 1
-
-
 @pytest.mark.parametrize("factor", [1e17, math.nan])
 def test_deepspeeds_offload_does_the_same(factor: float) -> None:
     """All parameters have gradients in all steps: where there is none, DeepSpeed's offload applies the one before again."""

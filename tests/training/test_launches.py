@@ -20,10 +20,11 @@ WITH_BIASES: Shapes = [
 ]  # fmt: skip
 """341 tensors, 115 of them matrices."""
 
-LLAMA: Shapes = [
-    (8, 4), *[(4, 4), (2, 4), (2, 4), (4, 4), (12, 4), (12, 4), (4, 12), (4,), (4,)] * 38, (4,), (8, 4)
-]  # fmt: skip
+LAYER: Shapes = [(4, 4), (2, 4), (2, 4), (4, 4), (12, 4), (12, 4), (4, 12), (4,), (4,)]
+LLAMA: Shapes = [(8, 4), *LAYER * 38, (4,), (8, 4)]
 """345 tensors, 268 of them matrices."""
+SMALL: Shapes = [(8, 4), *LAYER * 9, (4,), (8, 4)]
+"""Of which the launches are a function of the number of tensors too."""
 
 
 def launches(shapes: Shapes, **keys: Any) -> list[Counter[str]]:
@@ -53,11 +54,11 @@ def test_launches_of_a_step(shapes: Shapes, keys: dict[str, Any], ceiling: int) 
 @pytest.mark.parametrize("n_blocks", [8, 64])
 def test_columns_of_all_blocks_are_updated_and_written_at_once(n_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_zenflow.deepspeed.build.blocks_wanted", lambda *_, **__: n_blocks)
-    for counts in launches(LLAMA, update_interval=4, publish_lag=1)[7:]:
+    for counts in launches(SMALL, update_interval=4, publish_lag=1)[7:]:
         assert (counts["adamw"], counts["write_columns"]) == (1, 1)
 
 
 def test_launches_of_a_selecting_step() -> None:
     """At most six more a matrix, of which two are squared norms of columns; others are on the host and prepare the blocks' changes."""
-    usual, selecting = (launches(LLAMA, update_interval=4, select_interval=interval)[8] for interval in (0, 4))
-    assert (selecting - usual).total() <= 6 * sum(len(shape) > 1 for shape in LLAMA)
+    usual, selecting = (launches(SMALL, update_interval=4, select_interval=interval)[8] for interval in (0, 4))
+    assert (selecting - usual).total() <= 6 * sum(len(shape) > 1 for shape in SMALL)

@@ -23,7 +23,7 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor, nn
 from typing_extensions import override
 
-from between_steps import At
+from callbacks import At
 from harness import Case, fit, make_trainer, run_here, snapshot, workers
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.worker.machine import HOST_MEMORY

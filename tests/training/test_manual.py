@@ -1,4 +1,4 @@
-"""Manual optimization: the steps of `automatic_optimization = False` are those of torch's AdamW, and of automatic optimization."""
+"""Manual optimization: the steps of `automatic_optimization = False` are those of torch's AdamW; of automatic ones, see test_ranks."""
 
 import csv
 from collections.abc import Callable
@@ -20,7 +20,6 @@ from lightning_zenflow.core.errors import MisconfigurationException
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
 EXACT = {"update_interval": 1, "publish_lag": 0, "clip_prediction": False}
-LATE = {"update_interval": 4, "publish_lag": 1, "topk_ratio": 0.3}
 
 
 class Manual(pl.LightningModule):
@@ -32,7 +31,7 @@ class Manual(pl.LightningModule):
 
     def __init__(self, train: Callable[["Manual", Tensor, int], Any], *, scheduled: bool = False) -> None:
         super().__init__()
-        self.automatic_optimization = train is automatic
+        self.automatic_optimization = False
         generator = torch.Generator().manual_seed(3)
         self.net = nn.Sequential(nn.Linear(23, 37), nn.Tanh(), nn.Linear(37, 11), nn.Tanh(), nn.Linear(11, 1))
         for p in self.net.parameters():
@@ -68,10 +67,6 @@ class Manual(pl.LightningModule):
     @override
     def val_dataloader(self) -> DataLoader[Tensor]:
         return self.train_dataloader()
-
-
-def automatic(module: Manual, batch: Tensor, number: int) -> Tensor:
-    return module.loss(batch)
 
 
 def plain(module: Manual, batch: Tensor, number: int) -> None:
@@ -208,14 +203,6 @@ def test_losses_are_those_of_torchs_adamw(name: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("keys", [EXACT, LATE], ids=["S=1, d=0", "S=4, d=1"])
-def test_steps_in_a_closure_have_the_bits_of_automatic_ones(keys: dict[str, Any]) -> None:
-    expected = fit(automatic, ZenFlowStrategy(worker_cores=1, **keys))
-    module = fit(in_closure, ZenFlowStrategy(worker_cores=1, **keys))
-    assert module.losses == expected.losses
-    assert all(map(torch.equal, module.parameters(), expected.parameters()))
-
-
 @pytest.mark.parametrize("name", ["clipped", "accumulated", "in_closure", "several_in_closure"])
 def test_losses_of_parameters_in_host_memory(name: str) -> None:
     expected = fit(LOOPS[name], "auto")
@@ -281,14 +268,3 @@ def test_steps_without_gradients_are_not_measured(tmp_path: Path) -> None:
     assert module.global_steps == expected.global_steps
     rows = csv.DictReader(Path(logger.experiment.metrics_file_path).read_text().splitlines())
     assert [int(row["step"]) for row in rows] == [step for step in range(24) if step % 3]
-
-
-class Several(Manual):
-    @override
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.AdamW(self.net[i].parameters()) for i in (0, 2)]
-
-
-def test_several_optimizers_are_refused() -> None:
-    with pytest.raises(MisconfigurationException, match="configure_optimizers must return one optimizer, got several"):
-        make_trainer(ZenFlowStrategy(worker_cores=1), max_steps=2).fit(Several(plain))

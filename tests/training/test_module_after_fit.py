@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from as_before import assert_as_before, looks
-from between_steps import At
+from callbacks import At
 from harness import Case, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
@@ -203,16 +204,10 @@ SAVES: dict[str, Case] = {
 }
 
 
-class Weights(pl.Callback):
-    """Writes the weights that a rank has after training, and a checkpoint of the training that has ended."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    @override
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        trainer.save_checkpoint(self.folder / "after.ckpt")
-        torch.save(pl_module.state_dict(), self.folder / f"{trainer.global_rank}.pt")
+def write(folder: Path, trainer: pl.Trainer) -> None:
+    """The weights that a rank has after training, and a checkpoint of the training that has ended."""
+    trainer.save_checkpoint(folder / "after.ckpt")
+    torch.save(trainer.lightning_module.state_dict(), folder / f"{trainer.global_rank}.pt")
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -222,7 +217,7 @@ def test_a_training_that_has_ended_can_be_saved(ranks: int, tmp_path: Path) -> N
     cases: dict[str, Case] = {}
     for name, case in SAVES.items():
         folders[name].mkdir()
-        cases[name] = replace(case, callbacks=(Weights(folders[name]),))
+        cases[name] = replace(case, callbacks=(At("on_fit_end", partial(write, folders[name])),))
         cases[f"{name}, resumed"] = replace(case, checkpoint=str(folders[name] / "after.ckpt"))
     run: Callable[[], Any] = lambda: run_on_ranks(cases, ranks=ranks)  # noqa: E731
     runs = {name: [run_here(case)] for name, case in cases.items()} if ranks == 1 else run()

@@ -67,11 +67,12 @@ def losses(strategy: Any, *, noise: float = 0.0) -> Tensor:
 
 
 def test_zenflow_adamw_has_adamws_losses() -> None:
-    """Of every step, though each is clipped: the bits of weights that wait for the worker, to rounding those of torch's AdamW."""
+    """Of every step, though each is clipped: to rounding those of torch's AdamW, the bits of weights that wait for the worker."""
     ours, adamw = losses("zenflow_adamw"), losses("auto")
     assert torch.equal(ours, losses(ZenFlowStrategy(**NOTHING_LATE)))
     relative = lambda others: float(((others - adamw) / adamw).abs().max())  # noqa: E731
-    assert relative(ours) < 3 * relative(losses("auto", noise=1e-7))
+    in_host_memory = losses(ZenFlowStrategy(stage=3, offload_parameters=True))
+    assert max(map(relative, (ours, in_host_memory))) < 3 * relative(losses("auto", noise=1e-7))
     predicted = relative(losses(ZenFlowStrategy(update_interval=1, publish_lag=0)))
     assert predicted > 100 * relative(ours), "no step is clipped"
 

@@ -1,65 +1,53 @@
-"""Jobs that are submitted in backward: AdamW's own bits, and what differs where a gradient is clipped or not finite."""
+"""Jobs that are submitted in backward: AdamW's own bits. Where gradients are clipped, factors are predicted, or speculated and verified."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
+from callbacks import At
 from direct_step import direct_step
-from harness import APPROXIMATE, AUTO, RESELECTING, Case, run_here
+from eventful_training import assert_same_training, random_tensors, train
+from harness import APPROXIMATE, AUTO, RESELECTING, Case, optimizer_of, run_here
 from lightning_zenflow.offload.reference import AdamWState
 from same_bits import assert_is_adamw, assert_same_run
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
-CASE = Case(model="TiedNet", steps=10, topk_ratio=0.3, update_interval=1, publish_lag=0, loop="direct")
-FREEZING = replace(CASE, model="LinearLossModule", model_options={"frozen_in": {0: (4, 8), 3: (2, 100)}})
-NOTHING_LATE = {
-    "TiedNet": CASE,
-    "no gradient": replace(CASE, model="LinearLossModule"),
-    "checkpointing": replace(CASE, model_options={"checkpoint": "non-reentrant", "head_in_checkpoint": True}),
-    "never finite": replace(CASE, model="LinearLossModule", model_options={"factors": {4: math.nan, 6: math.inf}}),
+TIED = Case(model="TiedNet", steps=10, topk_ratio=0.3, update_interval=1, publish_lag=0, loop="direct")
+LINEAR = replace(TIED, model="LinearLossModule")
+CHANGES = replace(
+    TIED,
+    steps=20,
+    schedules=((3, 2, 1), (8, 1, 0), (11, 4, 1), (12, 1, 1), (14, 1, 0), (15, 2, 0), (17, 4, 2)),
+).with_keys(**APPROXIMATE, **AUTO)
+NOT_CLIPPED = {"TiedNet": TIED, "no gradient": LINEAR}
+PREDICTED = {
+    **NOT_CLIPPED,
+    "S=4, everything": replace(TIED, update_interval=4, flush_after=(5, 6)).with_keys(**APPROXIMATE, **RESELECTING),
+    "not finite": replace(LINEAR, max_norm=0.5, model_options={"not_finite": {(4, 0): math.nan, (6, 1): math.inf}}),
+    "not finite, not clipped": replace(LINEAR, model_options={"not_finite": {(4, 0): math.inf}}),
+    "clipped, changes of schedule": replace(CHANGES, model="LinearLossModule", max_norm=0.5),
 }
-LATE = {
-    "S=2, frozen and unfrozen": replace(FREEZING, update_interval=2),
-    "S=4, everything": replace(CASE, update_interval=4, flush_after=(5, 6)).with_keys(**APPROXIMATE, **RESELECTING),
-    "changes of schedule": replace(
-        CASE,
-        steps=20,
-        schedules=((3, 2, 1), (8, 1, 0), (11, 4, 1), (12, 1, 1), (14, 1, 0), (15, 2, 0), (17, 4, 2)),
-    ).with_keys(**APPROXIMATE, **AUTO),
-}
-CLIPPED_CASE = replace(CASE, model="LinearLossModule", max_norm=0.5)
-INFINITE = {"not_finite": {(4, 0): math.inf}}
-CLIPPED = {
-    "clipped": CLIPPED_CASE,
-    "not finite": replace(CLIPPED_CASE, model_options={"not_finite": {(4, 0): math.nan, (6, 1): math.inf}}),
-    "not finite, not clipped": replace(CLIPPED_CASE, max_norm=None, model_options=INFINITE),
-    "clipped, changes of schedule": replace(LATE["changes of schedule"], model="LinearLossModule", max_norm=0.5),
-}
-CASES = {**NOTHING_LATE, **LATE, **CLIPPED}
+"""With predicted clip factors; what lies between these, tests/fuzz draws."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", PREDICTED)
 def test_the_state_is_adamws(name: str) -> None:
     """Without clipping and with S = 1, the weights of every forward pass as well."""
-    run = run_here(CASES[name])
+    run = run_here(PREDICTED[name])
     assert run.in_backward_jobs > 0
-    assert_is_adamw(CASES[name], run, shown=name in NOTHING_LATE)
-
-
-@pytest.mark.parametrize("name", ["S=4, everything", "clipped, changes of schedule"])
-def test_lightning_gives_the_same_bits(name: str) -> None:
-    """With buckets so small that gradients arrive one after the other."""
-    lightning = replace(CASES[name], loop="trainer").with_keys(reduce_bucket_size=200)
-    assert_same_run(run_here(lightning), run_here(CASES[name]))
+    assert_is_adamw(PREDICTED[name], run, shown=name in NOT_CLIPPED)
 
 
 @pytest.mark.parametrize(
     ("case", "n_blocks"),
-    [(CASE, 16), (replace(CASE, publish_lag=1), 0), (CASE.with_keys(overlap_step=False), 0)],
+    [(TIED, 16), (replace(TIED, publish_lag=1), 0), (TIED.with_keys(overlap_step=False), 0)],
     ids=["d=0", "d=1", "synchronous"],
 )
 def test_all_blocks_are_submitted_in_backward_or_none(case: Case, n_blocks: int) -> None:
@@ -69,14 +57,14 @@ def test_all_blocks_are_submitted_in_backward_or_none(case: Case, n_blocks: int)
 
 def test_nothing_is_shown_from_the_first_gradient_on_that_is_not_finite() -> None:
     """Blocks that were submitted before it show the step, later ones do not."""
-    shown = run_here(CASES["not finite, not clipped"]).shown
+    shown = run_here(PREDICTED["not finite, not clipped"]).shown
     moved = [not torch.equal(a, b) for a, b in zip(shown[4], shown[5], strict=True)]
     assert any(moved) and not moved[0]
 
 
 def test_shown_weights_differ_by_a_bounded_part_of_one_update() -> None:
     """With a fixed sequence of gradients: at most (1 - beta1) times the learning rate times the factor's relative error, and only once."""
-    case = replace(CLIPPED_CASE, topk_ratio=0.0, steps=20)
+    case = replace(LINEAR, max_norm=0.5, topk_ratio=0.0, steps=20)
     weights, gradients, groups = case.fixed_gradients()
     exact, largest = AdamWState.start(weights, torch.float64), 0.0
     for step, shown in enumerate(run_here(case).shown):
@@ -88,19 +76,197 @@ def test_shown_weights_differ_by_a_bounded_part_of_one_update() -> None:
 @pytest.mark.parametrize("keys", [{"publish_lag": 0}, {"publish_lag": 0, "overlap_step": False}, {"publish_lag": 1}])
 def test_a_learning_rate_that_changes_after_backward_is_used(keys: dict[str, Any]) -> None:
     """Of the exact state; weights that are submitted in backward are shown with the one before."""
-    states, weights = [], [torch.ones(shape) for shape in ((12, 8), (5,), (6, 7))]
-    generator = torch.Generator().manual_seed(0)
-    gradients = [[torch.randn(w.shape, generator=generator) for w in weights] for _ in range(5)]
+    states = []
     options = {"update_interval": 1, "weight_prediction": 0, "provisional_scale": 0, **keys}
     for after in (False, True):
-        with direct_step([weights], **options) as direct:
-            for number, of_step in enumerate(gradients):
+        with direct_step([random_tensors(50)], **options) as direct:
+            for number in range(5):
                 if after:
-                    direct.backward(of_step)
+                    direct.backward(random_tensors(number))
                 direct.optimizer.param_groups[0]["lr"] = 1e-3 / (1 + number)
                 if not after:
-                    direct.backward(of_step)
+                    direct.backward(random_tensors(number))
                 direct.step.step()
             direct.step.flush()
             states.append(direct.state())
     assert all(map(torch.equal, *states))
+
+
+LIMIT = 1e3
+"""Far above the norm of a step without a factor of its own."""
+SHARES = {"none": (), "one in twelve": (5,), "half": (1, 2, 5, 6, 9, 11), "all": tuple(range(12))}
+"""Clipped steps, from 0."""
+
+
+def clipped_in(steps: Sequence[int], **others: Any) -> dict[str, Any]:
+    """Options of a `LinearLossModule` whose gradients exceed `LIMIT` in some steps."""
+    return {"factors": dict.fromkeys(steps, 1e6) | others.pop("factors", {}), **others}
+
+
+CASE = Case(steps=12, topk_ratio=0, update_interval=1, publish_lag=0, max_norm=LIMIT, loop="direct").with_keys(
+    clip_prediction=False
+)
+HALF = replace(CASE, model_options=clipped_in(SHARES["half"]))
+NETWORK = replace(CASE, model="Perceptron", model_options={"widths": [61, 67, 71, 73, 16]})
+NOTHING_LATE = {
+    **{name: replace(CASE, model_options=clipped_in(steps)) for name, steps in SHARES.items()},
+    "a network": replace(NETWORK, max_norm=0.7),
+    "bf16": replace(NETWORK, max_norm=0.7, precision="bf16-true"),
+    "accumulated": replace(HALF, accumulate=3),
+    "accumulated on the host": replace(HALF, accumulate=2).with_keys(accumulate_on="host"),
+    "flushes, warm-up": replace(HALF, flush_after=(3, 4, 8), warm_up=2),
+    "never finite": replace(CASE, model_options=clipped_in((2, 7), factors={4: math.nan, 6: math.inf})),
+    # When all other blocks have been shown with it.
+    "not finite in the end": replace(CASE, model_options=clipped_in((2, 7), not_finite={(4, 0): math.inf})),
+    "not finite, not clipped": replace(CASE, max_norm=None, model_options={"not_finite": {(4, 0): math.inf}}),
+    "frozen and unfrozen": replace(CASE, model_options=clipped_in((2, 5, 7), frozen_in={0: (4, 8), 3: (2, 100)})),
+}
+LATE = {
+    "S=2": replace(HALF, update_interval=2),
+    "S=4, reselection": replace(HALF, update_interval=4, topk_ratio=0.3).with_keys(**RESELECTING),
+    "changes of schedule": replace(
+        HALF, steps=20, topk_ratio=0.3, schedules=((3, 2, 1), (8, 1, 0), (11, 4, 1), (14, 1, 0), (15, 2, 0))
+    ).with_keys(**AUTO),
+    "moments in 8 bits": replace(HALF, topk_ratio=0).with_keys(moments_dtype="int8"),
+}
+
+
+def at_the_end(case: Case) -> Case:
+    return case.with_keys(overlap_step=False)
+
+
+@pytest.mark.parametrize("name", NOTHING_LATE)
+def test_every_forward_pass_sees_adamws_weights(name: str) -> None:
+    case = NOTHING_LATE[name]
+    run = run_here(case)
+    assert (run.in_backward_jobs > 0) == (name != "all")
+    assert_is_adamw(case, run, shown=True)
+    assert_same_run(run, run_here(at_the_end(case)))
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_the_state_is_adamws_with_true_factors(name: str) -> None:
+    run = run_here(LATE[name])
+    assert run.in_backward_jobs > 0
+    assert_is_adamw(LATE[name], run)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PREDICTED["S=4, everything"],
+        PREDICTED["clipped, changes of schedule"],
+        HALF,
+        NOTHING_LATE["not finite in the end"],
+    ],
+    ids=["S=4", "changes of schedule", "true factors", "not finite in the end"],
+)
+def test_lightning_gives_the_same_bits(case: Case) -> None:
+    """With buckets so small that gradients arrive one after the other."""
+    assert_same_run(run_here(replace(case, loop="trainer").with_keys(reduce_bucket_size=200)), run_here(case))
+
+
+def has_corrected(trainer: pl.Trainer) -> None:
+    assert optimizer_of(trainer).counters.read().corrected_steps > 0
+
+
+CORRECTS = At("on_train_end", has_corrected)
+
+
+def test_stage_3_gives_the_same_bits() -> None:
+    case = replace(HALF, loop="trainer", stage=3, callbacks=(CORRECTS,))
+    assert_same_run(run_here(case), run_here(at_the_end(replace(case, callbacks=()))))
+
+
+@pytest.mark.parametrize("save_at", [2, 5, 8])
+def test_a_run_continues_bit_for_bit(save_at: int, tmp_path: Path) -> None:
+    """Behind a clipped step and behind another one, with the same steps in backward."""
+    case = replace(HALF, checkpoint=str(tmp_path / "saved")).with_keys(moments_dtype="int8")
+    expected = run_here(replace(case, save_at=save_at))
+    resumed = run_here(case)
+    assert all(map(torch.equal, resumed.weights, expected.weights))
+    before = run_here(replace(case, steps=save_at, save_at=save_at, checkpoint=str(tmp_path / "before")))
+    assert 0 < resumed.in_backward_jobs == expected.in_backward_jobs - before.in_backward_jobs
+
+
+KEYS = {
+    "update_interval": 1,
+    "publish_lag": 0,
+    "weight_prediction": 0,
+    "provisional_scale": 0,
+    "clip_prediction": False,
+}
+# For each step its largest norm, 0 for no clipping; and what is expected of it: whether blocks are submitted in backward, and corrected.
+STEPS: list[tuple[float, bool, bool]] = [
+    (1e6, False, False),  # nothing is known before
+    (1e6, True, False),
+    (1.0, True, True),
+    (1e6, True, False),
+    (1.0, True, True),
+    (1.0, True, True),
+    (1.0, False, False),
+    (1e6, False, False),
+    (1e6, True, False),
+    (math.nan, True, True),
+    (1e6, True, False),  # the step that changed nothing does not count
+    (0.0, True, False),
+    (1.0, True, True),
+    (0.0, True, False),  # no clipping: the factor is known
+]
+
+
+# The last one has a reciprocal that is rounded down.
+@pytest.mark.parametrize("loss_scale", [1.0, 1024.0, 50.0])
+def test_what_is_submitted_in_backward_depends_on_the_factors_before(loss_scale: float) -> None:
+    shown = []
+    for in_backward in (True, False):
+        with direct_step([random_tensors(50)], loss_scale=loss_scale, overlap_step=in_backward, **KEYS) as direct:
+            before = direct.parts.counters.read()
+            for number, (max_norm, submits, corrects) in enumerate(STEPS):
+                gradients = random_tensors(number)
+                if math.isnan(max_norm):
+                    # The last one to arrive.
+                    gradients[0][5, 5] = math.inf
+                direct.max_norm = 1e6 if math.isnan(max_norm) else max_norm
+                direct.backward(gradients)
+                direct.step.step()
+                shown.append([flat.clone() for flat in direct.shown])
+                now = direct.parts.counters.read()
+                found = (now.steps_in_backward - before.steps_in_backward, now.corrected_steps - before.corrected_steps)
+                assert found == ((submits, corrects) if in_backward else (False, False)), number
+                before = now
+            assert (before.host_stall_s.get("correction", 0) > 0) == in_backward
+            direct.step.flush()
+            shown.append(direct.state())
+    n = len(STEPS) + 1
+    for ours, expected in zip(shown[:n], shown[n:], strict=True):
+        assert all(map(torch.equal, ours, expected))
+
+
+@pytest.mark.parametrize("change", ["a learning rate", "a norm"])
+def test_what_changes_after_backward_is_shown(change: str) -> None:
+    """By a hook: all blocks are published again."""
+    shown = []
+    for in_backward in (True, False):
+        with direct_step([random_tensors(50)], max_norm=1e6, overlap_step=in_backward, **KEYS) as direct:
+            for number in range(4):
+                direct.backward(random_tensors(number))
+                if number == 2 and change == "a learning rate":
+                    direct.optimizer.param_groups[0]["lr"] /= 2
+                direct.max_norm = 1.0 if number == 2 and change == "a norm" else 1e6
+                direct.step.step()
+                direct.max_norm = 1e6
+                shown.append([flat.clone() for flat in direct.shown])
+    for ours, expected in zip(shown[:4], shown[4:], strict=True):
+        assert all(map(torch.equal, ours, expected))
+
+
+@pytest.mark.parametrize("accumulate_on", ["device", "host"])
+def test_steps_that_do_not_end_and_workers_that_die(accumulate_on: str) -> None:
+    options = {"max_norm": 1e6, "loss_scale": 4.0, "accumulate_on": accumulate_on, "max_worker_restarts": 1000, **KEYS}
+    with direct_step([random_tensors(50)], **options, overlap_step=False) as direct:
+        expected = train(direct)
+    for deaths in (0, 0.3):
+        with direct_step([random_tensors(50)], **options) as direct:
+            assert_same_training(train(direct, deaths), expected)
+            assert direct.parts.counters.read().corrected_steps > 2

@@ -17,7 +17,8 @@ from test_module_after_fit import STAGES, Owned
 from torch import nn
 from typing_extensions import override
 
-from harness import After, Case, make_trainer
+from callbacks import After
+from harness import Case, make_trainer
 from lightning_zenflow import ZenFlowStrategy
 from rank_processes import run_on_ranks
 from same_bits import assert_same_tensors

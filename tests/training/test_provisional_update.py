@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from between_steps import At
+from callbacks import At
 from direct_step import direct_step
 from harness import APPROXIMATE, AUTO, Case, Run, fit, run_here
 from lightning_zenflow.core.schedule import StalenessCompensation, UpdateSchedule

@@ -11,11 +11,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException as LightningsException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import metadata
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lightning_zenflow
-from models import generator
+from models import generator, small_net
 
 pytorch_lightning = pytest.importorskip("pytorch_lightning", reason="an optional package")
 ours = pytest.importorskip("lightning_zenflow.pytorch_lightning")
@@ -39,10 +39,7 @@ def make_module(pl: ModuleType, **options: Any) -> Any:
     class Small(pl.LightningModule):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
             super().__init__()
-            self.net = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 6))
-            with torch.no_grad():
-                for i, p in enumerate(self.net.parameters()):
-                    p.copy_(0.3 * torch.randn(p.shape, generator=generator(3, i)))
+            self.net = small_net()
             self.losses: list[Tensor] = []
 
         def training_step(self, batch: Tensor) -> Tensor:

@@ -19,14 +19,13 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from test_optimizer_in_backward import CASES as IN_BACKWARD
+from test_optimizer_in_backward import CORRECTS, PREDICTED, at_the_end
+from test_optimizer_in_backward import NOTHING_LATE as VERIFIED
 from test_provisional_update import CASES as PROVISIONAL
 from test_provisional_update import PLAIN, UPDATED, check_updated_entries
 from test_short_moments import CASES as SHORT_MOMENTS
 from test_training import CASES as LATE
 from test_training import compare_with_oracle
-from test_verification import NOTHING_LATE as VERIFIED
-from test_verification import Corrects, at_the_end
 from torch import Tensor
 from typing_extensions import override
 
@@ -53,9 +52,9 @@ one step later on.
 """
 
 
-def by_hand(case: Case, *, in_closure: bool) -> Case:
-    """A case in manual optimization."""
-    return replace(case, model="ByHand", model_options={"max_norm": case.max_norm, "in_closure": in_closure})
+def by_hand(case: Case) -> Case:
+    """A case in manual optimization, with steps in a closure."""
+    return replace(case, model="ByHand", model_options={"max_norm": case.max_norm})
 
 
 GRID = [
@@ -83,7 +82,7 @@ OF_ADAMW = {
             "freezing: nearly everything",
         )
     },
-    **{f"in backward: {name}": IN_BACKWARD[name] for name in ("TiedNet", "no gradient", "not finite")},
+    **{f"in backward: {name}": PREDICTED[name] for name in ("TiedNet", "no gradient", "not finite")},
     **{
         f"{dtype} moments": replace(SHORT_MOMENTS["S=2, d=0, columns on the device"], max_norm=0.5).with_keys(
             moments_dtype=dtype
@@ -91,10 +90,9 @@ OF_ADAMW = {
         for dtype in ("bfloat16", "int8")
     },
     **{f"true factors: {name}": VERIFIED[name] for name in ("half", "accumulated", "not finite in the end")},
-    **{f"by hand: {name}": by_hand(case, in_closure=False) for name, case in BY_HAND.items()},
-    **{f"in a closure: {name}": by_hand(case, in_closure=True) for name, case in BY_HAND.items()},
+    **{f"in a closure: {name}": by_hand(case) for name, case in BY_HAND.items()},
     "in a closure: predicted clip factors": by_hand(
-        replace(AUTOMATIC, update_interval=2, publish_lag=0).with_keys(**APPROXIMATE), in_closure=True
+        replace(AUTOMATIC, update_interval=2, publish_lag=0).with_keys(**APPROXIMATE)
     ),
     "accumulated on the host": replace(CLIPPED, model="SmallNet", strategy_options=APPROXIMATE).with_keys(
         accumulate_on="host"
@@ -172,12 +170,12 @@ def test_a_rank_that_waits_for_another_outlives_its_workers_limit() -> None:
     """Words are waited for as long as collectives; when they do not come, all ranks end with an error, and say which wait it was."""
     case = replace(FIXED, topk_ratio=0, update_interval=1, publish_lag=0, steps=6)
     late = replace(case, callbacks=(LateWords(2),)).with_keys(worker_timeout=1.0)
-    runs = run_on_ranks({"in time": case, "late": late})
-    for ours, expected in zip(runs["late"], runs["in time"], strict=True):
-        assert_same_run(ours, expected)
     never = replace(case, callbacks=(LateWords(math.inf),), fails=True)
     never = never.with_keys(worker_timeout=1.0, timeout=timedelta(seconds=5))
-    other, waiting = (run.error for run in run_on_ranks({"never": never}, timeout_s=60)["never"])
+    runs = run_on_ranks({"in time": case, "late": late, "never": never})
+    for ours, expected in zip(runs["late"], runs["in time"], strict=True):
+        assert_same_run(ours, expected)
+    other, waiting = (run.error for run in runs["never"])
     assert waiting is not None and other is not None
     assert re.search(r"WorkerError[\s\S]*step 4's clip coefficient did not arrive within 5000 ms", waiting)
     assert "left no result" not in other
@@ -201,7 +199,7 @@ def test_corrected_steps_have_the_bits_of_those_that_wait_for_the_norm() -> None
     """On four ranks, each with gradients of its own."""
     network = replace(VERIFIED["a network"], max_norm=0.0275)
     cases = {
-        name: replace(case, loop="trainer", callbacks=(Corrects(),))
+        name: replace(case, loop="trainer", callbacks=(CORRECTS,))
         for name, case in {"half": VERIFIED["half"], "a network": network}.items()
     }
     at_their_ends = {f"{name}, at the end": at_the_end(replace(case, callbacks=())) for name, case in cases.items()}

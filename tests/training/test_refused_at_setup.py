@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
-from between_steps import At
+from callbacks import At
 from harness import fit
 from lightning_zenflow import ZenFlowStrategy
 from models import TINY, LinearLossModule
@@ -89,10 +89,6 @@ Refused = list[tuple[Callable[[], Any], str]]
 OURS: Refused = [
     (lambda: ZenFlowStrategy(stage=0), r"zero_optimization.stage must be 1, 2 or 3, got 0"),
     (lambda: ZenFlowStrategy(zero_optimization=False), r"zero_optimization must be True or absent"),
-    (
-        lambda: ZenFlowStrategy(offload_parameters=True),
-        r"offload_parameters must be False or absent, got True: .*set stage to 3",
-    ),
     (
         lambda: ZenFlowStrategy(remote_device="nvme"),
         r"remote_device must be None or absent, got 'nvme': a model is made",
@@ -178,17 +174,3 @@ OTHERS: Refused = [
 def test_refused_by_lightning_deepspeed_or_the_machine(refused: Callable[[], Any], message: str) -> None:
     with pytest.raises((MisconfigurationException, NotImplementedError, RuntimeError, ValueError), match=message):
         refused()
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["zero_optimization.stage", "zero_optimization.overlap_comm", "zero_optimization.zenflow.topk_ratio", "optimizer.type",
-     "optimizer.params.lr", "zero_optimization.offload_optimizer.device", "bf16.enabled", "steps_per_print"],
-)  # fmt: skip
-def test_auto_without_a_meaning(path: str) -> None:
-    *folders, key = path.split(".")
-    config: dict[str, Any] = {key: "auto"}
-    for folder in reversed(folders):
-        config = {folder: {"type": "AdamW", **config} if folder == "optimizer" else config}
-    with pytest.raises((MisconfigurationException, ValueError), match=f"{key} must be .* got 'auto'"):
-        ZenFlowStrategy(config=config)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from typing_extensions import override
 
-from between_steps import At
+from callbacks import After, At
 from harness import make_trainer
 from lightning_zenflow import ZenFlowStrategy
 from networks import SmallNet
@@ -94,16 +94,9 @@ class Rings(pl.Callback):
         self.losses.append(float(outputs["loss"]))
 
 
-class Saves(pl.Callback):
-    """Saves after each step, or one of them, by its number."""
-
-    def __init__(self, folder: Path, step: int | None = None) -> None:
-        self._folder, self._step = folder, step
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if self._step in (None, trainer.global_step):
-            trainer.save_checkpoint(self._folder / f"{trainer.global_step}.ckpt")
+def saves(folder: Path, *steps: int) -> After:
+    """Saves after these steps."""
+    return After(steps, lambda t: t.save_checkpoint(folder / f"{t.global_step}.ckpt"))
 
 
 def fit(name: str, *callbacks: pl.Callback, **more: Any) -> pl.Trainer:
@@ -160,7 +153,7 @@ def test_a_save_changes_nothing(name: str, every: bool, tmp_path: Path) -> None:
     """A signal in each batch from the first on."""
     undisturbed = Rings({})
     fit(name, undisturbed)
-    fit(name, Saves(tmp_path))
+    fit(name, saves(tmp_path, *range(BATCHES + 1)))
     batches = range(FIRST, BATCHES)
     points = calls_of(name, every, sample=len(batches))
     while points:
@@ -179,7 +172,7 @@ def test_a_save_is_the_state_after_a_step(name: str, every: bool, tmp_path: Path
     goes_on: dict[int, list[list[float]]] = {}
     for step in (FIRST, FIRST + 1):
         losses = Rings({})
-        fit(name, losses, Saves(tmp_path, step), **SHORT)
+        fit(name, losses, saves(tmp_path, step), **SHORT)
         goes_on[step] = [losses.losses]
     before_step = Rings({})
     fit(name, before_step, saves_in_backward(tmp_path / "hook.ckpt"), **SHORT)
@@ -206,7 +199,7 @@ def test_a_stop(name: str, every: bool, tmp_path: Path) -> None:
         sys.exit(7)
 
     for step in (FIRST, FIRST + 1):
-        fit(name, Saves(tmp_path, step), max_epochs=None, max_steps=step)
+        fit(name, saves(tmp_path, step), max_epochs=None, max_steps=step)
     n_rung = n_saved = 0
     for point in calls_of(name, every, sample=2):
         rings = Rings({FIRST: point}, stop)
@@ -225,23 +218,17 @@ def test_a_stop(name: str, every: bool, tmp_path: Path) -> None:
     assert n_rung - n_saved <= 0.2 * n_rung + 1
 
 
-class Exports(pl.Callback):
-    """Has weights of its own in checkpoints."""
-
-    def __init__(self) -> None:
-        self.n_calls = 0
-
-    @override
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        self.n_calls += 1
-        weights = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
-        checkpoint["exported"] = (self.n_calls, trainer.global_step, weights)
-
-
-@pytest.mark.parametrize("name", ["S = 4"])
-def test_hooks_run_for_the_call_and_for_the_file(name: str, tmp_path: Path) -> None:
+def test_hooks_run_for_the_call_and_for_the_file(tmp_path: Path) -> None:
     """Those for the file see the state that is in it."""
-    fit(name, saves_in_backward(tmp_path / "hook.ckpt"), Exports())
+    calls = count(1)
+
+    class Exports(pl.Callback):
+        @override
+        def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+            weights = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
+            checkpoint["exported"] = (next(calls), trainer.global_step, weights)
+
+    fit("S = 4", saves_in_backward(tmp_path / "hook.ckpt"), Exports())
     content = torch.load(tmp_path / "hook.ckpt", weights_only=True)
     n_calls, step, weights = content["exported"]
     assert (n_calls, step, content["global_step"]) == (2, FIRST, FIRST)

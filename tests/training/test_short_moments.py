@@ -1,5 +1,4 @@
-"""`moments_dtype: bfloat16` and `int8`: the state has the bits of the oracle, whose moments are rounded once a window; resumed runs have
-those of the run itself."""
+"""`moments_dtype: bfloat16` and `int8`: the state has the bits of the oracle, whose moments are rounded once a window."""
 
 import math
 from dataclasses import replace
@@ -13,13 +12,13 @@ from deepspeed.utils import safe_get_full_optimizer_state
 from torch import Tensor
 from typing_extensions import override
 
-from harness import APPROXIMATE, EVERYTHING, UP_TO_TWO, Case, Run, optimizer_of, run_here
+from harness import UP_TO_TWO, Case, Run, make_trainer, optimizer_of, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint
 from lightning_zenflow.core.schedule import blocks_wanted
 from models import SHAPES, LinearLossModule, hyperparameters
 from replay_reference import coded, noise_of, noise_seed, round_stochastically
-from same_bits import assert_is_adamw, assert_same_run, assert_same_tensors
+from same_bits import assert_is_adamw, assert_same_tensors
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
@@ -65,27 +64,6 @@ ALTERNATING = [
 def test_the_bits_of_the_oracle(name: str, dtype: str) -> None:
     case = CASES[name].with_keys(moments_dtype=dtype)
     assert_is_adamw(case, run_here(case))
-
-
-DISTURBED = Case(topk_ratio=0.3, steps=11, max_norm=0.5)
-NETWORK = replace(DISTURBED, model="SmallNet", update_interval=1, publish_lag=0).with_keys(reduce_bucket_size=200)
-"""Its gradients depend on the weights that it is shown."""
-RESUMED = {
-    "under Lightning": NETWORK,
-    "everything": replace(DISTURBED, loop="direct").with_keys(**EVERYTHING),
-    "S=2, d=0": replace(NETWORK, update_interval=2, precision="bf16-true", loop="direct").with_keys(**APPROXIMATE),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("under Lightning", "bfloat16"), ("everything", "int8"), ("S=2, d=0", "int8")]
-)
-def test_a_resumed_run_continues_bit_for_bit(name: str, dtype: str, tmp_path: Path) -> None:
-    case, path = RESUMED[name].with_keys(moments_dtype=dtype), str(tmp_path / "half.ckpt")
-    whole = run_here(replace(case, save_at=7, checkpoint=path))
-    rest = run_here(replace(case, checkpoint=path))
-    assert len(rest.shown) == case.steps - 7
-    assert_same_run(rest, replace(whole, shown=whole.shown[7:], losses=whole.losses[7:]))
 
 
 def saved_moments(path: Path) -> list[Tensor]:
@@ -219,16 +197,8 @@ class SparseFeatures(pl.LightningModule):
 def trained(dtype: str) -> tuple[dict[str, float], dict[str, float]]:
     """Largest weight of an odd input, and the test loss, by kind."""
     model = SparseFeatures()
-    trainer = pl.Trainer(
-        max_epochs=1,
-        strategy=ZenFlowStrategy(update_interval=1, publish_lag=0, moments_dtype=dtype),  # type: ignore[arg-type]
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(model, torch.utils.data.DataLoader(torch.zeros(STEPS, 1), batch_size=1))
+    strategy = ZenFlowStrategy(update_interval=1, publish_lag=0, moments_dtype=dtype)  # type: ignore[arg-type]
+    make_trainer(strategy, max_epochs=1).fit(model, torch.utils.data.DataLoader(torch.zeros(STEPS, 1), batch_size=1))
     with torch.no_grad():
         tested = {kind: sum(model.losses(10_000 + i, kind, 1.0).item() for i in range(64)) / 64 for kind in KINDS}
     return {kind: model.models[kind].get_parameter("weight")[0, 1::2].abs().max().item() for kind in KINDS}, tested

@@ -8,19 +8,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from harness import APPROXIMATE, AUTO, EVERYTHING, RESELECTING, Case, Run, run_here
 from lightning_zenflow.core.schedule import StaggeredSchedule
-from lightning_zenflow.offload import buffers
 from lightning_zenflow.offload.buffers import SlotPool
 from lightning_zenflow.offload.in_flight import JobsInFlight
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.rank_state import Block, Window
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from models import SHAPES
-from rank_states import seen
 from same_bits import assert_same_run, assert_same_state
+from worker_killer import seen
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
@@ -186,19 +184,3 @@ def test_nothing_is_left_for_the_end_of_the_step() -> None:
     case = replace(LATE, model_options={"shapes": SHAPES[:6]})
     for in_backward, rest in run_with(case, (True,)).h2d_bytes[2:]:
         assert in_backward > 0 and rest == 0
-
-
-def test_views_of_slots_that_are_not_kept_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[int] = []
-    view = SlotPool.view
-
-    def watched_view(self: SlotPool, tile_index: int) -> Tensor:
-        result = view(self, tile_index)
-        kept.append(len(self._views))
-        return result
-
-    whole = run_here(CASES["S=4, d=1"])
-    monkeypatch.setattr(buffers, "MAX_VIEWS", 7)
-    monkeypatch.setattr(SlotPool, "view", watched_view)
-    assert_same_run(run_here(CASES["S=4, d=1"]), whole)
-    assert max(kept) == 7

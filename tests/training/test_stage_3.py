@@ -13,7 +13,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero import GatheredParameters
 from lightning.pytorch.callbacks import ModelCheckpoint
-from test_equivalence import ACCUMULATED, BF16, FLUSHES, MIXED, case_of
+from test_equivalence import ACCUMULATED, BF16, FLUSHES, case_of
 from test_foreign_state import State, assert_found
 from test_training import CASES as LATE
 from test_training import compare_with_oracle
@@ -22,12 +22,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from between_steps import At
+from callbacks import At
 from harness import AUTO, EVERYTHING, Case, Run, make_trainer, optimizer_of, run_here
 from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
-from lightning_zenflow.core.partition import Slice
-from lightning_zenflow.core.schedule import blocks_wanted
-from lightning_zenflow.deepspeed.build import MemoryPlan, ZeroPartition
 from models import OptimizerOptions, generator
 from rank_processes import Runs, run_each, run_on_ranks
 from same_bits import assert_close_to_adamw, assert_is_adamw, assert_same_run, assert_same_state, assert_same_tensors
@@ -45,12 +42,10 @@ OF_ADAMW = {
     for name, case in {
         "in host memory, clipped": case_of(BF16, 0, 1, 0, offload_parameters=True),
         "S=4, d=1, top-k": case_of("fp32", 0.05, 4, 1).with_keys(reduce_bucket_size=400),
-        "bf16-mixed, Adam": case_of(MIXED, 0.5, 4, 1),
         "everything": case_of(ACCUMULATED, 0.3, 4, 2, flush_after=(5,)).with_keys(**EVERYTHING),
         "changes of schedule": case_of(
             BF16, 0.3, 1, 0, schedules=((2, 4, 1), (4, 1, 0), (5, 2, 2), (8, 1, 1))
         ).with_keys(**AUTO, **EVERYTHING),
-        "tiny": case_of("fp32", 0.05, 4, 1, model_options={"shapes": ((2, 1), (1,))}),
         "freezing": case_of("fp32", 0.3, 4, 1, model_options={"frozen_in": {0: (2, 4), 3: (3, 100)}}).with_keys(
             **EVERYTHING
         ),
@@ -71,7 +66,6 @@ NETWORK = Case(model="TiedNet", optimizer=SLOW, steps=8, topk_ratio=0, update_in
 PLAIN = {
     "clipped": replace(NETWORK, max_norm=0.3).with_keys(overlap_step=False),
     "convolution, embedding": replace(NETWORK, model="SmallNet"),
-    "in host memory": replace(NETWORK, offload_parameters=True),
 }
 LATE_NETWORK = replace(NETWORK, topk_ratio=0.3, update_interval=4, publish_lag=1, strategy_options=EVERYTHING)
 
@@ -79,14 +73,12 @@ NOT_CLIPPED = {
     name: in_stage_3(case)
     for name, case in {
         "fp32": case_of("fp32", 0, 1, 0, **FLUSHES),
-        "bf16": case_of(BF16, 0, 1, 0, max_norm=None),
         "accumulated on the host": case_of(ACCUMULATED, 0, 1, 0, max_norm=None).with_keys(accumulate_on="host"),
         "freezing": case_of("fp32", 0, 1, 0, model_options={"frozen_in": {0: (2, 4), 3: (3, 100)}}),
     }.items()
 }
 SAME: dict[str, Case] = {
     **NOT_CLIPPED,
-    "frozen at setup": replace(NETWORK, model_options={"frozen": (1,)}),
     "clipped, synchronous": replace(NETWORK, max_norm=0.3).with_keys(overlap_step=False),
     "fp16, synchronous": FP16.with_keys(overlap_step=False),
 }
@@ -105,7 +97,6 @@ RESUMED = {
     "late": (LATE_NETWORK, False),
     "device to host": (NETWORK, True),
     "host to device": (on_host(NETWORK), False),
-    "int8": (on_host(CLIPPED).with_keys(moments_dtype="int8"), True),
 }
 """What is saved, and whether it goes on in host memory."""
 
@@ -276,14 +267,13 @@ def test_states_and_gradients_of_whole_parameters(runs: Group) -> None:
 @pytest.mark.slow
 def test_four_ranks() -> None:
     """More than one piece of a parameter may be padding."""
-    names, plain = ("S=4, d=1, top-k", "tiny"), PLAIN["convolution, embedding"]
-    runs = run_on_ranks(
-        {**{name: OF_ADAMW[name] for name in names}, "ours": plain, "plain": replace(plain, stock=True)}, ranks=4
-    )
-    for name in names:
+    plain, tiny = PLAIN["convolution, embedding"], OF_ADAMW["int8 moments, tiny"].with_keys(moments_dtype="float32")
+    cases = {"top-k": LATE_ONES, "tiny": tiny}
+    runs = run_on_ranks({**cases, "ours": plain, "plain": replace(plain, stock=True)}, ranks=4)
+    for name, case in cases.items():
         # To rounding: four gradients are added in another order than the oracle's.
         for run in runs[name]:
-            assert_close_to_adamw(run, OF_ADAMW[name].adamw(world_size=4))
+            assert_close_to_adamw(run, case.adamw(world_size=4))
     for a, b in zip(runs["ours"][0].weights, runs["plain"][0].weights, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
 
@@ -370,37 +360,3 @@ def test_a_deepspeed_json_is_enough() -> None:
     assert ZenFlowStrategy(given, stage=3, offload_parameters=True).zenflow_config.worker_cores == 1
     with pytest.raises(ValueError, match="publish_lag must be 0 or 'auto' where parameters are in host memory, got 1"):
         ZenFlowStrategy(stage=3, offload_parameters=True, publish_lag=1)
-
-
-@pytest.mark.parametrize(("moments", "largest"), [("float32", 16.7), ("bfloat16", 12.7), ("int8", 10.8)])
-def test_bytes_of_host_memory(moments: Any, largest: float) -> None:
-    """Of a Llama of 7B: states, weights, gradients, by formula. DeepSpeed's takes 20 a parameter."""
-    shapes = [*[(4096, 4096)] * 4, *[(11008, 4096)] * 2, (4096, 11008), (4096,), (4096,)] * 32
-    slices: list[Slice] = []
-    for number, shape in enumerate([(32000, 4096), *shapes, (4096,), (32000, 4096)]):
-        begin = slices[-1].begin + slices[-1].numel if slices else 0
-        numel, is_matrix = torch.Size(shape).numel(), len(shape) == 2
-        columns = shape[-1] if is_matrix else 1
-        slices.append(
-            Slice(
-                parameter=number, param_group=0, begin=begin, start=0, numel=numel, columns=columns, is_matrix=is_matrix
-            )
-        )
-    numel = slices[-1].begin + slices[-1].numel
-    config = ZenFlowConfig(moments_dtype=moments).with_weights_on_host()
-    zero: Any = replace(
-        ZeroPartition(
-            optimizer=None,  # type: ignore[arg-type]
-            masters=[torch.empty(numel, device="meta")],
-            slices=slices,
-            weights=[torch.empty(numel, dtype=torch.bfloat16, device="meta")],
-            device=torch.device("cuda"),
-            shapes=[],
-            group=None,  # type: ignore[arg-type]
-        ),
-        in_place=True,
-    )
-    n_blocks = blocks_wanted([1], in_backward=True, numel=numel, awaited_singly=True)
-    partition = zero.publisher.cut_partition(slices, [numel], n_blocks, torch.bfloat16)
-    plan = MemoryPlan(config=config, zero=zero, partition=partition, n_threads=16)
-    assert largest - 0.5 < plan.n_bytes(plan.candidates) / numel < largest

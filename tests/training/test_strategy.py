@@ -1,6 +1,5 @@
 """The public interface: what users write."""
 
-import copy
 import json
 import logging
 import subprocess
@@ -30,24 +29,6 @@ def test_the_name_is_known_to_trainer_and_fabric_before_deepspeed_is_imported() 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout == "lightning_zenflow.strategy lightning_zenflow.fabric.strategy\n"
-
-
-VALUES = {"topk_ratio": 0.25, "update_interval": 3, "moments_dtype": "bfloat16"}
-
-
-def test_config_and_keywords(tmp_path: Path) -> None:
-    path = tmp_path / "zenflow.yaml"
-    path.write_text(OmegaConf.to_yaml({"zenflow": VALUES, "deepspeed": {"gradient_clipping": 0.5}}))
-    config: Any
-    for config in (ZenFlowConfig(**VALUES), path):
-        strategy = ZenFlowStrategy(config=config)
-        assert strategy.zenflow_config == ZenFlowConfig(**VALUES)
-        assert strategy.config["zero_optimization"]["stage"] == 2
-        assert ZenFlowStrategy(config=config, topk_ratio=0.75).zenflow_config.topk_ratio == 0.75
-        # As sweeps do before they train.
-        twin = copy.deepcopy(strategy)
-        assert (twin.zenflow_config, twin.config) == (strategy.zenflow_config, strategy.config)
-    assert ZenFlowStrategy(reduce_bucket_size=12345).config["zero_optimization"]["reduce_bucket_size"] == 12345
 
 
 DEEPSPEED_JSON = {

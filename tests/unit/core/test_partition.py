@@ -11,6 +11,7 @@ from lightning_zenflow.core.partition import (
     build_partition,
     group_begins,
 )
+from lightning_zenflow.core.schedule import blocks_wanted
 from oracle import places_of_elements, slices_of_rank
 
 SHAPE = st.one_of(
@@ -116,3 +117,18 @@ def test_nothing_but_padding(sizes: list[int]) -> None:
     check_tiles(build_partition([], sizes, 4, multiple=64))
     assert partition.block_numel == 0
     assert partition.numel % ALIGNMENT == 0
+
+
+@pytest.mark.parametrize(
+    ("intervals", "in_backward", "numel", "blocks"),
+    [
+        ([1], True, 0, 16),
+        ([1, 2], True, 16 << 22, 16),
+        ([1], True, (16 << 22) + 1, 17),
+        ([1], True, 7_000_000_000, 64),
+        ([4], False, 7_000_000_000, 4),
+        ([80], True, 7_000_000_000, 80),
+    ],
+)
+def test_number_of_blocks(intervals: list[int], in_backward: bool, numel: int, blocks: int) -> None:
+    assert blocks_wanted(intervals, in_backward=in_backward, numel=numel) == blocks

@@ -156,7 +156,8 @@ REFUSED: list[tuple[str, list[Any], str]] = [
     *((f"optimizer.params.{key}", [True], "False") for key in ("amsgrad", "maximize", "differentiable")),
     *((f"optimizer.params.{key}", [False], "True") for key in ("bias_correction", "fp32_optimizer_states")),
     *((path, ["auto"], "a value (Lightning replaces 'auto' only in ") for path in (
-        "optimizer.params.lr", "scheduler.params.steps", "zero_optimization.reduce_bucket_size", "bf16.enabled", "fp16.loss_scale"
+        "optimizer.params.lr", "scheduler.params.steps", "zero_optimization.reduce_bucket_size", "bf16.enabled", "fp16.loss_scale",
+        "steps_per_print"
     )),
 ]  # fmt: skip
 

@@ -93,21 +93,6 @@ def test_other_optimizers_are_refused_by_name(kind: type[Optimizer]) -> None:
     )
 
 
-def test_groups_that_train_nothing() -> None:
-    for parameters in ([parameter(2).requires_grad_(False)], [parameter(0)], []):
-        optimizer = torch.optim.AdamW([{"params": [parameter(2)]}, {"params": parameters}])
-        with pytest.raises(
-            MisconfigurationException, match="parameter group 1: params must be a list with a trainable"
-        ):
-            validate(optimizer, scheduled=True)
-
-
-def test_parameters_of_no_module() -> None:
-    message = r"params must be parameters of the module, got one of shape \[2\] at place 0; make it an attribute"
-    with pytest.raises(MisconfigurationException, match=message):
-        validate_optimizer(torch.optim.AdamW([parameter(2)]), nn.Linear(2, 2), scheduled=False)
-
-
 @pytest.mark.parametrize("key", ["lr", "eps", "weight_decay", "beta1", "beta2"])
 def test_number_out_of_range_is_refused(key: str) -> None:
     upper = 1.0 if key.startswith("beta") else math.inf

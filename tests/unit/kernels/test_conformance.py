@@ -3,7 +3,18 @@
 import pytest
 import torch
 
-from kernel_cases import ALL, DTYPES, INTERPRETED, THREADS, TORCH, Implementation, each_with, parameter, random
+from kernel_cases import (
+    ALL,
+    COMPILED,
+    DTYPES,
+    INTERPRETED,
+    THREADS,
+    TORCH,
+    Implementation,
+    each_with,
+    parameter,
+    random,
+)
 from lightning_zenflow.kernels.base import ColumnWrite, Destination, Selection, SquaredNorms
 from lightning_zenflow.kernels.factored import Factors, RoundingNoise
 
@@ -157,3 +168,11 @@ def test_columns_there_and_back(on: Implementation, dtype: torch.dtype) -> None:
                 found = torch.empty_like(values)
                 on.kernels.select(matrix, Selection(columns=of_matrix, target=found))
                 assert torch.equal(found, values)
+
+
+def test_tensors_that_the_library_would_misread() -> None:
+    """C++ sees addresses and integers only."""
+    gradient = torch.ones(4, 6, dtype=torch.bfloat16)
+    for slot in (torch.zeros(4, 6, dtype=torch.float32), torch.zeros(6, 4, dtype=torch.bfloat16).t()):
+        with pytest.raises(AssertionError):
+            COMPILED.kernels.route(gradient, [Destination(begin=0, slot=slot)], per_axis=False)

@@ -71,6 +71,21 @@ def output_of(option: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
 
 
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (native.Touch, {"n_rows": -1}),
+        (native.Export, {"n_tiles": 2**32}),
+        (native.UpdateJob, {"block": -1}),
+        (native.ArenaHeader, {"n_slots": 2**32 + 3}),
+    ],
+)
+def test_integers_that_a_field_cannot_hold(kind: type[native.Structure], values: dict[str, int]) -> None:
+    """C++ would see others."""
+    with pytest.raises(AssertionError, match="cannot hold"):
+        kind(**values)
+
+
 def test_the_version_on_the_command_line() -> None:
     assert f"protocol {native.VERSION}" in output_of("--version")
 
