@@ -217,9 +217,9 @@ def test_misuse_is_named(loop: Any, tmp_path: Path) -> None:
     optimizer.step()
 
 
-def linear(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def linear() -> tuple[nn.Module, torch.optim.Optimizer]:
     module = nn.Linear(3, 3)
-    return module, torch.optim.AdamW(module.parameters(), **options)
+    return module, torch.optim.AdamW(module.parameters())
 
 
 def test_settings_models_and_optimizers_are_refused_by_name() -> None:
@@ -227,15 +227,11 @@ def test_settings_models_and_optimizers_are_refused_by_name() -> None:
     fabric.launch()
     sparse = nn.Embedding(3, 3, sparse=True)
     other = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
-    stage_0 = {"zero_optimization": {"stage": 0}}
     assert_refused(
         (lambda: fabric.setup(*linear(), other), "must have one optimizer, got 2"),
-        (lambda: fabric.setup(*linear(amsgrad=True)), "amsgrad must be False"),
         (lambda: fabric.setup(sparse, torch.optim.AdamW(sparse.parameters())), "sparse must be"),
-        (lambda: ZenFlowStrategy(topk_ration=0.1), "topk_ratio"),
         (lambda: ZenFlowStrategy({"gradient_accumulation_steps": 4}), "use `fabric.no_backward_sync"),
         (lambda: ZenFlowStrategy({"optimizer": {"type": "AdamW"}}), "optimizer must be absent with Fabric"),
-        (lambda: ZenFlowStrategy(stage_0), "zero_optimization.stage must be 1, 2 or 3"),
     )
     with pytest.raises(RuntimeError, match=r"`ZenFlowStrategy` requires .* `.setup\(model, optimizer, ...\)`"):
         fabric.setup_optimizers(other)

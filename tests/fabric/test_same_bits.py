@@ -76,7 +76,7 @@ def test_a_loop_that_loads_an_earlier_step_repeats_the_steps_since(tmp_path: Pat
     """The worker waits for the repeated steps' own words: those of the steps before the load, of the same numbers, are gone."""
     max_norm = 0.1
     case = replace(EXACT, max_norm=max_norm)
-    fabric, model, optimizer, scheduler = set_up(case.make_model(), max_norm=max_norm, **case.keys())
+    fabric, model, optimizer, scheduler = set_up(case.make_model(), **case.keys())
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     arena = fabric.strategy.zenflow_optimizer.parts.rank.arena
     shown = []

@@ -1,4 +1,4 @@
-"""On a CUDA device: no step waits for it, all metrics arrive, and traffic is as known."""
+"""On a CUDA device: no step waits for it, and all metrics arrive."""
 
 import csv
 import warnings
@@ -13,8 +13,6 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.profiler import ProfilerActivity, profile, record_function
 from typing_extensions import override
 
-from benchmarks.common.processes import run_process
-from benchmarks.step_time.run import StepSpec, run
 from gpu_cases import RACES
 from harness import APPROXIMATE, Case, fit
 from lightning_zenflow.monitor.summary import METRICS
@@ -96,24 +94,3 @@ def test_steps_do_not_wait_and_all_metrics_are_logged(case: Case, tmp_path: Path
     assert set(METRICS) - IN_BACKWARD <= set(last)
     assert last["zenflow/memory/device_peak_GB"] > 0
     assert 0 <= last["zenflow/stall/device_percent"] <= 100
-
-
-@pytest.mark.parametrize(
-    ("method", "d2h", "h2d"),
-    # ZeRO-Offload copies fp32 gradients; `ZenFlowStrategy` a quarter of the weights, and state of columns after a selection.
-    [
-        ("none", 0, 0),
-        ("zero_offload", 2, 1),
-        ("torchao", 1, 1),
-        ("zenflow", 1, 0.25),
-        ("zenflow_no_provisional", 1, 0.25),
-    ],
-)
-def test_copied_bytes(method: str, d2h: float, h2d: float) -> None:
-    if method == "torchao":
-        pytest.importorskip("torchao")
-    spec = StepSpec(device="cuda", method=method, params=25e6, tokens=64, warm_up=6, steps=8)
-    result = run_process(run, spec, timeout=250)
-    assert result.copied_sizes == [pytest.approx(d2h, abs=0.05), pytest.approx(h2d, abs=0.05)]
-    if result.schedule:
-        assert result.counted_sizes == [pytest.approx(d2h, abs=0.05), pytest.approx(h2d, abs=0.2)]

@@ -15,8 +15,9 @@ import torch
 from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor
 
+from checkpoint_files import in_order
 from fabric_runs import set_up, train_step
-from harness import Case, Run, make_trainer, run_here
+from harness import PLACES, Case, Run, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
 from models import SHAPES
 from same_bits import assert_same_state, assert_same_tensors
@@ -24,11 +25,6 @@ from stage3_runs import PiecesNet
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
-PLACES: dict[str, dict[str, Any]] = {
-    "stage 2": {},
-    "stage 3": {"stage": 3},
-    "in host memory": {"stage": 3, "offload_parameters": True},
-}
 MOMENTS = ("float32", "bfloat16", "int8")
 STEPS, SAVED = 8, 5
 
@@ -126,9 +122,7 @@ def test_under_fabric(place: str, moments: str, accelerator: str, tmp_path: Path
     fabric.strategy.teardown()
     assert len({p.device for p in model.parameters()} | {b.device for b in model.buffers()}) == 1
     saved = torch.load(path, weights_only=True)
-    names = {id(p): name for name, p in model.named_parameters()}
-    ours = [saved["model"][names[id(p)]] for of_group in model.parameter_groups() for p in of_group]
-    assert_same_tensors(ours, run_here(case).master)
+    assert_same_tensors(in_order(case, saved["model"]), run_here(case).master)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -29,6 +29,13 @@ EVERYTHING = {**APPROXIMATE, **RESELECTING}
 AUTO = {"update_interval": "auto", "publish_lag": "auto"}
 
 
+PLACES: dict[str, dict[str, Any]] = {
+    "stage 2": {},
+    "stage 3": {"stage": 3},
+    "in host memory": {"stage": 3, "offload_parameters": True},
+}
+"""Of the parameters: fields of a `Case`, or keywords of the strategy."""
+
 UP_TO_TWO = min(2, len(allowed_cores()))
 """Cores, where this machine has them."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from harness import Case, Run
-from same_bits import assert_same_run
+from same_bits import assert_same_run, assert_same_tensors
 
 MODEL_FILE = "checkpoint/mp_rank_00_model_states.pt"
 RANK_FILE = "checkpoint/zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -38,6 +38,15 @@ def in_order(case: Case, entries: Mapping[str, Tensor]) -> list[Tensor]:
     model = case.make_model()
     names = {id(p): name for name, p in model.named_parameters()}
     return [entries[names[id(p)]].contiguous() for group in model.parameter_groups() for p in group]
+
+
+def assert_saved(path: Path, run: Run, case: Case) -> None:
+    """A checkpoint that is a file has the state at the end of a run."""
+    content = torch.load(path, weights_only=True)
+    assert_same_tensors(in_order(case, content["state_dict"]), run.master)
+    (state,) = (optimizer["state"] for optimizer in content["optimizer_states"])
+    for key, theirs in (("exp_avg", run.exp_avg), ("exp_avg_sq", run.exp_avg_sq)):
+        assert_same_tensors([state[i][key] for i in sorted(state)], [t.float() for t in theirs], key)
 
 
 def assert_continues(rest: Run, whole: Run, saved: int) -> None:

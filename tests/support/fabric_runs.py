@@ -16,7 +16,6 @@ def set_up(
     *,
     devices: int = 1,
     precision: Any = "32-true",
-    max_norm: float | None = None,
     accelerator: str = "cpu",
     **keys: Any,
 ) -> tuple[Fabric, Any, Any, Any]:

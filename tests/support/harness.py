@@ -25,6 +25,7 @@ from callbacks import After
 from cases import APPROXIMATE as APPROXIMATE
 from cases import AUTO as AUTO
 from cases import EVERYTHING as EVERYTHING
+from cases import PLACES as PLACES
 from cases import RESELECTING as RESELECTING
 from cases import UP_TO_TWO as UP_TO_TWO
 from cases import Case as Case

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from callbacks import After
+from callbacks import After, At
 from harness import Case, Run, make_trainer, snapshot, untrained
 from lightning_zenflow.deepspeed.environment import RankEnvironment
 from models import TestModule, generator
@@ -82,20 +82,10 @@ def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
         gradient_clip_val=case.max_norm,
         precision=case.precision,
         callbacks=[
-            Collect(collect),
+            # While the engine is there, also where no step is left to do.
+            At("on_fit_end", collect),
             After([case.save_at] if case.save_at else [], lambda trainer: trainer.save_checkpoint(case.checkpoint)),
         ],
     )
     trainer.fit(model, ckpt_path=None if case.save_at else case.checkpoint)
     return run, []
-
-
-class Collect(pl.Callback):
-    """Collects while the engine is there, also where no step is left to do."""
-
-    def __init__(self, collect: Any) -> None:
-        self._collect = collect
-
-    @override
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._collect(trainer)

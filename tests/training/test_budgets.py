@@ -16,8 +16,8 @@ from lightning_zenflow.estimate import Cost, Setup, costs
 from lightning_zenflow.kernels.factored import NOISE_NUMEL
 from lightning_zenflow.offload import provisional_update
 from lightning_zenflow.worker.arena import WORD_BYTES
+from recorded_device.clocks import HOST
 from recorded_device.device import RecordedDevice
-from recorded_device.recording import StepEnds
 from recorded_device.watch import recorded_device
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -39,11 +39,10 @@ def case_of(update_interval: int, publish_lag: int) -> Case:
     ).with_keys(reduce_bucket_size=5000, overlap_comm=True)
 
 
-class Budgets(StepEnds):
+class Budgets(pl.Callback):
     """Reads the counters and the log of device memory at the end of each step."""
 
     def __init__(self, device: RecordedDevice) -> None:
-        super().__init__(device)
         self.device = device
         self.counted: list[tuple[int, int]] = []
         self.live: list[int] = []
@@ -51,7 +50,7 @@ class Budgets(StepEnds):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        super().on_train_batch_end(trainer)
+        self.device.note("step", HOST, event=trainer.global_step)
         traffic = optimizer_of(trainer).parts.rank.telemetry
         self.counted.append((traffic.d2h_bytes, traffic.h2d_bytes))
         self.live.append(self.device.memory.live)

@@ -10,21 +10,16 @@ import pytest
 import torch
 
 from callbacks import At
+from checkpoint_files import assert_saved
 from fabric_runs import set_up, train_step
-from harness import Case, Run, run_here
+from harness import PLACES, Case, run_here
 from rank_processes import run_on_ranks
 from recorded_device.watch import recorded_device
-from same_bits import assert_same_tensors
 from stage3_runs import PiecesNet
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
 CASE = Case(model="TiedNet", steps=4, topk_ratio=0, update_interval=1, publish_lag=0, loop="recorded")
-PLACES: dict[str, dict[str, Any]] = {
-    "stage 2": {},
-    "stage 3": {"stage": 3},
-    "in host memory": {"stage": 3, "offload_parameters": True},
-}
 
 
 def save_afterwards(path: Path, trainer: pl.Trainer) -> None:
@@ -41,17 +36,6 @@ def saving(folder: Path, **options: Any) -> dict[str, tuple[Case, Path]]:
         case = replace(CASE, **keys, callbacks=(At("on_fit_end", partial(save_afterwards, path)),))
         cases[place] = case.with_keys(checkpoint_format="lightning", **options), path
     return cases
-
-
-def assert_saved(path: Path, run: Run, case: Case) -> None:
-    """The file has the state at the end."""
-    content, model = torch.load(path, weights_only=True), case.make_model()
-    names = {id(p): name for name, p in model.named_parameters()}
-    ours = [content["state_dict"][names[id(p)]] for group in model.parameter_groups() for p in group]
-    assert_same_tensors(ours, run.master)
-    states = content["optimizer_states"][0]["state"]
-    for key, theirs in (("exp_avg", run.exp_avg), ("exp_avg_sq", run.exp_avg_sq)):
-        assert_same_tensors([states[i][key] for i in sorted(states)], [t.float() for t in theirs], key)
 
 
 @pytest.mark.parametrize(

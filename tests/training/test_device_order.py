@@ -23,7 +23,6 @@ from lightning_zenflow.worker.supervisor import SupervisedWorker
 from networks import TiedNet
 from rank_processes import run_on_ranks
 from recorded_device.device import RecordedDevice, RecordedEvent, RecordedRuntime
-from recorded_device.recording import StepEnds
 from recorded_device.watch import recorded_device
 from same_bits import assert_same_run
 
@@ -117,7 +116,7 @@ FAST = (
 
 def record(case: Case, *, events_are_reached: bool = False) -> RecordedDevice:
     with recorded_device(events_are_reached=events_are_reached) as device:
-        run_here(case, callbacks=[StepEnds(device)])
+        run_here(case, callbacks=[device.step_ends()])
     return device
 
 

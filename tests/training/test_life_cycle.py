@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks import At
-from harness import Case, fit, make_trainer, run_here, snapshot, workers
+from harness import PLACES, Case, fit, make_trainer, run_here, snapshot, workers
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.worker.machine import HOST_MEMORY
 from lightning_zenflow.worker.process import WorkerError
@@ -69,21 +69,14 @@ class Wide(TestModule):
         return self.layers(torch.ones(2, 1000)).square().mean()
 
 
-STAGES: dict[str, dict[str, Any]] = {
-    "2": {},
-    "3": {"stage": 3},
-    "3, in host memory": {"stage": 3, "offload_parameters": True},
-}
-
-
 @pytest.mark.parametrize("fits", [4, pytest.param(50, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", PLACES)
 def test_fits_leave_nothing_behind(stage: str, fits: int) -> None:
     """Arenas and descriptors are freed with the last reference to the trainer, which set-up collects, as it would count as taken."""
     process = psutil.Process()
 
     def train() -> list[Callable[[], Any]]:
-        model, strategy = Wide(), ZenFlowStrategy(**STAGES[stage])
+        model, strategy = Wide(), ZenFlowStrategy(**PLACES[stage])
         trainer = fit(model, strategy, limit_val_batches=1)
         trainer.test(model, verbose=False)
         if len(references) % 2:
@@ -115,7 +108,7 @@ def test_fits_leave_nothing_behind(stage: str, fits: int) -> None:
 
 def test_a_training_that_is_collected_leaves_the_next_one_as_it_is() -> None:
     """DeepSpeed's engine is destroyed once more by its collection, when the next training may have replaced torch's functions."""
-    strategy, during = ZenFlowStrategy(**STAGES["3"]), []
+    strategy, during = ZenFlowStrategy(**PLACES["stage 3"]), []
 
     def collect(_: pl.Trainer) -> None:
         strategies.clear()
@@ -126,7 +119,7 @@ def test_a_training_that_is_collected_leaves_the_next_one_as_it_is() -> None:
     fit(Wide(), strategy, steps=1)
     strategies = [strategy]
     del strategy
-    fit(Wide(), ZenFlowStrategy(**STAGES["3"]), steps=2, callbacks=[At("on_train_batch_start", collect)])
+    fit(Wide(), ZenFlowStrategy(**PLACES["stage 3"]), steps=2, callbacks=[At("on_train_batch_start", collect)])
     assert during == [zero3_linear_wrap] * 2 and torch.nn.functional.linear is before
 
 
@@ -279,7 +272,7 @@ def test_an_error_of_one_rank_at_setup_is_raised_on_all() -> None:
         assert re.search(f"(Error|Exception): rank 1: .*{message}", other.error)
 
 
-@pytest.mark.parametrize("stage", ["2", "3, in host memory"])
+@pytest.mark.parametrize("stage", ["stage 2", "in host memory"])
 def test_a_child_leaves_a_training_by_an_exit(stage: str) -> None:
     """It neither ends the worker nor reads memory that it does not have; the training goes on."""
     parent, children = os.getpid(), list[int]()
@@ -291,7 +284,7 @@ def test_a_child_leaves_a_training_by_an_exit(stage: str) -> None:
                 sys.exit(7)
 
     try:
-        trainer = fit(Wide(), ZenFlowStrategy(**STAGES[stage]), steps=5, callbacks=[At("on_train_batch_end", fork)])
+        trainer = fit(Wide(), ZenFlowStrategy(**PLACES[stage]), steps=5, callbacks=[At("on_train_batch_end", fork)])
     except SystemExit as end:
         os._exit(end.code if os.getpid() != parent else 1)  # type: ignore[arg-type]
     finally:

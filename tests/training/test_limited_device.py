@@ -14,7 +14,6 @@ from harness import StockStrategy, make_trainer
 from lightning_zenflow import ZenFlowStrategy
 from models import generator
 from recorded_device.device import RecordedDevice
-from recorded_device.recording import StepEnds
 from recorded_device.watch import recorded_device
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -69,7 +68,7 @@ def train(strategy: ZenFlowStrategy, *, memory_limit: float = torch.inf) -> tupl
     with recorded_device(memory_limit=memory_limit) as device:
         model = Deep()
         options: dict[str, Any] = {"precision": "bf16-true", "max_steps": STEPS, "gradient_clip_val": 0.1}
-        make_trainer(strategy, callbacks=[StepEnds(device)], **options).fit(model)
+        make_trainer(strategy, callbacks=[device.step_ends()], **options).fit(model)
         return torch.stack(model.losses).tolist(), device
 
 

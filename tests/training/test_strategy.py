@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from omegaconf import OmegaConf
 
 from harness import StockStrategy, fit
@@ -99,3 +100,9 @@ def test_clipping_that_plain_deepspeed_would_do_is_mentioned(
     caplog.set_level(logging.INFO)
     fit(LinearLossModule(shapes=TINY), ZenFlowStrategy(config=config), gradient_clip_val=clip, steps=1)
     assert ("set gradient_clipping to 1.0 for the same, to 0 for none" in caplog.text) == said
+
+
+def test_a_lightning_without_what_is_overridden_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(DeepSpeedStrategy, "_format_config")
+    with pytest.raises(RuntimeError, match=r"missing there: \['_format_config'\]\); it is tested with 2.6.6"):
+        ZenFlowStrategy()

@@ -60,7 +60,7 @@ class Operation:
 
     kind: str
     """launch, d2h, h2d: work of a stream; part: of the launch that follows (`passes`); host: work of the host; record: of an event; host
-    wait; step: the end of one (`StepEnds`)."""
+    wait; step: the end of one (`step_ends`)."""
     actor: str
     name: str = ""
     n_bytes: int = 0

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from callbacks import At
 from lightning_zenflow.core import device as zenflow_device
 from lightning_zenflow.deepspeed.environment import CpuAccelerator
 from recorded_device.clocks import HOST, MAIN, Clock, Operation, Order
@@ -74,6 +75,10 @@ class RecordedDevice:
         from recorded_device.watch import place  # a cycle of modules otherwise
 
         self.order.operations.append(Operation(kind=kind, actor=actor, place=place(), **values))
+
+    def step_ends(self) -> At:
+        """Marks the ends of steps among the operations."""
+        return At("on_train_batch_end", lambda trainer: self.note("step", HOST, event=trainer.global_step))
 
     def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Page-locked memory of its own, known as such until it is freed."""
