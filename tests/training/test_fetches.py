@@ -245,7 +245,7 @@ def weights_of(model: Deep) -> list[Tensor]:
         return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("stride", [30, pytest.param(5, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("stride", [15, pytest.param(5, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_interrupted_forward_passes(stride: int) -> None:
     """The weights are then those of the steps before, wherever they are read, and the model trains on."""
     expected = weights_of(fit(max_steps=STEPS - 1))
