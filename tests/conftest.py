@@ -29,6 +29,8 @@ def _subject(path: Path) -> str | None:
     folder = path.relative_to(Path(__file__).parent).parts[0]
     if folder == "examples":
         return "docs" if path.name in DOCS else "examples"
+    if folder == "huggingface":
+        return "examples"
     return folder if folder in ("benchmarks", "unit") else None
 
 

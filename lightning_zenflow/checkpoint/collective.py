@@ -239,7 +239,9 @@ def one_engine(items: Iterable[Any]) -> DeepSpeedEngine:
     return engines[0]
 
 
-def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bool = True) -> dict[str, Any]:
+def load_together(
+    engine: Any, path: Path, *, strict: bool, optimizer_states: bool = True, tag: str | None = None
+) -> dict[str, Any]:
     """Loads model and optimizer from a folder of any number of ranks, after `read_file_together`. A collective: all ranks must call it.
 
     Args:
@@ -247,6 +249,7 @@ def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bo
         path: path of the checkpoint.
         strict: whether the model must have exactly the saved weights and buffers.
         optimizer_states: whether the optimizer's state is loaded; if not, only weights are.
+        tag: folder in `path`; None: the one that was saved last.
 
     Returns:
         The client state, as Lightning saved it.
@@ -262,7 +265,7 @@ def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bo
         optimizer.flush()
     with _loading(path):
         # `bfloat16_enabled` is DeepSpeed's, undocumented.
-        saved = SavedCheckpoint(path, bf16=None if optimizer is None else engine.bfloat16_enabled())
+        saved = SavedCheckpoint(path, bf16=None if optimizer is None else engine.bfloat16_enabled(), tag=tag)
         saved.refuse_other_stage(is_stage_3=is_in_pieces(engine.module))
         if optimizer is not None:
             saved.refuse_other_model(groups)

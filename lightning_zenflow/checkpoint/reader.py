@@ -59,6 +59,8 @@ class SavedCheckpoint:
     path: Path
     bf16: bool | None = None
     """Required precision of the saved model: bfloat16 (True), another one (False), or any (None)."""
+    tag: str | None = None
+    """Name of the folder, if it is not the one that ``latest`` names."""
 
     def __post_init__(self) -> None:
         """Checks the structure of the directory."""
@@ -66,7 +68,7 @@ class SavedCheckpoint:
             raise refusal(self.path, "the path must exist")
         if (whole := is_part(self.path)) is not None:
             raise refusal(self.path, f"the path must be a whole checkpoint, got a part: use {whole}")
-        if not (self.path / "latest").is_file():
+        if self.tag is None and not (self.path / "latest").is_file():
             raise refusal(
                 self.path, "the directory must be a checkpoint of DeepSpeed, got one without the file `latest`"
             )
@@ -87,7 +89,7 @@ class SavedCheckpoint:
     def folder(self) -> Path:
         """Folder with the files of the ranks."""
         # Below `path`, whatever a damaged file says.
-        return self.path / (self.path / "latest").read_text(errors="replace").strip().lstrip("/")
+        return self.path / (self.tag or (self.path / "latest").read_text(errors="replace")).strip().lstrip("/")
 
     @property
     def _first_model_files(self) -> tuple[Path, Path]:

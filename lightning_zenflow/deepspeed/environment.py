@@ -41,6 +41,12 @@ class CpuAccelerator(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed has no
         return None if op_name == "ShareMemCommBuilder" else super().create_op_builder(op_name)
 
 
+def use_cpu_accelerator() -> None:
+    """Makes DeepSpeed train on the CPU. It chooses one accelerator per process, and CUDA where there is a device."""
+    if not isinstance(get_accelerator(), CpuAccelerator):
+        set_accelerator(CpuAccelerator())
+
+
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE")
 """By which ranks find each other: Lightning's launcher and DeepSpeed set them for a training and leave them behind."""
 
@@ -104,9 +110,7 @@ class RankEnvironment(OtherBases):  # type: ignore[misc]
         if group is not None and group not in distributed_c10d._world.pg_map:
             groups._release_process_group_references()
         if self.accelerator.name() == "cpu":
-            # DeepSpeed chooses one accelerator per process, and CUDA where there is a device.
-            if not isinstance(get_accelerator(), CpuAccelerator):
-                set_accelerator(CpuAccelerator())
+            use_cpu_accelerator()
             # Skips DeepSpeedStrategy's own method, which only refuses the CPU.
             super(self.deepspeed_strategy, self).setup_environment()
         else:

@@ -20,6 +20,7 @@ from torch.nn import Module
 from typing_extensions import override
 
 from lightning_zenflow.core.device import Stream, runtime_of
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.fetch import FetchCoordinator, Piece
 from lightning_zenflow.deepspeed.flat_buffers import Layout
 from lightning_zenflow.deepspeed.full_state import StateAccess
@@ -41,6 +42,12 @@ class _Offload(DeepSpeedZeRoOffload):  # type: ignore[misc]
     @override
     def _convert_to_zero_parameters(self, ds_config: Any, module: Module, mpu: Any) -> None:
         self.dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
+        scalars = [name for name, p in module.named_parameters() if p.dim() == 0]
+        if scalars:
+            raise MisconfigurationException(
+                f"parameters must have a dimension under stage 3, got the scalar {scalars[0]}: DeepSpeed cannot gather it; give it the"
+                " shape [1], or use stage 2"
+            )
         super()._convert_to_zero_parameters(ds_config, module, mpu)
 
 

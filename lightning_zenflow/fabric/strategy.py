@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from lightning.fabric.plugins import DeepSpeedPrecision
@@ -29,6 +29,17 @@ from lightning_zenflow.fabric.checkpoints import FabricCheckpoints
 from lightning_zenflow.monitor.summary import StepMeter
 from lightning_zenflow.offload.step import ZenFlowStep
 from lightning_zenflow.session import FromTrainer
+
+
+class LoopCalls(NamedTuple):
+    """What a user's loop calls, for messages."""
+
+    setup: str
+    backward: str
+    clip: str
+    accumulate: str
+    """How a step has several micro-batches."""
+
 
 _BELONGS_TO_THE_LOOP = {
     "optimizer": "give it to `fabric.setup(model, optimizer)`",
@@ -71,6 +82,14 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         MisconfigurationException: a keyword is unknown; `config` cannot be read, or asks DeepSpeed for what ZenFlow does not support.
     """
 
+    calls: ClassVar = LoopCalls(
+        setup="model, optimizer = fabric.setup(model, optimizer)",
+        backward="fabric.backward",
+        clip="fabric.clip_gradients",
+        accumulate="run all micro-batches of a step but the last under `fabric.no_backward_sync(model)`",
+    )
+    belongs_to_the_loop: ClassVar[Mapping[str, str]] = _BELONGS_TO_THE_LOOP
+    """Keys of a DeepSpeed configuration that are refused, with what to do instead."""
     deepspeed_strategy = DeepSpeedStrategy
     precision_class = ZenFlowPrecision
     precision = FromTrainer("precision_class")
@@ -78,7 +97,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
     def __init__(self, config: ZenFlowConfig | Mapping[str, Any] | str | Path | None = None, **options: Any) -> None:
         keys = {key: options.pop(key) for key in KEYS if key in options}
         super().__init__(config, keys, options)
-        for key, instead in _BELONGS_TO_THE_LOOP.items():
+        for key, instead in self.belongs_to_the_loop.items():
             if self.config.get(key) not in (None, "auto", 1):
                 raise MisconfigurationException(
                     f"DeepSpeed config: {key} must be absent with Fabric, got {self.config[key]!r}: {instead}"
@@ -91,9 +110,9 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         self._inference: weakref.WeakSet[Module] = weakref.WeakSet()
         # Whether an error has interrupted a backward pass.
         self._was_interrupted = False
-        self._micro_batches = MicroBatches()
+        self.micro_batches = MicroBatches()
         # Lightning's own extension point, though its name is private; `DeepSpeedStrategy` has none.
-        self._backward_sync_control = self._micro_batches
+        self._backward_sync_control = self.micro_batches
         # DeepSpeed's `gradient_clipping`, of steps without a call of `fabric.clip_gradients`; 0: no clipping.
         self._max_norm = 0.0
         self._norm_of_step: float | None = None
@@ -139,11 +158,16 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         validate_optimizer(user_optimizer, module, scheduled=True)
         # Private: calls `deepspeed.initialize`, as in the base class' own set-up.
         initialize = partial(self._initialize_engine, module, user_optimizer)
-        self._deepspeed_engine, *_ = self._set_up(initialize, module, user_optimizer)
-        # Private: Fabric's own attribute, which it writes to where the loop names the model in `fabric.backward`.
-        self._engine = engine = self._deepspeed_engine
+        engine, *_ = self._set_up(initialize, module, user_optimizer)
+        self._begin_training(engine, module)
         # Private: as in the base class' own set-up.
         self._set_deepspeed_activation_checkpointing()
+        return engine, [engine.optimizer], scheduler
+
+    def _begin_training(self, engine: Any, module: Module) -> None:
+        """What the loop's calls need of the engine that trains a module."""
+        # Private: Fabric's own attribute, which it writes to where the loop names the model in `fabric.backward`.
+        self._engine = self._deepspeed_engine = engine
         optimizer: ZenFlowOptimizer = engine.optimizer
         self._max_norm = optimizer.clip_grad
         # The first step may be clipped: no block is submitted before its factor is known.
@@ -152,10 +176,11 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         # Until the first forward pass.
         self._meter.pause()
         # DeepSpeed keeps engines and models for as long as the process lives, and with them what their hooks refer to.
-        engine.register_forward_pre_hook(_weak(self._begin_forward))
+        # Before DeepSpeed's own, which gathers weights.
+        forward_hook = module.register_forward_pre_hook(_weak(self._begin_forward), prepend=True)
         flush_hook = module.register_state_dict_pre_hook(_weak(self.flush))  # type: ignore[no-untyped-call]
-        self._ending.callback(flush_hook.remove)
-        return engine, [optimizer], scheduler
+        for hook in (forward_hook, flush_hook):
+            self._ending.callback(hook.remove)
 
     @override
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
@@ -165,17 +190,18 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
             RuntimeError: the step's last micro-batch was before; `module` is not the model with the optimizer; a backward pass before this
                 one was interrupted by an error.
         """
-        step = self._usable_step("fabric.backward")
+        call = self.calls.backward
+        step = self._usable_step(call)
         # Not in the condition itself, for the type checker.
         is_other = module is not self._engine
         if is_other:
-            raise RuntimeError("fabric.backward: model must be the one that was set up with the optimizer, got another")
+            raise RuntimeError(f"{call}: model must be the one that was set up with the optimizer, got another")
         if step.is_complete:
             raise RuntimeError(
-                "fabric.backward was called twice in a step, or after `fabric.clip_gradients`: call `optimizer.step()` between them, or run"
-                " all micro-batches of a step but the last under `fabric.no_backward_sync(model)`, and clip after the last"
+                f"{call} was called twice in a step, or after `{self.calls.clip}`: call `optimizer.step()` between them, or"
+                f" {self.calls.accumulate}, and clip after the last"
             )
-        self._engine.set_gradient_accumulation_boundary(not self._micro_batches.more_to_come)
+        self._engine.set_gradient_accumulation_boundary(not self.micro_batches.more_to_come)
         self._was_interrupted = True
         super().backward(tensor, module, *args, **kwargs)
         self._was_interrupted = False
@@ -206,13 +232,12 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
             MisconfigurationException: `max_norm` or `norm_type` has a value that is not allowed.
             RuntimeError: no backward pass was before.
         """
+        call = self.calls.clip
         if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0:
-            raise MisconfigurationException(f"fabric.clip_gradients: max_norm must be a number > 0, got {max_norm!r}")
+            raise MisconfigurationException(f"{call}: max_norm must be a number > 0, got {max_norm!r}")
         if float(norm_type) != 2.0:
-            raise MisconfigurationException(
-                f"fabric.clip_gradients: norm_type must be 2 under ZenFlow, got {norm_type!r}"
-            )
-        step = self._after_backward("fabric.clip_gradients")
+            raise MisconfigurationException(f"{call}: norm_type must be 2 under ZenFlow, got {norm_type!r}")
+        step = self._after_backward(call)
         self._norm_of_step = float(max_norm)
         return step.gradient_norm()
 
@@ -232,7 +257,8 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         """
         if kwargs:
             raise MisconfigurationException(
-                f"optimizer.step must be called without arguments under ZenFlow, got {', '.join(kwargs)}; call `fabric.backward` before it"
+                f"optimizer.step must be called without arguments under ZenFlow, got {', '.join(kwargs)}; call `{self.calls.backward}`"
+                " before it"
             )
         self._after_backward("optimizer.step")
         max_norm, self._norm_of_step = self._norm_of_step, None
@@ -254,8 +280,8 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         step = None if self.zenflow_optimizer is None else self.zenflow_optimizer.zenflow_step
         if step is not None and step.is_complete and not (self._was_interrupted or step.was_interrupted):
             raise RuntimeError(
-                "weights are read between fabric.backward and optimizer.step: call `optimizer.step()` before, or `optimizer.zero_grad()` to"
-                " drop the gradients"
+                f"weights are read between {self.calls.backward} and optimizer.step: call `optimizer.step()` before, or"
+                " `optimizer.zero_grad()` to drop the gradients"
             )
         super().flush()
 
@@ -297,7 +323,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         optimizer = self.zenflow_optimizer
         if optimizer is None or optimizer.closed:
             ended = "training has ended" if optimizer is not None else "no model has been set up"
-            raise RuntimeError(f"{what}: {ended}; call `model, optimizer = fabric.setup(model, optimizer)` before")
+            raise RuntimeError(f"{what}: {ended}; call `{self.calls.setup}` before")
         if self._was_interrupted:
             raise RuntimeError(
                 f"{what}: an error has interrupted a backward pass, and DeepSpeed's buckets hold a part of its gradients; start again from"
@@ -314,7 +340,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
             )
         if step.micro_batches == 0:
             raise RuntimeError(
-                f"{what} must come after `fabric.backward(loss)`, got no backward pass since the last step"
+                f"{what} must come after `{self.calls.backward}(loss)`, got no backward pass since the last step"
             )
         return step
 

@@ -1,0 +1,323 @@
+"""`ZenFlowAccelerator`: Hugging Face's Accelerate with the optimizer of this package.
+
+The engine and the calls of the loop are those of Fabric's strategy; Accelerate prepares loaders and schedulers and keeps its formats of
+checkpoints. Written against Accelerate 1.15. `_prepare_deepspeed` is private, and so are the names that are replaced in it.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DeepSpeedPlugin, DistributedType, DummyOptim
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
+from lightning.fabric.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.fabric.plugins import DeepSpeedPrecision
+from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zenflow.checkpoint.engine import in_place_of_deepspeeds
+from lightning_zenflow.config import KEYS, ZenFlowConfig
+from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, resolve_config
+from lightning_zenflow.deepspeed.environment import use_cpu_accelerator
+from lightning_zenflow.deepspeed.release import remove_hooks
+from lightning_zenflow.deepspeed.supported import refuse_unsupported_module
+from lightning_zenflow.deepspeed.user_optimizer import validate_optimizer
+from lightning_zenflow.fabric.strategy import LoopCalls, ZenFlowStrategy
+
+_OF_LIGHTNING = ("checkpoint_format", "sync_checkpoints", "async_checkpoints", "stall_monitor")
+
+
+class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no type information
+    """Trains with ZeRO-2, or ZeRO-3, and the optimizer states in host memory, without waiting for the CPU.
+
+    ``accelerator = ZenFlowAccelerator(topk_ratio=0.05)`` is complete; the loop stays as it is::
+
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+
+    As under torch, and other than under Accelerate with DeepSpeed, the step is in `optimizer.step`, and `clip_grad_norm_` clips by the norm
+    that it is given. Weights are exact in evaluation mode, in `state_dict` and in everything that Accelerate saves.
+
+    Args:
+        deepspeed_plugin: has ZeRO's stage and, in a block ``zero_optimization.zenflow``, keys of `ZenFlowConfig`. None: that of
+            ``accelerate launch``, else stage 2.
+        **options: keys of `ZenFlowConfig`, which go before those of the plugin, and keywords of `Accelerator`.
+
+    Attributes:
+        strategy: Fabric's, from `prepare` on: `flush`, `metrics` and `summary` are as in a loop under Fabric.
+
+    Raises:
+        ValueError: a key has a value that is not allowed.
+        MisconfigurationException: an option asks for what ZenFlow does not support here.
+    """
+
+    def __init__(self, deepspeed_plugin: DeepSpeedPlugin | None = None, **options: Any) -> None:
+        self._keys = {key: options.pop(key) for key in KEYS if key in options}
+        ZenFlowConfig(**self._keys)
+        for key in self._keys.keys() & set(_OF_LIGHTNING):
+            raise MisconfigurationException(
+                f"ZenFlowAccelerator: {key} must be absent, got {self._keys[key]!r}: it is of Lightning's checkpoints and callbacks"
+            )
+        has_plugin = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+        if deepspeed_plugin is None and not (has_plugin or AcceleratorState._shared_state):
+            zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+            config = {"gradient_accumulation_steps": "auto", "zero_optimization": zero}
+            deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=config)
+        if "LOCAL_RANK" in os.environ and not torch.cuda.is_available() and not PartialState._shared_state:
+            use_cpu_accelerator()
+            handlers = options.get("kwargs_handlers") or []
+            if not any(isinstance(handler, InitProcessGroupKwargs) for handler in handlers):
+                # On CPUs Accelerate knows of several ranks only if it is told their backend.
+                options["kwargs_handlers"] = [*handlers, InitProcessGroupKwargs(backend="gloo")]
+        super().__init__(deepspeed_plugin=deepspeed_plugin, **options)
+        self.strategy: AccelerateStrategy | None = None
+        if self.distributed_type != DistributedType.DEEPSPEED:
+            raise MisconfigurationException(
+                "ZenFlowAccelerator: cpu must be False, and an accelerator of another type must not have been made before; where there is"
+                " no GPU the CPU is used without being asked for"
+            )
+        if (ranks := int(os.environ.get("WORLD_SIZE", 1))) != self.num_processes:
+            raise MisconfigurationException(
+                f"ZenFlowAccelerator: Accelerate must know of {ranks} ranks, got {self.num_processes}: on CPUs call"
+                " `PartialState(backend='gloo')` first; TrainingArguments need accelerator_config={'use_configured_state': True} then"
+            )
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """DeepSpeed's configuration of the engine."""
+        return self._deepspeed_config
+
+    @deepspeed_config.setter
+    def deepspeed_config(self, config: Mapping[str, Any]) -> None:
+        # Accelerate assigns what it has completed right before it builds the engine.
+        assert self.strategy is not None
+        self._deepspeed_config = self.strategy.complete(config)
+
+    @override
+    def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
+        models = [item for item in args if isinstance(item, Module)]
+        optimizers = [item for item in args if isinstance(item, Optimizer | DummyOptim)]
+        build = partial(super()._prepare_deepspeed, *args)
+        if not models and not optimizers:
+            return tuple(build())
+        if (len(models), len(optimizers)) not in ((1, 0), (1, 1)):
+            raise MisconfigurationException(
+                f"accelerator.prepare must be given one model together with its one optimizer, got {len(models)} models and"
+                f" {len(optimizers)} optimizers; several optimizers become parameter groups of one"
+            )
+        if self.strategy is None:
+            source = _without_autos(self.deepspeed_plugin.deepspeed_config)
+            self.strategy = AccelerateStrategy(source, self._keys, self.device, self.init_handler)
+            self.strategy.setup_environment()
+        return self.strategy.set_up(build, self) if optimizers else tuple(build())
+
+    @override
+    @contextmanager
+    def no_sync(self, model: Module) -> Iterator[None]:
+        """Context of all micro-batches of a step but the last, for loops without `accumulate`."""
+        with nullcontext() if self.strategy is None else self.strategy.micro_batches.no_backward_sync(model, True):
+            yield
+
+    @override
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Clips this step's gradients, behind the step's last backward pass, as Fabric's `clip_gradients_norm`.
+
+        Args:
+            parameters: all that are trained; others have no effect.
+            max_norm: largest norm, > 0; infinity: no clipping.
+            norm_type: 2.
+
+        Returns:
+            Norm before clipping, of the gradients of all ranks: 0-D float32 on the device.
+
+        Raises:
+            MisconfigurationException: an argument has a value that is not allowed.
+            RuntimeError: the step has further micro-batches, or no backward pass was before.
+        """
+        if self.strategy is None or self.strategy.zenflow_optimizer is None or not self.sync_gradients:
+            raise RuntimeError(
+                "accelerator.clip_grad_norm_ must come after `accelerator.prepare` and after the last micro-batch of a step: call it"
+                " `if accelerator.sync_gradients`"
+            )
+        return self.strategy.clip(parameters, max_norm, norm_type)
+
+    @override
+    def get_state_dict(self, model: Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """Exact whole weights, under stage 3 on rank 0 only. All ranks call it together."""
+        if self.strategy is not None:
+            self.strategy.flush()
+        return dict(super().get_state_dict(model, unwrap) or {})
+
+    @override
+    def free_memory(self, *objects: Any) -> Any:
+        """As Accelerate's, and ends the worker: the model has its exact weights, as before `prepare`. All ranks call it together."""
+        strategy, self.strategy = self.strategy, None
+        if strategy is not None:
+            if summary := strategy.summary():
+                rank_zero_info(summary)
+            strategy.flush()
+            # DeepSpeed's `destroy` comes with the strategy's.
+            self.deepspeed_engine_wrapped = None
+            strategy.teardown()
+        return super().free_memory(*objects)
+
+    @override
+    def end_training(self) -> None:
+        """`free_memory`, and Accelerate's own."""
+        self.free_memory()
+        super().end_training()
+
+
+class AccelerateStrategy(ZenFlowStrategy):
+    """Fabric's strategy in the process of an accelerator, which has its ranks and its device.
+
+    Args:
+        config: of DeepSpeed, without what Accelerate completes.
+        keys: of `ZenFlowConfig`.
+        device: of this rank.
+        init_handler: Accelerate's options of the process group, or None.
+    """
+
+    calls: ClassVar = LoopCalls(
+        setup="model, optimizer = accelerator.prepare(model, optimizer)",
+        backward="accelerator.backward",
+        clip="accelerator.clip_grad_norm_",
+        accumulate="run the micro-batches of a step under `accelerator.accumulate(model)`",
+    )
+    belongs_to_the_loop: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(
+        self, config: Mapping[str, Any], keys: Mapping[str, Any], device: torch.device, init_handler: Any
+    ) -> None:
+        timeout = getattr(init_handler, "timeout", None)
+        super().__init__(config, **keys, **({} if timeout is None else {"timeout": timeout}))
+        # What launchers set; else there is one rank, which sets it for DeepSpeed.
+        is_launched = "LOCAL_RANK" in os.environ
+        ranks = dist.get_world_size() if is_launched else 1
+        on_host = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        self.cluster_environment = TorchElasticEnvironment() if is_launched else LightningEnvironment()
+        self.parallel_devices = [torch.device(device.type, rank) for rank in range(on_host)]
+        self.num_nodes = ranks // on_host
+        self.accelerator = CPUAccelerator() if device.type == "cpu" else CUDAAccelerator()
+        self.precision = DeepSpeedPrecision("32-true")
+        # Private: notes the variables that the set-up changes.
+        self._configure_launcher()
+
+    def complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The engine's configuration, of the one that Accelerate has completed."""
+        _, given = resolve_config(config, {})
+        of_set_up = self.config["zero_optimization"]
+        # DeepSpeed uses the batch's size for its throughput log alone.
+        own = {"gradient_clipping": 0.0, "train_micro_batch_size_per_gpu": 1}
+        self.config = prepare_deepspeed_config({**own, **(given or {}), "train_batch_size": None})
+        # For `get_state_dict`; Accelerate's plugin has False where its user has said nothing.
+        zero = {**self.config["zero_optimization"], "stage3_gather_16bit_weights_on_model_save": True}
+        if self._chooses_buckets and "reduce_bucket_size" in of_set_up:
+            zero["reduce_bucket_size"] = of_set_up["reduce_bucket_size"]
+        self.config["zero_optimization"] = zero
+        return dict(self.config)
+
+    def set_up(self, build: partial[tuple[Any, ...]], accelerator: ZenFlowAccelerator) -> tuple[Any, ...]:
+        """Has Accelerate build the engine of a training; returns what `prepare` does.
+
+        Raises:
+            MisconfigurationException: ZenFlow does not support the model or the optimizer, or there is a training.
+        """
+        if self._engine is not None:
+            raise MisconfigurationException(
+                "accelerator.prepare: a model with an optimizer has been prepared before: call `accelerator.free_memory()` when its"
+                " training has ended, or train another one in another process"
+            )
+        (model,) = (item for item in build.args if isinstance(item, Module))
+        optimizer = next((item for item in build.args if isinstance(item, Optimizer)), None)
+        refuse_unsupported_module(model)
+        # Of an engine that has evaluated it.
+        remove_hooks(model)
+        if optimizer is not None:
+            validate_optimizer(optimizer, model, scheduled=True)
+
+        def initialize() -> tuple[Any, tuple[Any, ...]]:
+            prepared = tuple(build())
+            wrapped: Any = accelerator.deepspeed_engine_wrapped
+            return wrapped.engine, prepared
+
+        with (
+            in_place_of_deepspeeds(),
+            patch("accelerate.accelerator.DeepSpeedEngineWrapper", partial(_Engine, self)),
+            patch("accelerate.accelerator.DeepSpeedOptimizerWrapper", partial(_Optimizer, self)),
+        ):
+            built: tuple[Any, tuple[Any, ...]] = self._set_up(initialize, model, optimizer)
+        self._begin_training(built[0], model)
+        return built[1]
+
+    def clip(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float) -> Tensor:
+        """See `ZenFlowAccelerator.clip_grad_norm_`."""
+        given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        named = self._engine.module.named_parameters()
+        others = [name for name, p in named if p.requires_grad and id(p) not in given]
+        if others:
+            raise MisconfigurationException(
+                f"{self.calls.clip}: parameters must be all that are trained, got all but {len(others)}, of which the first is"
+                f" {others[0]}: ZenFlow clips by the norm of the whole gradient"
+            )
+        return self.clip_gradients_norm(self._engine, self._engine.optimizer, max_norm, norm_type)
+
+
+class _Engine(DeepSpeedEngineWrapper):  # type: ignore[misc]
+    """What `accelerator.backward` calls; the step is in `optimizer.step`."""
+
+    def __init__(self, strategy: AccelerateStrategy, engine: Any) -> None:
+        super().__init__(engine)
+        self._strategy = strategy
+
+    @override
+    def backward(self, loss: Tensor, sync_gradients: bool = True, scale_wrt_gas: bool = True, **kwargs: Any) -> None:
+        if scale_wrt_gas:
+            loss = loss / self.engine.gradient_accumulation_steps()
+        with self._strategy.micro_batches.no_backward_sync(self.engine, not sync_gradients):
+            self._strategy.backward(loss, self.engine, **kwargs)
+
+
+class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
+    """The optimizer that `prepare` returns."""
+
+    def __init__(self, strategy: AccelerateStrategy, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self._strategy = strategy
+
+    @override
+    def step(self, closure: None = None) -> None:
+        if self.gradient_state.sync_gradients:
+            self._strategy.optimizer_step(self, **({} if closure is None else {"closure": closure}))
+
+    @override
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        AcceleratedOptimizer.zero_grad(self, set_to_none)
+
+
+def _without_autos(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_autos(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if not (isinstance(value, str) and value == "auto") and key != "train_batch_size"
+    }

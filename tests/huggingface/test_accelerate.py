@@ -1,0 +1,227 @@
+"""`ZenFlowAccelerator` beside Accelerate's own AdamW, what it saves, and the errors that name what it does not do."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from torch import nn
+
+import accelerate_loops
+from accelerate_loops import EXACT, LATE, Loop, Net, new_process, train_plain
+from lightning_zenflow.accelerate import ZenFlowAccelerator
+from lightning_zenflow.checkpoint.files import CheckpointError
+from lightning_zenflow.core.errors import MisconfigurationException
+from rank_processes import free_port
+from same_bits import assert_same_tensors
+
+ROOT = Path(__file__).parents[2]
+
+HOST = {"zero_stage": 3, "offload_param_device": "cpu"}
+
+
+def accelerator_of(stage: dict[str, Any], **options: Any) -> ZenFlowAccelerator:
+    """With a plugin, but for stage 2."""
+    plugin = DeepSpeedPlugin(**stage, gradient_clipping=0.0) if stage else None
+    return ZenFlowAccelerator(plugin, **options)
+
+
+@pytest.fixture(autouse=True)
+def fresh(no_worker_is_left: None) -> Iterator[None]:
+    with new_process():
+        yield
+
+
+@pytest.fixture
+def late() -> Iterator[Loop]:
+    """A loop with deferred updates, after an epoch."""
+    loop = Loop(ZenFlowAccelerator(**LATE)).train()
+    yield loop
+    loop.accelerator.free_memory()
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulate", "max_norm"),
+    [({}, 1, None), ({}, 2, 0.5), ({"zero_stage": 3}, 2, 0.5), (HOST, 1, 0.5)],
+    ids=["stage 2", "stage 2, accumulated and clipped", "stage 3, accumulated and clipped", "weights on the host"],
+)
+def test_losses_and_weights_are_adamws(stage: dict[str, Any], accumulate: int, max_norm: float | None) -> None:
+    theirs, weights = train_plain(epochs=2, accumulate=accumulate, max_norm=max_norm)
+    loop = Loop(accelerator_of(stage, **EXACT, gradient_accumulation_steps=accumulate))
+    loop.train(epochs=2, max_norm=max_norm)
+    torch.testing.assert_close(loop.losses, theirs.losses, rtol=0, atol=2e-6)
+    torch.testing.assert_close(loop.norms, theirs.norms, rtol=1e-5, atol=0)
+    torch.testing.assert_close(loop.weights(), weights, rtol=0, atol=5e-6)
+    model = loop.accelerator.unwrap_model(loop.model)
+    loop.accelerator.end_training()
+    # A script may save the model when training has ended.
+    torch.testing.assert_close(dict(model.state_dict()), weights, rtol=0, atol=5e-6)
+
+
+def test_another_learning_rate_is_seen() -> None:
+    theirs, _ = train_plain()
+    loop = Loop(ZenFlowAccelerator(**EXACT), lr=1.1e-2).train()
+    assert max(abs(a - b) for a, b in zip(loop.losses, theirs.losses, strict=True)) > 1e-3
+    loop.accelerator.free_memory()
+
+
+def test_evaluation_and_state_dict_have_exact_weights(late: Loop) -> None:
+    x, y = torch.ones(2, 16, dtype=torch.float32), torch.zeros(2, dtype=torch.int64)
+    model = late.accelerator.unwrap_model(late.model)
+    model.eval()
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(model(x), y)
+    exact = Net()
+    exact.load_state_dict(late.weights())
+    torch.testing.assert_close(nn.functional.cross_entropy(exact(x), y), loss)
+    assert late.accelerator.strategy.metrics()["zenflow/overlap/update_interval_steps"] == 4
+    assert late.accelerator.strategy.summary()
+
+
+@pytest.mark.parametrize("keys", [EXACT, LATE], ids=["exact", "late"])
+@pytest.mark.parametrize("stage", [{}, {"zero_stage": 3}], ids=["stage 2", "stage 3"])
+def test_resumed_run_has_the_same_bits(keys: dict[str, Any], stage: dict[str, Any], tmp_path: Path) -> None:
+    accelerator = accelerator_of(stage, **keys)
+    whole = Loop(accelerator)
+    # Between epochs, so that a new loop reads the same batches.
+    whole.train(max_norm=0.5)
+    accelerator.save_state(str(tmp_path))
+    expected = whole.train(max_norm=0.5).weights()
+    losses = whole.losses[11:]
+    accelerator.free_memory()
+    with new_process():
+        other = accelerator_of(stage, **keys)
+        rest = Loop(other)
+        rest.train(max_norm=0.5)  # is forgotten
+        rest.losses.clear()
+        other.load_state(str(tmp_path))
+        assert rest.train(max_norm=0.5).losses == losses
+        assert_same_tensors(list(rest.weights().values()), list(expected.values()))
+        (tmp_path / "pytorch_model" / "mp_rank_00_model_states.pt").unlink(missing_ok=True)
+        (tmp_path / "pytorch_model" / "zero_pp_rank_0_mp_rank_00_model_states.pt").unlink(missing_ok=True)
+        with pytest.raises(CheckpointError, match="is missing: the checkpoint is incomplete"):
+            other.load_state(str(tmp_path))
+        other.free_memory()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_ranks_train_as_one(stage: int, tmp_path: Path) -> None:
+    theirs, weights = train_plain(max_norm=0.5)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    subprocess.run([*command, accelerate_loops.__file__, str(tmp_path), str(stage)], check=True, timeout=240)
+    losses, norms, ours = torch.load(tmp_path / "result.pt")
+    torch.testing.assert_close(losses, theirs.losses, rtol=0, atol=2e-6)
+    torch.testing.assert_close(norms, theirs.norms, rtol=1e-5, atol=0)
+    torch.testing.assert_close(ours, weights, rtol=0, atol=5e-6)
+
+
+def test_configuration_of_the_seeds_in_a_plugin() -> None:
+    plugin = DeepSpeedPlugin(hf_ds_config=str(ROOT / "conf" / "zf_config.json"))
+    accelerator = ZenFlowAccelerator(deepspeed_plugin=plugin, worker_cores=1)
+    model = Net()
+    optimizer = DummyOptim(model.layers.parameters(), lr=1e-2)
+    scheduler = DummyScheduler(
+        optimizer, lr_scheduler_callable=lambda of: torch.optim.lr_scheduler.LambdaLR(of, lambda step: 0.5**step)
+    )
+    engine, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    config = engine.optimizer.zenflow_config
+    assert (config.topk_ratio, config.update_interval, accelerator.deepspeed_config["gradient_clipping"]) == (
+        0.1,
+        4,
+        1.0,
+    )
+    accelerator.backward(engine(torch.ones(2, 16, dtype=torch.bfloat16)).float().mean())
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 1e-5
+    accelerator.free_memory()
+
+
+def test_accumulation_under_no_sync_and_a_second_training() -> None:
+    accelerator = ZenFlowAccelerator(**EXACT)
+    (x, y), plain = (torch.ones(2, 16, dtype=torch.float32), torch.zeros(2, dtype=torch.int64)), Net()
+    optimizer = torch.optim.AdamW(plain.layers.parameters(), lr=1e-2)
+    for _ in range(2):
+        (2 * nn.functional.cross_entropy(plain(x), y)).backward()
+    optimizer.step()
+    for _ in range(2):
+        loop = Loop(accelerator)
+        with accelerator.no_sync(loop.model):
+            accelerator.backward(2 * loop.loss(x, y))
+        accelerator.backward(2 * loop.loss(x, y))
+        loop.optimizer.step()
+        torch.testing.assert_close(loop.weights()["layers.4.weight"], plain.layers[4].weight.data, rtol=0, atol=1e-6)
+        accelerator.free_memory()
+
+
+def backward_twice(loop: Loop) -> None:
+    x, y = next(iter(loop.loader))
+    for _ in range(2):
+        loop.accelerator.backward(loop.loss(x, y))
+
+
+def clip_before_backward(loop: Loop) -> None:
+    loop.accelerator.clip_grad_norm_(loop.model.parameters(), 1.0)
+
+
+def clip_a_micro_batch(loop: Loop) -> None:
+    loop.accelerator.gradient_state._set_sync_gradients(False)
+    loop.accelerator.clip_grad_norm_(loop.model.parameters(), 1.0)
+
+
+def clip_a_part(loop: Loop) -> None:
+    loop.accelerator.backward(loop.loss(*next(iter(loop.loader))))
+    loop.accelerator.clip_grad_norm_(list(loop.model.parameters())[:-1], 1.0)
+
+
+def prepare_again(loop: Loop) -> None:
+    loop.accelerator.gradient_state._set_sync_gradients(True)
+    Loop(loop.accelerator)
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "message"),
+    [
+        (
+            backward_twice,
+            RuntimeError,
+            "accelerator.backward was called twice in a step.*under `accelerator.accumulate",
+        ),
+        (clip_before_backward, RuntimeError, "clip_grad_norm_ must come after `accelerator.backward"),
+        (clip_a_micro_batch, RuntimeError, "call it `if accelerator.sync_gradients`"),
+        (
+            clip_a_part,
+            MisconfigurationException,
+            "parameters must be all that are trained, got all but 1, of which the first is layers.4.bias",
+        ),
+        (prepare_again, MisconfigurationException, "call `accelerator.free_memory"),
+    ],
+)
+def test_mistakes_in_the_loop(act: Callable[[Loop], None], error: type[Exception], message: str, late: Loop) -> None:
+    with pytest.raises(error, match=message):
+        act(late)
+    late.optimizer.zero_grad()
+
+
+def test_mistakes_before_the_loop() -> None:
+    with pytest.raises(MisconfigurationException, match="async_checkpoints must be absent, got True"):
+        ZenFlowAccelerator(async_checkpoints=True)
+    with pytest.raises(ValueError, match="topk_ratio"):
+        ZenFlowAccelerator(topk_ratio=2)
+    accelerator = ZenFlowAccelerator()
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_ must come after `accelerator.prepare`"):
+        accelerator.clip_grad_norm_([], 1.0)
+    model = Net()
+    with pytest.raises(MisconfigurationException, match="one model together with its one optimizer, got 0 models"):
+        accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    with pytest.raises(MisconfigurationException, match=r"exactly one of torch.optim.AdamW.*got torch.optim.sgd.SGD"):
+        accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+
+
+def test_cpu_that_is_asked_for() -> None:
+    with pytest.raises(MisconfigurationException, match="cpu must be False"):
+        ZenFlowAccelerator(cpu=True)

@@ -1,0 +1,214 @@
+"""`ZenFlowTrainer` beside the Trainer of transformers with torch's AdamW: losses, checkpoints, configurations."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+from accelerate_loops import EXACT, LATE, new_process
+from lightning_zenflow.transformers import ZenFlowTrainer
+from rank_processes import free_port
+from same_bits import assert_same_tensors
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def fresh(no_worker_is_left: None) -> Iterator[None]:
+    with new_process():
+        yield
+
+
+class Tokens(Dataset[dict[str, Tensor]]):
+    """Random texts of equal length."""
+
+    def __init__(self, number: int = 40) -> None:
+        self.texts = torch.randint(0, 64, (number, 16), generator=torch.Generator().manual_seed(3), dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.texts[index], "labels": self.texts[index]}
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    set_seed(1)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=32, num_key_value_heads=2, **sizes))
+
+
+def configuration(zenflow: dict[str, Any], *, stage: int = 2) -> dict[str, Any]:
+    """As people write it for this Trainer."""
+    return {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}, "zenflow": zenflow},
+    }
+
+
+def trainer(folder: Path, *, ours: bool = True, **options: Any) -> Any:
+    """A Trainer of a tiny Llama, ours or that of transformers on the CPU."""
+    fixed = {"per_device_train_batch_size": 4, "num_train_epochs": 2, "logging_steps": 1, "report_to": []}
+    options = {"learning_rate": 1e-2, "save_strategy": "no", "eval_strategy": "epoch", **fixed, **options}
+    arguments = TrainingArguments(output_dir=str(folder), disable_tqdm=True, use_cpu=not ours, **options)
+    kind = ZenFlowTrainer if ours else Trainer
+    return kind(tiny_llama(), arguments, train_dataset=Tokens(), eval_dataset=Tokens(8))
+
+
+def logged(of: Any, name: str) -> list[float]:
+    return [float(entry[name]) for entry in of.state.log_history if name in entry]
+
+
+def weights(of: Any) -> list[Tensor]:
+    return [value.clone() for value in of.accelerator.get_state_dict(of.model_wrapped).values()]
+
+
+def end(of: Any) -> None:
+    of.accelerator.free_memory()
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        (None, {"max_grad_norm": 0.0}),
+        (2, {"max_grad_norm": 0.5, "gradient_accumulation_steps": 3}),
+        (3, {"max_grad_norm": 0.5}),
+    ],
+    ids=["no configuration", "stage 2, clipped and accumulated", "stage 3, clipped"],
+)
+def test_losses_are_adamws(stage: int | None, options: dict[str, Any], tmp_path: Path) -> None:
+    with new_process():
+        theirs = trainer(tmp_path, ours=False, **options)
+        theirs.train()
+    of_deepspeed = {} if stage is None else {"deepspeed": configuration(EXACT, stage=stage)}
+    ours = trainer(tmp_path, **options, **of_deepspeed)
+    ours.train()
+    for name, tolerance in {"loss": 2e-5, "grad_norm": 2e-4, "eval_loss": 1e-4}.items():
+        torch.testing.assert_close(logged(ours, name), logged(theirs, name), rtol=0, atol=tolerance)
+    assert len(logged(ours, "zenflow/stall/device_percent")) == len(logged(ours, "loss"))
+    # A Trainer that is done has the exact weights in its model.
+    x = Tokens(2).texts
+    with torch.no_grad():
+        torch.testing.assert_close(ours.model(x).logits, theirs.model(x).logits, rtol=0, atol=2e-3)
+    end(ours)
+
+
+def test_another_learning_rate_is_seen(tmp_path: Path) -> None:
+    with new_process():
+        theirs = trainer(tmp_path, ours=False)
+        theirs.train()
+    ours = trainer(tmp_path, learning_rate=1.1e-2, deepspeed=configuration(EXACT))
+    ours.train()
+    assert max(abs(a - b) for a, b in zip(logged(ours, "loss"), logged(theirs, "loss"), strict=True)) > 1e-3
+    end(ours)
+
+
+class Stop(TrainerCallback):
+    """Stops training after a step, as a time limit does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == self.step
+
+
+@pytest.mark.parametrize("keys", [EXACT, LATE], ids=["exact", "late"])
+def test_resumed_run_has_the_same_bits(keys: dict[str, Any], tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 5, "eval_strategy": "no", "deepspeed": configuration(keys)}
+    whole = trainer(tmp_path / "whole", **options)
+    whole.train()
+    expected, losses = weights(whole), logged(whole, "loss")
+    end(whole)
+    with new_process():
+        first = trainer(tmp_path / "rest", **options)
+        first.add_callback(Stop(5))
+        first.train()
+        end(first)
+    with new_process():
+        rest = trainer(tmp_path / "rest", **options)
+        rest.train(resume_from_checkpoint=True)
+        assert logged(rest, "loss") == losses
+        assert_same_tensors(weights(rest), expected)
+        end(rest)
+
+
+def test_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    # The best is the first, so that training has gone on since.
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    ours = trainer(tmp_path, save_strategy="epoch", **best, deepspeed=configuration(LATE))
+    ours.train()
+    losses = logged(ours, "eval_loss")
+    assert ours.state.best_metric == losses[0] > losses[-1]
+    assert ours.evaluate()["eval_loss"] == pytest.approx(losses[0], abs=1e-6)
+    end(ours)
+
+
+def test_configuration_of_the_seeds_and_a_second_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a CPU it is refused, although torch computes it there.
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    options = {"per_device_train_batch_size": 32, "learning_rate": 2e-5, "weight_decay": 0.01, "bf16": True}
+    ours = trainer(tmp_path, **options, deepspeed=str(ROOT / "conf" / "zf_config.json"))
+    ours.train()
+    config = ours.deepspeed.optimizer.zenflow_config
+    assert (config.topk_ratio, config.update_interval) == (0.1, 4)
+    assert ours.model.lm_head.weight.dtype == torch.bfloat16
+    first = weights(ours)
+    ours.train()
+    assert any(not torch.equal(a, b) for a, b in zip(first, weights(ours), strict=True))
+    end(ours)
+
+
+def test_two_ranks_train_as_one(tmp_path: Path) -> None:
+    with new_process():
+        theirs = trainer(tmp_path, ours=False, max_grad_norm=0.5)
+        theirs.train()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([*command, __file__, str(tmp_path)], check=True, timeout=240, env={**os.environ, **paths})
+    history = json.loads((tmp_path / "history.json").read_text())
+    torch.testing.assert_close(
+        [entry["grad_norm"] for entry in history if "loss" in entry], logged(theirs, "grad_norm"), rtol=0, atol=2e-4
+    )
+
+
+def main(folder: Path) -> None:
+    """A rank of torchrun."""
+    from unittest import mock
+
+    from accelerate.state import PartialState
+
+    from lightning_zenflow.deepspeed.environment import use_cpu_accelerator
+
+    use_cpu_accelerator()
+    with mock.patch.dict("os.environ", ACCELERATE_USE_DEEPSPEED="true"):
+        PartialState(backend="gloo")
+    ours = trainer(
+        folder,
+        max_grad_norm=0.5,
+        per_device_train_batch_size=2,
+        deepspeed=configuration(EXACT),
+        accelerator_config={"use_configured_state": True},
+    )
+    ours.train()
+    if ours.is_world_process_zero():
+        history = [{name: float(value) for name, value in entry.items()} for entry in ours.state.log_history]
+        (folder / "history.json").write_text(json.dumps(history))
+    ours.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
