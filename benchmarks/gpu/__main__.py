@@ -1,8 +1,9 @@
-"""Tests and times on a GPU: scripts/gpu, which finds the interpreter and installs what is missing, calls this.
+"""Tests, times and trains on a GPU: scripts/gpu, which finds the interpreter and installs what is missing, calls this.
 
     scripts/gpu tests                       pytest -m gpu
     scripts/gpu tests -x tests/gpu          arguments go to pytest
     scripts/gpu bench
+    scripts/gpu train --trainer.max_steps=20    arguments go to examples/alpaca.py
 
 Each call ends within --minutes and goes on where the last one stopped. Results: benchmarks/results/gpu/.
 """
@@ -21,7 +22,7 @@ from benchmarks.gpu.calls import Calls
 from benchmarks.gpu.pack import find_worker
 from lightning_zenflow.worker.machine import HOST_MEMORY
 
-_PARTS = {"tests": ("suite", "run_tests"), "bench": ("bench", "run_bench")}
+_PARTS = {"tests": ("suite", "run_tests"), "bench": ("bench", "run_bench"), "train": ("training", "run_training")}
 """Module and function; each imports what the others do not need."""
 
 
@@ -57,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.what != "tests":
         # Virtual machines that are lent by the hour may grow with use. A run for which memory does not suffice fails by itself.
         os.environ.setdefault(HOST_MEMORY, "inf")
-    path = options.results.resolve() / f"{options.what}.json"
+    name = "training" if options.what == "train" else options.what
+    path = options.results.resolve() / f"{name}.json"
     calls = Calls(path, command=options.command, device=options.device, minutes=options.minutes, again=options.again)
     module, function = _PARTS[options.what]
     status: int = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)(options, calls)

@@ -1,6 +1,7 @@
 """scripts/gpu as far as a CPU shows it: calls go on where the last one stopped; what a bare machine gets; tiny cases of all it runs."""
 
 import argparse
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -87,12 +88,17 @@ def call(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.slow
-def test_bench_on_the_cpu(tmp_path: Path) -> None:
-    done = call("bench", "--results", str(tmp_path))
+@pytest.mark.parametrize("what", ["bench", "train"])
+def test_all_of_it_on_the_cpu(what: str, tmp_path: Path) -> None:
+    done = call(what, "--results", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    text = (tmp_path / "bench.md").read_text()
-    assert "ZenFlowStrategy, S=4, d=1" in text and "largest difference" in text
-    assert "floor: stage 3" in text and "ZenFlowStrategy, stage 3" in text and "failed" not in text
+    if what == "bench":
+        text = (tmp_path / "bench.md").read_text()
+        assert "ZenFlowStrategy, S=4, d=1" in text and "largest difference" in text
+        assert "floor: stage 3" in text and "ZenFlowStrategy, stage 3" in text and "failed" not in text
+    else:
+        steps = json.loads((tmp_path / "training.json").read_text())["done"]["training"]["steps_loss_ms"]
+        assert [step for step, _, _ in steps] == [1, 2, 3, 4]
 
 
 def test_the_suite_has_all_files_with_tests_for_a_gpu() -> None:
