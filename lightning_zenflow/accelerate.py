@@ -154,12 +154,23 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
             MisconfigurationException: an argument has a value that is not allowed.
             RuntimeError: the step has further micro-batches, or no backward pass was before.
         """
-        if self.strategy is None or self.strategy.zenflow_optimizer is None or not self.sync_gradients:
+        wrapped: Any = self.deepspeed_engine_wrapped
+        if self.strategy is None or wrapped is None or not self.sync_gradients:
             raise RuntimeError(
                 "accelerator.clip_grad_norm_ must come after `accelerator.prepare` and after the last micro-batch of a step: call it"
                 " `if accelerator.sync_gradients`"
             )
-        return self.strategy.clip(parameters, max_norm, norm_type)
+        engine, given = (
+            wrapped.engine,
+            {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)},
+        )
+        others = [name for name, p in engine.module.named_parameters() if p.requires_grad and id(p) not in given]
+        if others:
+            raise MisconfigurationException(
+                f"accelerator.clip_grad_norm_: parameters must be all that are trained, got all but {len(others)}, of which the first is"
+                f" {others[0]}: ZenFlow clips by the norm of the whole gradient"
+            )
+        return self.strategy.clip_gradients_norm(engine, engine.optimizer, max_norm, norm_type)
 
     @override
     def get_state_dict(self, model: Module, unwrap: bool = True) -> dict[str, Tensor]:
@@ -269,18 +280,6 @@ class AccelerateStrategy(ZenFlowStrategy):
             built: tuple[Any, tuple[Any, ...]] = self._set_up(initialize, model, optimizer)
         self._begin_training(built[0], model)
         return built[1]
-
-    def clip(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float) -> Tensor:
-        """See `ZenFlowAccelerator.clip_grad_norm_`."""
-        given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
-        named = self._engine.module.named_parameters()
-        others = [name for name, p in named if p.requires_grad and id(p) not in given]
-        if others:
-            raise MisconfigurationException(
-                f"{self.calls.clip}: parameters must be all that are trained, got all but {len(others)}, of which the first is"
-                f" {others[0]}: ZenFlow clips by the norm of the whole gradient"
-            )
-        return self.clip_gradients_norm(self._engine, self._engine.optimizer, max_norm, norm_type)
 
 
 class _Engine(DeepSpeedEngineWrapper):  # type: ignore[misc]
