@@ -1,7 +1,8 @@
 """Tune a language model on instructions in Alpaca's format with TRL's `SFTTrainer` under ZenFlow.
 
     python examples/sft.py                                                     # a small Llama, the bundled sample
-    python examples/sft.py --model Qwen/Qwen2.5-0.5B --deepspeed conf/zf_config.json --train_file alpaca_data.json
+    python examples/sft.py --model Qwen/Qwen2.5-0.5B --train_file alpaca_data.json --deepspeed conf/zf_config.json \\
+        --per_device_train_batch_size=32 --learning_rate=2e-5 --weight_decay=0.01
 
 All options of TRL's `SFTConfig` are options here. `pip install 'lightning-zenflow[huggingface]' trl`
 """

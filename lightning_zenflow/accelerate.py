@@ -17,7 +17,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType, DummyOptim
-from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from lightning.fabric.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.fabric.plugins import DeepSpeedPrecision
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
@@ -27,7 +27,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.engine import in_place_of_deepspeeds
+from lightning_zenflow.checkpoint.engine import ZenFlowEngine
 from lightning_zenflow.config import KEYS, ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, resolve_config
@@ -36,6 +36,7 @@ from lightning_zenflow.deepspeed.release import remove_hooks
 from lightning_zenflow.deepspeed.supported import refuse_unsupported_module
 from lightning_zenflow.deepspeed.user_optimizer import validate_optimizer
 from lightning_zenflow.fabric.strategy import LoopCalls, ZenFlowStrategy
+from lightning_zenflow.session import Session
 
 _OF_LIGHTNING = ("checkpoint_format", "sync_checkpoints", "async_checkpoints", "stall_monitor")
 
@@ -79,7 +80,8 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
                 f"ZenFlowAccelerator: {key} must be absent, got {self._keys[key]!r}: it is of Lightning's checkpoints and callbacks"
             )
         has_plugin = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-        if deepspeed_plugin is None and not (has_plugin or AcceleratorState._shared_state):
+        has_plugin |= "deepspeed_plugins" in options or bool(AcceleratorState._shared_state)
+        if deepspeed_plugin is None and not has_plugin:
             zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
             config = {"gradient_accumulation_steps": "auto", "zero_optimization": zero}
             deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=config)
@@ -120,10 +122,13 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
         build = partial(super()._prepare_deepspeed, *args)
         if not models and not optimizers:
             return tuple(build())
-        if (len(models), len(optimizers)) not in ((1, 0), (1, 1)):
+        # Under stage 2 an engine without optimizer has no part in anything, and DeepSpeed refuses it.
+        allowed = ((1, 1), (1, 0)) if self.deepspeed_plugin.zero_stage == 3 else ((1, 1),)
+        if (len(models), len(optimizers)) not in allowed:
             raise MisconfigurationException(
                 f"accelerator.prepare must be given one model together with its one optimizer, got {len(models)} models and"
-                f" {len(optimizers)} optimizers; several optimizers become parameter groups of one"
+                f" {len(optimizers)} optimizers; several optimizers become parameter groups of one, and a model that is not trained goes to"
+                " `accelerator.device`"
             )
         if self.strategy is None:
             source = _without_autos(self.deepspeed_plugin.deepspeed_config)
@@ -137,6 +142,17 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
         """Context of all micro-batches of a step but the last, for loops without `accumulate`."""
         with nullcontext() if self.strategy is None else self.strategy.micro_batches.no_backward_sync(model, True):
             yield
+
+    @override
+    def backward(self, loss: Tensor, *, scale_wrt_gas: bool = True, **kwargs: Any) -> None:
+        """Backward pass of a micro-batch, whose loss is divided by their number in a step if `scale_wrt_gas`."""
+        wrapped: Any = self.deepspeed_engine_wrapped
+        if self.strategy is None or wrapped is None:
+            raise RuntimeError("accelerator.backward must come after `accelerator.prepare(model, optimizer)`")
+        if scale_wrt_gas:
+            loss = loss / wrapped.engine.gradient_accumulation_steps()
+        with self.strategy.micro_batches.no_backward_sync(wrapped.engine, not self.sync_gradients):
+            self.strategy.backward(loss, wrapped.engine, **kwargs)
 
     @override
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
@@ -173,23 +189,19 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
         return self.strategy.clip_gradients_norm(engine, engine.optimizer, max_norm, norm_type)
 
     @override
-    def get_state_dict(self, model: Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """Exact whole weights, under stage 3 on rank 0 only. All ranks call it together."""
-        if self.strategy is not None:
-            self.strategy.flush()
-        return dict(super().get_state_dict(model, unwrap) or {})
-
-    @override
     def free_memory(self, *objects: Any) -> Any:
         """As Accelerate's, and ends the worker: the model has its exact weights, as before `prepare`. All ranks call it together."""
         strategy, self.strategy = self.strategy, None
         if strategy is not None:
             if summary := strategy.summary():
                 rank_zero_info(summary)
-            strategy.flush()
-            # DeepSpeed's `destroy` comes with the strategy's.
-            self.deepspeed_engine_wrapped = None
-            strategy.teardown()
+            try:
+                # Without the gradients of a step that was interrupted.
+                Session.flush(strategy)
+            finally:
+                # DeepSpeed's `destroy` comes with the strategy's.
+                self.deepspeed_engine_wrapped = None
+                strategy.teardown()
         return super().free_memory(*objects)
 
     @override
@@ -225,9 +237,10 @@ class AccelerateStrategy(ZenFlowStrategy):
         # What launchers set; else there is one rank, which sets it for DeepSpeed.
         is_launched = "LOCAL_RANK" in os.environ
         ranks = dist.get_world_size() if is_launched else 1
-        on_host = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        # The second is that of DeepSpeed's launcher.
+        on_host = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks)
         self.cluster_environment = TorchElasticEnvironment() if is_launched else LightningEnvironment()
-        self.parallel_devices = [torch.device(device.type, rank) for rank in range(on_host)]
+        self.parallel_devices = [device] * on_host
         self.num_nodes = ranks // on_host
         self.accelerator = CPUAccelerator() if device.type == "cpu" else CUDAAccelerator()
         self.precision = DeepSpeedPrecision("32-true")
@@ -268,33 +281,20 @@ class AccelerateStrategy(ZenFlowStrategy):
             validate_optimizer(optimizer, model, scheduled=True)
 
         def initialize() -> tuple[Any, tuple[Any, ...]]:
+            # Accelerate keeps the first, which may be of a model that is not trained.
+            accelerator.deepspeed_engine_wrapped = None
             prepared = tuple(build())
             wrapped: Any = accelerator.deepspeed_engine_wrapped
             return wrapped.engine, prepared
 
         with (
-            in_place_of_deepspeeds(),
-            patch("accelerate.accelerator.DeepSpeedEngineWrapper", partial(_Engine, self)),
+            # Private: the name of the engine's class, which each call of `deepspeed.initialize` reads.
+            patch("deepspeed.DeepSpeedEngine", ZenFlowEngine),
             patch("accelerate.accelerator.DeepSpeedOptimizerWrapper", partial(_Optimizer, self)),
         ):
             built: tuple[Any, tuple[Any, ...]] = self._set_up(initialize, model, optimizer)
         self._begin_training(built[0], model)
         return built[1]
-
-
-class _Engine(DeepSpeedEngineWrapper):  # type: ignore[misc]
-    """What `accelerator.backward` calls; the step is in `optimizer.step`."""
-
-    def __init__(self, strategy: AccelerateStrategy, engine: Any) -> None:
-        super().__init__(engine)
-        self._strategy = strategy
-
-    @override
-    def backward(self, loss: Tensor, sync_gradients: bool = True, scale_wrt_gas: bool = True, **kwargs: Any) -> None:
-        if scale_wrt_gas:
-            loss = loss / self.engine.gradient_accumulation_steps()
-        with self._strategy.micro_batches.no_backward_sync(self.engine, not sync_gradients):
-            self._strategy.backward(loss, self.engine, **kwargs)
 
 
 class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]

@@ -257,8 +257,8 @@ class TrainerCheckpoints(Saving):
             CheckpointError: the checkpoint is incomplete, or of another model.
         """
         assert self.lightning_module is not None
-        self.wait_for_checkpoint()
         with self._saves.undisturbed():
+            self.wait_for_checkpoint()
             module, place = self.lightning_module, place_of(checkpoint_path)
             self._file = read_file_together(checkpoint_path, self._io_of(place), weights_only=bool(weights_only))
             if self._file is not None:

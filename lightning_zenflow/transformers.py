@@ -1,12 +1,13 @@
 """The `Trainer` of Hugging Face's transformers, and those that extend it, with the optimizer of this package.
 
-Written against transformers 5.23, whose module `trainer` names the class of its accelerator, and whose `_get_grad_norm` is private.
+Written against transformers 5.23: its module `trainer` names the accelerator's class, and methods with a leading underscore are private.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar
 from unittest.mock import patch
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from transformers import Trainer
@@ -28,13 +29,19 @@ class ZenFlowTraining(OtherBases):  # type: ignore[misc]
     worker is, and the share of the blocks that are late, by the names of docs/tuning.md. `accelerator.strategy.metrics()` has all.
     """
 
+    zenflow: ClassVar[Mapping[str, Any]] = {}
+    """Keys that go before those of the block. Under stage 3 with `from_pretrained`, and with TRL's reference models, all are here: there
+    DeepSpeed reads the block itself, and knows some of the keys only.
+    """
     accelerator: ZenFlowAccelerator
     is_deepspeed_enabled: bool
 
     @override
     def create_accelerator_and_postprocess(self) -> None:
-        with patch("transformers.trainer.Accelerator", ZenFlowAccelerator):
+        with patch("transformers.trainer.Accelerator", partial(ZenFlowAccelerator, **self.zenflow)):
             super().create_accelerator_and_postprocess()
+        # Private: as the Trainer sets it for a model that is not replicated. A process has one device.
+        self.args._n_gpu = 1
 
     @override
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,18 +52,29 @@ class ZenFlowTraining(OtherBases):  # type: ignore[misc]
         output = super().train(*args, **kwargs)
         if (strategy := self.accelerator.strategy) is not None:
             strategy.flush()
-            rank_zero_info(strategy.summary() or "")
         return output
 
     @override
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        strategy, stage = self.accelerator.strategy, self.accelerator.deepspeed_plugin.zero_stage
+        if strategy is not None:
+            # A model may be in parts of another, as PEFT's are when they generate.
+            strategy.flush()
         # The Trainer refuses to evaluate before a training under stage 2, where a model needs no engine for that.
-        before, stage = self.is_deepspeed_enabled, self.accelerator.deepspeed_plugin.zero_stage
-        self.is_deepspeed_enabled = before and (self.deepspeed is not None or stage == 3)
+        before = self.is_deepspeed_enabled
+        self.is_deepspeed_enabled = before and (strategy is not None or stage == 3)
         try:
             return super().evaluation_loop(*args, **kwargs)
         finally:
             self.is_deepspeed_enabled = before
+
+    @override
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        optimizer = self.deepspeed.optimizer
+        # `TrainingArguments.enable_jit_checkpoint` saves between backward and step.
+        with optimizer.zenflow_step.gradients_set_aside():
+            optimizer.flush()
+            super()._save_checkpoint(*args, **kwargs)
 
     @override
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

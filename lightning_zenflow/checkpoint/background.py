@@ -175,8 +175,9 @@ class _HostCopies(TorchFunctionMode):
         key = spanned.device, spanned.data_ptr(), spanned.dtype, numel
         if key not in self._present and key not in self._to_fill:
             if (memory := self._before.get(key)) is None:
-                # Of which the kernel gives none before it is written.
-                memory = torch.empty(numel, dtype=spanned.dtype, device="cpu")
+                # Of which the kernel gives none before it is written. `torch.empty` writes it where torch's runs must repeat.
+                storage = torch.UntypedStorage(spanned.nbytes, device="cpu")  # type: ignore[no-untyped-call]
+                memory = torch.empty(0, dtype=spanned.dtype, device="cpu").set_(storage, 0, (numel,), (1,))
                 self.n_new_bytes += memory.nbytes
             self._to_fill[key] = memory, spanned
         memory = self._present[key] if key in self._present else self._to_fill[key][0]

@@ -1,10 +1,8 @@
 """DeepSpeed's engine for programs that call its `save_checkpoint` and `load_checkpoint`: Accelerate and the Trainer of transformers."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from deepspeed import DeepSpeedEngine
 from typing_extensions import override
@@ -13,11 +11,6 @@ from lightning_zenflow.checkpoint.collective import load_together
 from lightning_zenflow.checkpoint.engine_content import to_save
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
-
-
-def in_place_of_deepspeeds() -> AbstractContextManager[Any]:
-    """Context in which ``deepspeed.initialize`` makes a `ZenFlowEngine`. Private: the name of the class, which is read in every call."""
-    return patch("deepspeed.DeepSpeedEngine", ZenFlowEngine)
 
 
 class ZenFlowEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no type information
@@ -58,6 +51,13 @@ class ZenFlowEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no 
         """
         with_states = {"strict": load_module_strict, "optimizer_states": load_optimizer_states}
         client_state = load_together(self, Path(load_dir), tag=tag, **with_states)
-        if load_optimizer_states and load_lr_scheduler_states and self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(client_state["lr_scheduler"])
+        scheduler = client_state.get("lr_scheduler")
+        if load_optimizer_states and load_lr_scheduler_states and None not in (scheduler, self.lr_scheduler):
+            self.lr_scheduler.load_state_dict(scheduler)
         return load_dir, client_state
+
+    # Private: by which Accelerate, the Trainer and `save_16bit_model` read whole weights.
+    @override
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
+        self.optimizer.flush()
+        return super()._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)

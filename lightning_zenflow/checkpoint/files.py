@@ -1,5 +1,6 @@
 """Files of a checkpoint as torch writes them: reading, comparison with their checksums, and errors that name them."""
 
+import errno
 import fcntl
 import io
 import mmap
@@ -18,6 +19,10 @@ from lightning_zenflow.deepspeed.host_state import WithoutConversion
 from lightning_zenflow.offload.run_state import VERSION
 
 _CHUNK_BYTES = 2**22
+"""Read or written at once."""
+
+_PIECE_BYTES = 2**18
+"""Copied at once, under Python's lock, by a thread of the lowest priority."""
 
 
 def place_of(path: Any) -> Path | str:
@@ -128,12 +133,13 @@ class UncachedFile(io.FileIO):
 
     @override
     def write(self, data: Any) -> int:
-        left = memoryview(data)
+        left = memoryview(data).cast("B")
+        n_bytes = left.nbytes
         while left:
-            left = left[self._chunk.write(left[: _CHUNK_BYTES - self._chunk.tell()]) :]
+            left = left[self._chunk.write(left[: min(_PIECE_BYTES, _CHUNK_BYTES - self._chunk.tell())]) :]
             if self._chunk.tell() == _CHUNK_BYTES:
                 self._write_chunk()
-        return len(data)
+        return n_bytes
 
     @override
     def flush(self) -> None:
@@ -147,8 +153,9 @@ class UncachedFile(io.FileIO):
         while left:
             try:
                 left = left[super().write(left) :]
-            except OSError:
-                if not fcntl.fcntl(self, fcntl.F_GETFL) & os.O_DIRECT:
+            except OSError as error:
+                is_direct = fcntl.fcntl(self, fcntl.F_GETFL) & os.O_DIRECT
+                if not is_direct or error.errno not in (errno.EINVAL, errno.ENOTSUP):
                     raise
-                # Not even a chunk has the right length, or less than one was written, which has a reason of its own.
+                # Not even a chunk has the right length, or a part of one was written, so that the rest has not.
                 fcntl.fcntl(self, fcntl.F_SETFL, 0)

@@ -66,7 +66,7 @@ class SavedCheckpoint:
         """Checks the structure of the directory."""
         if not self.path.exists():
             raise refusal(self.path, "the path must exist")
-        if (whole := is_part(self.path)) is not None:
+        if self.tag is None and (whole := is_part(self.path)) is not None:
             raise refusal(self.path, f"the path must be a whole checkpoint, got a part: use {whole}")
         if self.tag is None and not (self.path / "latest").is_file():
             raise refusal(
@@ -75,7 +75,8 @@ class SavedCheckpoint:
         # Not `Path.is_dir`, which raises an error for a name that is too long.
         if not os.path.isdir(self.folder):
             name = str(self.folder.relative_to(self.path))
-            raise refusal(self.path, f"the folder {name[:60]!r}, named by its file `latest`, is missing")
+            named = "named by its file `latest`" if self.tag is None else "of the given tag"
+            raise refusal(self.path, f"the folder {name[:60]!r}, {named}, is missing")
         if not any(file.is_file() for file in self._first_model_files):
             name = self._first_model_files[0].name
             raise refusal(self.path, f"the file {name} is missing: the checkpoint is incomplete")

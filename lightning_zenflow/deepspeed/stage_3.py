@@ -45,8 +45,8 @@ class _Offload(DeepSpeedZeRoOffload):  # type: ignore[misc]
         scalars = [name for name, p in module.named_parameters() if p.dim() == 0]
         if scalars:
             raise MisconfigurationException(
-                f"parameters must have a dimension under stage 3, got the scalar {scalars[0]}: DeepSpeed cannot gather it; give it the"
-                " shape [1], or use stage 2"
+                f"ZenFlowStrategy: parameters must have a dimension under stage 3, got the scalar {scalars[0]}: DeepSpeed cannot"
+                " gather it; give it the shape [1], or use stage 2"
             )
         super()._convert_to_zero_parameters(ds_config, module, mpu)
 

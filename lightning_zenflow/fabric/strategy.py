@@ -378,4 +378,6 @@ def _weak(method: Callable[[], None]) -> Callable[..., None]:
         if (alive := reference()) is not None:
             alive()
 
-    return call
+    # Of a module that is compiled as a whole.
+    disabled: Callable[..., None] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+    return disabled

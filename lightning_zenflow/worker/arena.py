@@ -212,6 +212,8 @@ class Arena:
 
     def page_locked_copy(self, values: Tensor) -> Tensor:
         """`PageLocks.copy_of`, until `close`."""
+        if not self._locks.are_needed:
+            return values
         with running_on(self._cores):
             return self._locks.copy_of(values)
 

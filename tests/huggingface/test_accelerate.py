@@ -218,6 +218,8 @@ def test_mistakes_before_the_loop() -> None:
     model = Net()
     with pytest.raises(MisconfigurationException, match="one model together with its one optimizer, got 0 models"):
         accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    with pytest.raises(MisconfigurationException, match=r"one optimizer, got 1 models and 0 .* `accelerator.device`"):
+        accelerator.prepare(model)
     with pytest.raises(MisconfigurationException, match=r"exactly one of torch.optim.AdamW.*got torch.optim.sgd.SGD"):
         accelerator.prepare(model, torch.optim.SGD(model.parameters()))
 
@@ -225,3 +227,26 @@ def test_mistakes_before_the_loop() -> None:
 def test_cpu_that_is_asked_for() -> None:
     with pytest.raises(MisconfigurationException, match="cpu must be False"):
         ZenFlowAccelerator(cpu=True)
+
+
+def test_training_that_is_interrupted_ends_its_worker() -> None:
+    loop = Loop(ZenFlowAccelerator(**LATE))
+    loop.accelerator.backward(loop.loss(*next(iter(loop.loader))))
+    loop.accelerator.free_memory()
+    with pytest.raises(RuntimeError, match="backward must come after `accelerator.prepare"):
+        loop.accelerator.backward(torch.ones((), dtype=torch.float32))
+
+
+def test_model_that_is_not_trained_beside_the_trained_one() -> None:
+    _, weights = train_plain(max_norm=0.5)
+    accelerator = accelerator_of({"zero_stage": 3}, **EXACT)
+    teacher = Net()
+    accelerator.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 8
+    divided = accelerator.prepare(teacher)
+    loop = Loop(accelerator)
+    x = torch.ones(2, 16, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(divided(x), Net()(x))
+    loop.train(max_norm=0.5)
+    torch.testing.assert_close(loop.weights(), weights, rtol=0, atol=5e-6)
+    accelerator.free_memory()

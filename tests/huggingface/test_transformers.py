@@ -172,6 +172,50 @@ def test_configuration_of_the_seeds_and_a_second_training(tmp_path: Path, monkey
     end(ours)
 
 
+class Interrupt(TrainerCallback):
+    """Ends a step between backward and update, as a user at the keyboard may."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+class SaveBeforeStep(TrainerCallback):
+    """Saves between backward and update, as `enable_jit_checkpoint` does."""
+
+    trainer: Any
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3:
+            self.trainer._save_checkpoint(self.trainer.model_wrapped, trial=None)
+
+
+def test_evaluation_before_and_training_behind_an_interrupt(tmp_path: Path) -> None:
+    expected = trainer(tmp_path, deepspeed=configuration(LATE))
+    before = expected.evaluate()["eval_loss"]
+    expected.train()
+    losses = logged(expected, "loss")
+    end(expected)
+    with new_process():
+        ours = trainer(tmp_path, deepspeed=configuration(LATE))
+        ours.add_callback(Interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            ours.train()
+        end(ours)
+        with torch.no_grad():
+            # Not the weights of the beginning.
+            assert ours.evaluate()["eval_loss"] != before
+    with new_process():
+        ours = trainer(tmp_path / "saved", deepspeed=configuration(LATE))
+        saves = SaveBeforeStep()
+        saves.trainer = ours
+        ours.add_callback(saves)
+        ours.train()
+        assert logged(ours, "loss") == losses
+        assert (tmp_path / "saved" / "checkpoint-3").is_dir()
+        end(ours)
+
+
 def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     with new_process():
         theirs = trainer(tmp_path, ours=False, max_grad_norm=0.5)

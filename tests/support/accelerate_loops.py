@@ -97,8 +97,9 @@ class Loop:
         return self
 
     def weights(self) -> dict[str, Tensor]:
-        """Exact ones, in memory of their own."""
-        return {name: value.clone() for name, value in self.accelerator.get_state_dict(self.model).items()}
+        """Exact ones, in memory of their own; under stage 3 on rank 0 only."""
+        whole = self.accelerator.get_state_dict(self.model) or {}
+        return {name: value.clone() for name, value in whole.items()}
 
 
 def train_plain(*, accumulate: int = 1, **options: Any) -> tuple[Loop, dict[str, Tensor]]:
