@@ -130,11 +130,16 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
                 f" {len(optimizers)} optimizers; several optimizers become parameter groups of one, and a model that is not trained goes to"
                 " `accelerator.device`"
             )
+        strategy = self.start()
+        return strategy.set_up(build, self) if optimizers else tuple(build())
+
+    def start(self) -> "AccelerateStrategy":
+        """Returns `strategy`. The first call makes the process group where no launcher has, which Accelerate expects under DeepSpeed."""
         if self.strategy is None:
             source = _without_autos(self.deepspeed_plugin.deepspeed_config)
             self.strategy = AccelerateStrategy(source, self._keys, self.device, self.init_handler)
             self.strategy.setup_environment()
-        return self.strategy.set_up(build, self) if optimizers else tuple(build())
+        return self.strategy
 
     @override
     @contextmanager

@@ -56,13 +56,11 @@ class ZenFlowTraining(OtherBases):  # type: ignore[misc]
 
     @override
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        strategy, stage = self.accelerator.strategy, self.accelerator.deepspeed_plugin.zero_stage
-        if strategy is not None:
-            # A model may be in parts of another, as PEFT's are when they generate.
-            strategy.flush()
-        # The Trainer refuses to evaluate before a training under stage 2, where a model needs no engine for that.
-        before = self.is_deepspeed_enabled
-        self.is_deepspeed_enabled = before and (strategy is not None or stage == 3)
+        # A model may be in parts of another, as PEFT's are when they generate.
+        self.accelerator.start().flush()
+        # The Trainer refuses to evaluate without a training under stage 2, where a model needs no engine for that.
+        before, stage = self.is_deepspeed_enabled, self.accelerator.deepspeed_plugin.zero_stage
+        self.is_deepspeed_enabled = before and (self.accelerator.deepspeed_engine_wrapped is not None or stage == 3)
         try:
             return super().evaluation_loop(*args, **kwargs)
         finally:

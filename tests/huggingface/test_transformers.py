@@ -191,7 +191,7 @@ class SaveBeforeStep(TrainerCallback):
 
 
 def test_evaluation_before_and_training_behind_an_interrupt(tmp_path: Path) -> None:
-    expected = trainer(tmp_path, deepspeed=configuration(LATE))
+    expected = trainer(tmp_path, deepspeed=configuration(EXACT))
     before = expected.evaluate()["eval_loss"]
     expected.train()
     losses = logged(expected, "loss")
@@ -206,7 +206,7 @@ def test_evaluation_before_and_training_behind_an_interrupt(tmp_path: Path) -> N
             # Not the weights of the beginning.
             assert ours.evaluate()["eval_loss"] != before
     with new_process():
-        ours = trainer(tmp_path / "saved", deepspeed=configuration(LATE))
+        ours = trainer(tmp_path / "saved", deepspeed=configuration(EXACT))
         saves = SaveBeforeStep()
         saves.trainer = ours
         ours.add_callback(saves)
