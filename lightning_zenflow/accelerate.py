@@ -181,10 +181,8 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
                 "accelerator.clip_grad_norm_ must come after `accelerator.prepare` and after the last micro-batch of a step: call it"
                 " `if accelerator.sync_gradients`"
             )
-        engine, given = (
-            wrapped.engine,
-            {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)},
-        )
+        engine = wrapped.engine
+        given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
         others = [name for name, p in engine.module.named_parameters() if p.requires_grad and id(p) not in given]
         if others:
             raise MisconfigurationException(
@@ -245,7 +243,8 @@ class AccelerateStrategy(ZenFlowStrategy):
         # The second is that of DeepSpeed's launcher.
         on_host = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks)
         self.cluster_environment = TorchElasticEnvironment() if is_launched else LightningEnvironment()
-        self.parallel_devices = [device] * on_host
+        # With an index, which Accelerate's has under a launcher only.
+        self.parallel_devices = [torch.device(device.type, rank) for rank in range(on_host)]
         self.num_nodes = ranks // on_host
         self.accelerator = CPUAccelerator() if device.type == "cpu" else CUDAAccelerator()
         self.precision = DeepSpeedPrecision("32-true")
