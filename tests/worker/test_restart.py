@@ -68,6 +68,14 @@ def test_killed_in_every_step(case: Case) -> None:
     assert_kills_change_nothing(case, seed=1, restarts=case.steps // 2)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("update_interval", [1, 4])
+def test_killed_two_hundred_times(update_interval: int) -> None:
+    case = dataclasses.replace(CASE, steps=220, update_interval=update_interval)
+    assert_kills_change_nothing(case, seed=2, restarts=200)
+
+
 def kill(worker: SupervisedWorker, number: int = signal.SIGKILL) -> None:
     pid = worker.pid
     os.kill(pid, number)
