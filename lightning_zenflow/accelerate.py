@@ -196,8 +196,7 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
         """As Accelerate's, and ends the worker: the model has its exact weights, as before `prepare`. All ranks call it together."""
         strategy, self.strategy = self.strategy, None
         if strategy is not None:
-            if summary := strategy.summary():
-                rank_zero_info(summary)
+            strategy.log_summary()
             try:
                 # Without the gradients of a step that was interrupted.
                 Session.flush(strategy)
@@ -231,6 +230,7 @@ class AccelerateStrategy(ZenFlowStrategy):
         accumulate="run the micro-batches of a step under `accelerator.accumulate(model)`",
     )
     belongs_to_the_loop: ClassVar[Mapping[str, str]] = {}
+    _said: str | None = None
 
     def __init__(
         self, config: Mapping[str, Any], keys: Mapping[str, Any], device: torch.device, init_handler: Any
@@ -264,6 +264,12 @@ class AccelerateStrategy(ZenFlowStrategy):
             zero["reduce_bucket_size"] = of_set_up["reduce_bucket_size"]
         self.config["zero_optimization"] = zero
         return dict(self.config)
+
+    def log_summary(self) -> None:
+        """Logs `summary`, if there is one that has not been logged."""
+        before, self._said = self._said, self.summary()
+        if self._said not in (None, before):
+            rank_zero_info(self._said)
 
     def set_up(self, build: partial[tuple[Any, ...]], accelerator: ZenFlowAccelerator) -> tuple[Any, ...]:
         """Has Accelerate build the engine of a training; returns what `prepare` does.

@@ -52,6 +52,7 @@ class ZenFlowTraining(OtherBases):  # type: ignore[misc]
         output = super().train(*args, **kwargs)
         if (strategy := self.accelerator.strategy) is not None:
             strategy.flush()
+            strategy.log_summary()
         return output
 
     @override

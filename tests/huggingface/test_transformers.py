@@ -89,7 +89,9 @@ def end(of: Any) -> None:
     ],
     ids=["no configuration", "stage 2, clipped and accumulated", "stage 3, clipped"],
 )
-def test_losses_are_adamws(stage: int | None, options: dict[str, Any], tmp_path: Path) -> None:
+def test_losses_are_adamws(
+    stage: int | None, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with new_process():
         theirs = trainer(tmp_path, ours=False, **options)
         theirs.train()
@@ -104,6 +106,8 @@ def test_losses_are_adamws(stage: int | None, options: dict[str, Any], tmp_path:
     with torch.no_grad():
         torch.testing.assert_close(ours.model(x).logits, theirs.model(x).logits, rtol=0, atol=2e-3)
     end(ours)
+    # The summary, once.
+    assert len([record for record in caplog.records if " steps, median " in record.getMessage()]) == 1
 
 
 def test_another_learning_rate_is_seen(tmp_path: Path) -> None:
