@@ -4,7 +4,6 @@ import errno
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from copy import copy
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,12 +163,24 @@ def deepspeed_files(engine: DeepSpeedEngine, put: Put) -> Iterator[None]:
     comm, files = engine_module.dist, engine.checkpoint_engine
     skipped = dict.fromkeys(("barrier", "all_reduce"), lambda *_, **__: None)
     engine_module.dist = SimpleNamespace(**{**vars(comm), **skipped})
-    engine.checkpoint_engine = copy(files)
-    engine.checkpoint_engine.save = lambda state_dict, path: put(state_dict, files.save, path)
+    engine.checkpoint_engine = _PutFiles(files, put)
     try:
         yield
     finally:
         engine_module.dist, engine.checkpoint_engine = comm, files
+
+
+class _PutFiles:
+    """DeepSpeed's checkpoint engine, with saves by `put`."""
+
+    def __init__(self, files: Any, put: Put) -> None:
+        self._files, self._put = files, put
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._files, name)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self._put(state_dict, self._files.save, path)
 
 
 @contextmanager
