@@ -30,7 +30,7 @@ from typing_extensions import override
 from lightning_zenflow.checkpoint.engine import ZenFlowEngine
 from lightning_zenflow.config import KEYS, ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, resolve_config
+from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, resolve_config, without
 from lightning_zenflow.deepspeed.environment import use_cpu_accelerator
 from lightning_zenflow.deepspeed.release import remove_hooks
 from lightning_zenflow.deepspeed.supported import refuse_unsupported_module
@@ -136,7 +136,7 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
     def start(self) -> "AccelerateStrategy":
         """Returns `strategy`. The first call makes the process group where no launcher has, which Accelerate expects under DeepSpeed."""
         if self.strategy is None:
-            source = _without_autos(self.deepspeed_plugin.deepspeed_config)
+            source = {**without(self.deepspeed_plugin.deepspeed_config, "auto"), "train_batch_size": None}
             self.strategy = AccelerateStrategy(source, self._keys, self.device, self.init_handler)
             self.strategy.setup_environment()
         return self.strategy
@@ -322,11 +322,3 @@ class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
     @override
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         AcceleratedOptimizer.zero_grad(self, set_to_none)
-
-
-def _without_autos(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_autos(value) if isinstance(value, Mapping) else value
-        for key, value in config.items()
-        if not (isinstance(value, str) and value == "auto") and key != "train_batch_size"
-    }

@@ -235,7 +235,7 @@ def prepare_deepspeed_config(
     Raises:
         MisconfigurationException: ZenFlow does not support a setting; names the path of the key, its value and the allowed values.
     """
-    result: dict[str, Any] = _without_nulls(config or {})
+    result: dict[str, Any] = without(config or {}, None)
     if "bfloat16" in result:
         # The key's old name; DeepSpeed ignores it beside the new one.
         result.setdefault("bf16", result.pop("bfloat16"))
@@ -324,11 +324,14 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _without_nulls(config: Any) -> Any:
-    """A deep copy in which a key with the value null is absent, as YAML means it: Lightning and DeepSpeed read some of them otherwise."""
+def without(config: Any, dropped: str | None) -> Any:
+    """A deep copy in which no key has the value `dropped`. A key with null is absent, as YAML means it: Lightning and DeepSpeed read some
+    of them otherwise.
+    """
     if not isinstance(config, Mapping):
         return copy.deepcopy(config)
-    return {key: _without_nulls(value) for key, value in config.items() if value is not None}
+    is_dropped = {key: isinstance(value, type(dropped)) and value == dropped for key, value in config.items()}
+    return {key: without(value, dropped) for key, value in config.items() if not is_dropped[key]}
 
 
 def _refuse(config: Mapping[str, Any], rules: Iterable[Rule], where: str) -> None:

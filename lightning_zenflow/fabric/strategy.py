@@ -41,13 +41,6 @@ class LoopCalls(NamedTuple):
     """How a step has several micro-batches."""
 
 
-_BELONGS_TO_THE_LOOP = {
-    "optimizer": "give it to `fabric.setup(model, optimizer)`",
-    "scheduler": "call its `step()` in the loop",
-    "gradient_accumulation_steps": "use `fabric.no_backward_sync(model)` for all micro-batches of a step but the last",
-}
-
-
 class ZenFlowPrecision(PlainPrecision, DeepSpeedPrecision):
     """`PlainPrecision`, which says all of it, for Fabric."""
 
@@ -88,7 +81,11 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         clip="fabric.clip_gradients",
         accumulate="run all micro-batches of a step but the last under `fabric.no_backward_sync(model)`",
     )
-    belongs_to_the_loop: ClassVar[Mapping[str, str]] = _BELONGS_TO_THE_LOOP
+    belongs_to_the_loop: ClassVar[Mapping[str, str]] = {
+        "optimizer": "give it to `fabric.setup(model, optimizer)`",
+        "scheduler": "call its `step()` in the loop",
+        "gradient_accumulation_steps": "use `fabric.no_backward_sync(model)` for all micro-batches of a step but the last",
+    }
     """Keys of a DeepSpeed configuration that are refused, with what to do instead."""
     deepspeed_strategy = DeepSpeedStrategy
     precision_class = ZenFlowPrecision
