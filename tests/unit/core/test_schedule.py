@@ -206,3 +206,19 @@ def test_the_less_stale_ones_are_kept_where_memory_is_short() -> None:
     assert (kept(19), kept(20), kept(32)) == ([], [(1, 0)], [(1, 0), (2, 0)])
     # Not S = 4, d = 0: a change from it to d = 1 would need the slots of S = 4, d = 1.
     assert kept(44) == [(1, 0), (2, 0), (1, 1), (2, 1)]
+
+
+@pytest.mark.parametrize(("s", "d"), [*itertools.product([1, 2, 3, 8], [0, 1, 2])])
+@pytest.mark.parametrize("n_blocks", [24, 29])
+def test_slots_are_as_many_as_are_needed(s: int, d: int, n_blocks: int) -> None:
+    """Where every step has its gradients before its jobs: a job keeps its slots until the end of its due step."""
+    schedule = StaggeredSchedule.of(UpdateSchedule(update_interval=s, publish_lag=d), n_blocks=n_blocks)
+    opened, in_flight, used = [0] * n_blocks, deque[tuple[int, int]](), 0
+    for step in range(1, 6 * s + d):
+        used = max(used, sum(step - begin for begin in opened) + sum(slots for _, slots in in_flight))
+        for block in schedule.closing_blocks(step):
+            in_flight.append((step + d, step - opened[block]))
+            opened[block] = step
+        while in_flight and in_flight[0][0] <= step:
+            in_flight.popleft()
+    assert used == schedule.n_slots if n_blocks % s == 0 else used <= schedule.n_slots < used + s * (s + 1 + 2 * d)
