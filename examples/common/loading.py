@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 PAD_MULTIPLE = 8
 """Batches are padded to a multiple of this many tokens, which matrix units like."""
@@ -32,14 +32,21 @@ def padded_length(longest: int, max_length: int) -> int:
 
 
 def data_loader(
-    items: Sequence[Any], collate: Callable[[Any], Any], *, batch_size: int, shuffle: bool, num_workers: int
+    items: Sequence[Any],
+    collate: Callable[[Any], Any],
+    *,
+    batch_size: int,
+    num_workers: int,
+    shuffle: bool = False,
+    sampler: Sampler[int] | None = None,
 ) -> DataLoader[Any]:
-    """Batches of `items`, which may be none, put together by `collate`."""
+    """Batches of `items`, which may be none, put together by `collate`; `sampler` goes before `shuffle`."""
     return DataLoader(
         items,  # type: ignore[arg-type]  # all that is asked of a data set is indexing and a length
         batch_size=batch_size,
+        sampler=sampler,
         # A sampler that shuffles refuses to have nothing.
-        shuffle=shuffle and bool(items),
+        shuffle=shuffle and sampler is None and bool(items),
         collate_fn=collate,
         num_workers=num_workers,
         persistent_workers=num_workers > 0,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from typing_extensions import NotRequired, override
 
 from common.loading import check_at_least, check_one_source, data_loader
@@ -80,6 +81,7 @@ class GlueDataModule(pl.LightningDataModule):
         batch_size: int = 32,
         eval_batch_size: int = 128,
         num_workers: int = 0,
+        group_by_length: bool = False,
     ) -> None:
         """Say where the data is; nothing is read before `setup`.
 
@@ -92,6 +94,7 @@ class GlueDataModule(pl.LightningDataModule):
             batch_size: Training examples per step and device.
             eval_batch_size: Examples per step and device of validate, test and predict.
             num_workers: Processes that prepare batches; 0 prepares them in the training process.
+            group_by_length: Whether a training batch has examples of about the same number of tokens, which leaves little padding.
         """
         super().__init__()
         check_one_source(data_dir=data_dir, dataset=dataset)
@@ -105,6 +108,7 @@ class GlueDataModule(pl.LightningDataModule):
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
         self.num_workers = num_workers
+        self.group_by_length = group_by_length
         self.tokenizer = byte_tokenizer() if pretrained is None else pretrained_tokenizer(pretrained)
         self._examples: dict[tuple[Stage, str], list[Example]] = {}
 
@@ -176,10 +180,15 @@ class GlueDataModule(pl.LightningDataModule):
         return [self._loader(self._examples[stage, one.name], training=False) for one in self.task.evaluation_sets]
 
     def _loader(self, examples: Sequence[Example], *, training: bool) -> DataLoader[Any]:
+        sampler = None
+        if training and self.group_by_length and examples:
+            pairs = [(example.first, example.second or "") for example in examples]
+            sampler = LengthGroupedSampler(self.batch_size, lengths=self.tokenizer(pairs, return_length=True)["length"])
         return data_loader(
             examples,
             Collator(self.task, self.tokenizer, self.max_length),
             batch_size=self.batch_size if training else self.eval_batch_size,
             shuffle=training,
+            sampler=sampler,
             num_workers=self.num_workers,
         )

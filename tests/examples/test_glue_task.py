@@ -124,6 +124,26 @@ def test_batches_are_padded_and_hold_scores_exactly() -> None:
 # --- metrics and network -----------------------------------------------------------------------------------------------------
 
 
+def test_a_batch_has_examples_of_one_length(tmp_path: Path) -> None:
+    """Each once, in another order in each epoch; without `group_by_length` they are mixed."""
+    lines = [f"{'word ' * (1 + i % 32)}{i}\t{i % 2}" for i in range(128)]
+    write(tmp_path / "SST-2" / "train.tsv", "sentence\tlabel", *lines)
+    write(tmp_path / "SST-2" / "dev.tsv", "sentence\tlabel", *lines)
+    torch.manual_seed(1)
+    grouped, mixed = (
+        GlueDataModule(task="SST-2", data_dir=str(tmp_path), batch_size=8, group_by_length=group)
+        for group in (True, False)
+    )
+    epochs, padding = [], []
+    for data in (grouped, grouped, mixed):
+        data.setup("fit")
+        batches = list(data.train_dataloader())
+        epochs.append([index for batch in batches for index in batch["indices"].tolist()])
+        padding.append(sum(int((batch["inputs"]["attention_mask"] == 0).sum()) for batch in batches))
+    assert all(sorted(epoch) == list(range(128)) for epoch in epochs) and epochs[0] != epochs[1]
+    assert max(padding[:2]) < 0.5 * padding[2]
+
+
 def test_metrics_equal_hand_computed_values() -> None:
     # Class 1: two true positives, one false positive, one false negative; class 0: one true negative.
     classes = torch.tensor([1, 1, 0, 1, 0]), torch.tensor([1, 1, 1, 0, 0])
