@@ -1,6 +1,7 @@
 """The benchmark of GLUE: a run of two methods from end to end, which continues, and the report."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def test_runs_leave_a_file_each_and_are_not_repeated(tmp_path: Path, capsys: pyt
         (tmp_path / "data" / "RTE" / f"{stem}.tsv").write_text(f"{text}\n")
     save_tiny_model(tmp_path / "model", "bert", max_position_embeddings=128)
     arguments = ["--data-dir", str(tmp_path / "data"), "--pretrained", str(tmp_path / "model"), "--tasks", "RTE"]
-    arguments += ["--methods", "auto,zenflow", "--lrs", "0.001,0.0001", "--seeds", "1,2", "--results", str(tmp_path)]
+    arguments += ["--methods", "auto,zenflow", "--lrs", "0.001", "--seeds", "1", "--results", str(tmp_path)]
     assert glue.main(arguments) == 0
     assert "[2/2, " in capsys.readouterr().out
     found = [json.loads((tmp_path / "glue" / f"RTE_{m}_0.001_1.json").read_text()) for m in ("auto", "zenflow")]
@@ -32,6 +33,21 @@ def test_runs_leave_a_file_each_and_are_not_repeated(tmp_path: Path, capsys: pyt
     assert glue.main(arguments) == 0
     assert "/2, " not in capsys.readouterr().out
     assert len(list((tmp_path / "glue").iterdir())) == 2
+
+
+def test_the_first_seed_chooses_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = {("auto", 1e-4): 0.5, ("auto", 3e-4): 0.4, ("zenflow", 1e-4): 0.1, ("zenflow", 3e-4): 0.2}
+
+    def scored(_: object, record: Record, *__: object, **___: object) -> Record:
+        return replace(record, score=scores[record.method, record.lr], initial_weights=str(record.seed))
+
+    monkeypatch.setattr(glue, "run_process", scored)
+    arguments = ["--data-dir", "data", "--pretrained", "model", "--tasks", "RTE", "--methods", "auto,zenflow"]
+    options = glue.parse_arguments([*arguments, "--lrs", "1e-4,3e-4", "--seeds", "1,2,3"])
+    glue.run_missing(options, tmp_path)
+    assert {(run.method, run.lr) for run in glue.stored(tmp_path) if run.seed == 1} == scores.keys()
+    others = [(run.method, run.lr) for run in glue.stored(tmp_path) if run.seed != 1]
+    assert sorted(others) == [("auto", 1e-4)] * 2 + [("zenflow", 3e-4)] * 2
 
 
 def test_the_table_has_each_method_at_its_best_rate(tmp_path: Path) -> None:
