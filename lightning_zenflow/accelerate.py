@@ -35,7 +35,7 @@ from lightning_zenflow.deepspeed.environment import use_cpu_accelerator
 from lightning_zenflow.deepspeed.release import remove_hooks
 from lightning_zenflow.deepspeed.supported import refuse_unsupported_module
 from lightning_zenflow.deepspeed.user_optimizer import validate_optimizer
-from lightning_zenflow.fabric.strategy import LoopCalls, ZenFlowStrategy
+from lightning_zenflow.fabric import LoopCalls, ZenFlowStrategy
 from lightning_zenflow.session import Session
 
 _OF_LIGHTNING = ("checkpoint_format", "sync_checkpoints", "async_checkpoints", "stall_monitor")

@@ -20,7 +20,7 @@ from lightning_zenflow.checkpoint.files import place_of
 from lightning_zenflow.checkpoint.single_file import SavedFile
 from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.deepspeed.pieces import is_in_pieces, load_whole
+from lightning_zenflow.deepspeed.parameters import is_in_pieces, load_whole
 from lightning_zenflow.saving import Saving
 
 

@@ -11,7 +11,7 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_zenflow.deepspeed.pieces import is_in_pieces, load_pieces
+from lightning_zenflow.deepspeed.parameters import is_in_pieces, load_pieces
 
 AVERAGED = "averaged_state_dict"
 """Key of the averaged weights, which Lightning's `WeightAveraging` saves in the place of the model's."""

@@ -33,7 +33,7 @@ from lightning_zenflow.checkpoint.files import refusal, refuse_other_version
 from lightning_zenflow.core.distributed import all_agree
 from lightning_zenflow.deepspeed.host_state import MOMENTS
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.pieces import is_divided
+from lightning_zenflow.deepspeed.parameters import is_divided
 from lightning_zenflow.deepspeed.user_optimizer import REQUIRED_OPTIONS
 
 FILE_KEY = "lightning_zenflow.run_state"

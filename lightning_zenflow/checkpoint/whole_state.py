@@ -16,7 +16,7 @@ from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
 from lightning_zenflow.deepspeed.host_state import MOMENTS, with_own_storage
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.pieces import is_divided, is_in_pieces
+from lightning_zenflow.deepspeed.parameters import is_divided, is_in_pieces
 
 
 class WholeState:

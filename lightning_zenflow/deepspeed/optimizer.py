@@ -15,13 +15,12 @@ from typing_extensions import override
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.errors import MisconfigurationException, other_backward
-from lightning_zenflow.deepspeed.between_steps import TakenGradients, WrittenWeights
+from lightning_zenflow.deepspeed.between_steps import Sleep, TakenGradients, WrittenWeights
 from lightning_zenflow.deepspeed.build import RankResources, ZeroPartition, build
 from lightning_zenflow.deepspeed.flat_buffers import slices_of
-from lightning_zenflow.deepspeed.full_state import FullState
 from lightning_zenflow.deepspeed.host_state import Checkpointing
+from lightning_zenflow.deepspeed.parameters import FullState
 from lightning_zenflow.deepspeed.release import restore_process
-from lightning_zenflow.deepspeed.sleep import Sleep
 from lightning_zenflow.deepspeed.supported import refuse_unused
 from lightning_zenflow.deepspeed.user_optimizer import read_hyperparameters
 from lightning_zenflow.offload.ownership import Freezing

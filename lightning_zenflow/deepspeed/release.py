@@ -31,7 +31,7 @@ from torch import Tensor, UntypedStorage
 from torch.nn import Module
 
 from lightning_zenflow.core.distributed import all_agree
-from lightning_zenflow.deepspeed.pieces import is_divided, piece_of
+from lightning_zenflow.deepspeed.parameters import is_divided, piece_of
 from lightning_zenflow.worker.machine import free_host_memory
 
 _OF_MODULES = (

@@ -23,8 +23,8 @@ from lightning_zenflow.core.device import Stream, runtime_of
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.fetch import FetchCoordinator, Piece
 from lightning_zenflow.deepspeed.flat_buffers import Layout
-from lightning_zenflow.deepspeed.full_state import StateAccess
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
+from lightning_zenflow.deepspeed.parameters import StateAccess
 from lightning_zenflow.deepspeed.supported import (
     check_inputs_of_leaf_modules,
     refuse_features_of_stage_3,

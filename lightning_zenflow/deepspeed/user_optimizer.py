@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
-from lightning_zenflow.deepspeed.pieces import is_in_pieces
+from lightning_zenflow.deepspeed.parameters import is_in_pieces
 
 _SUPPORTED: dict[type, str] = {
     torch.optim.AdamW: "torch.optim.AdamW",

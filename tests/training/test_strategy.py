@@ -29,7 +29,7 @@ def test_the_name_is_known_to_trainer_and_fabric_before_deepspeed_is_imported() 
         "print(*(type(made(**options).strategy).__module__ for made in (Trainer, Fabric)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
-    assert done.stdout == "lightning_zenflow.strategy lightning_zenflow.fabric.strategy\n"
+    assert done.stdout == "lightning_zenflow.strategy lightning_zenflow.fabric\n"
 
 
 DEEPSPEED_JSON = {

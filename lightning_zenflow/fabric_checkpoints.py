@@ -17,7 +17,7 @@ from lightning_zenflow.checkpoint.single_file import FILE_KEY, SavedFile
 from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.pieces import load_whole
+from lightning_zenflow.deepspeed.parameters import load_whole
 from lightning_zenflow.saving import Saving
 
 
