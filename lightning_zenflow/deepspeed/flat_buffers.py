@@ -29,9 +29,6 @@ _ACROSS = 1 / 2
 _CHUNK = 1 << 24
 """Elements that are exchanged at once: 64 MB of device memory."""
 
-Read = Callable[[int, int], Tensor]
-"""Gives elements [begin, begin + numel) of a state, for a begin and a number; of any type."""
-
 
 def balanced_order(numels: Sequence[int], n_ranks: int) -> list[int]:
     """Order of a flat buffer that is cut into equal parts, so that every rank gets gradients from the beginning of backward to its end.
@@ -263,49 +260,34 @@ class DiskCopies:
         self._mapped.clear()
 
 
-class OrderedCopy:
-    """This rank's part of the states in another order, float32, on disk: a copy in memory would take as much as the states.
+def copy_reordered(
+    states: Sequence[Sequence[Callable[[int, int], Tensor]]],
+    sources: Sequence[Layout],
+    copies: Sequence[Sequence[Tensor]],
+    targets: Sequence[Layout],
+    *,
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> None:
+    """Copies the states of all ranks, which call it together, into another order. Waits for the other ranks.
 
     Args:
-        copies: of the save.
-        layouts: of each flat partition.
-        n_states: states of each element.
-
-    Attributes:
-        n_states: states of each element.
-        states: for each flat partition its states, [partition_numel], zeros at first.
-
-    Raises:
-        OSError: the disk is full.
+        states: for each of `sources` its states, by functions that give elements [begin, begin + numel) for a begin and a number.
+        sources: layout of each flat partition.
+        copies: for each of `targets` as many tensors, [partition_numel] float32; padding is not written.
+        targets: layouts of the copies.
+        device: of the group's collectives.
+        group: the ranks.
     """
-
-    def __init__(self, copies: DiskCopies, layouts: Sequence[Layout], *, n_states: int) -> None:
-        self._layouts, self.n_states = layouts, n_states
-        self.states = [[copies.zeros(layout.partition_numel) for _ in range(n_states)] for layout in layouts]
-
-    def fill(
-        self,
-        states: Sequence[Sequence[Read]],
-        layouts: Sequence[Layout],
-        *,
-        device: torch.device,
-        group: dist.ProcessGroup,
-    ) -> None:
-        """Copies the states of all ranks, which call it together. Waits for the other ranks.
-
-        Args:
-            states: as `OrderedCopy.states`, by their functions.
-            layouts: their order.
-            device: of the group's collectives.
-            group: the ranks.
-        """
-        for target, source, theirs, ours in zip(self._layouts, layouts, states, self.states, strict=True):
-            for run in runs(source, target):
-                for from_, to in zip(theirs, ours, strict=True):
-                    _copy(from_, to, run, device, group)
+    for source, target, theirs, ours in zip(sources, targets, states, copies, strict=True):
+        for run in runs(source, target):
+            for read, to in zip(theirs, ours, strict=True):
+                _copy(read, to, run, device, group)
 
 
-def _copy(read: Read, target: Tensor, run: Run, device: torch.device, group: dist.ProcessGroup) -> None:
+def _copy(
+    read: Callable[[int, int], Tensor], target: Tensor, run: Run, device: torch.device, group: dist.ProcessGroup
+) -> None:
     """Copies one run of elements. All ranks do so for all runs in the same order, so none waits for one that waits for it."""
     rank = dist.get_rank(group)
     for offset in range(0, run.numel, _CHUNK):

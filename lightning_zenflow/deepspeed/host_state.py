@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lightning_zenflow.core.errors import MisconfigurationException, OtherBases
 from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.deepspeed.flat_buffers import DiskCopies, Layout, OrderedCopy
+from lightning_zenflow.deepspeed.flat_buffers import DiskCopies, Layout, copy_reordered
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.moments import CodedMoment, Moment
@@ -162,7 +162,8 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._flats = self._exchange_params(self._of_groups)
         self._is_read = False
-        self._saved: OrderedCopy | None = None
+        # During a save its copies, if it has some.
+        self._saved: list[list[Tensor]] | None = None
         self._reading = self.optimizer.register_state_dict_pre_hook(self._refuse_reading)
 
     def _exchange_params(self, of_groups: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
@@ -193,9 +194,7 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
         finally:
             self._exchange_params(self._of_groups)
             self._is_read = False
-        state[self.state_key] = self._host_state.as_saved(
-            state[self.state_key], None if self._saved is None else self._saved.states
-        )
+        state[self.state_key] = self._host_state.as_saved(state[self.state_key], self._saved)
         state[CHECKPOINT_KEY] = self.zenflow_step.state_dict()
         return state
 
@@ -246,9 +245,9 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
                 self.full_state.write(name, weights[name].new_zeros(shape) if moment is None else moment, key)
         self._continue_from(saved)
 
-    def copy_for_save(self, copies: DiskCopies) -> Any:
+    def copy_for_save(self, copies: DiskCopies) -> list[list[Tensor]] | None:
         """Disk space that a save to a folder needs for `saved_as` beside DeepSpeed's files, for all states in another order or for moments
-        without views; None: none.
+        without views; None: none. In memory the copies would take as much as the states.
 
         Raises:
             OSError: the disk is full.
@@ -256,7 +255,8 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
         is_reordered = self.saved_layouts != self.layouts
         if not is_reordered and self._host_state.has_views:
             return None
-        return OrderedCopy(copies, self.saved_layouts, n_states=is_reordered + len(MOMENTS))
+        n_states = is_reordered + len(MOMENTS)
+        return [[copies.zeros(layout.partition_numel) for _ in range(n_states)] for layout in self.saved_layouts]
 
     @contextmanager
     def saved_as(self, copy: Any) -> Iterator[None]:
@@ -267,9 +267,13 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
         """
         if copy is not None:
             self.flush()
-            layouts, names = self.layouts, (None, *MOMENTS)[-copy.n_states :]
-            states = [[partial(self._host_state.read, group, name) for name in names] for group in range(len(layouts))]
-            copy.fill(states, layouts, device=self._rank.device, group=self.dp_process_group)
+            states = [
+                [partial(self._host_state.read, group, name) for name in (None, *MOMENTS)[-len(of_group) :]]
+                for group, of_group in enumerate(copy)
+            ]
+            copy_reordered(
+                states, self.layouts, copy, self.saved_layouts, device=self._rank.device, group=self.dp_process_group
+            )
         self._saved = copy
         try:
             yield

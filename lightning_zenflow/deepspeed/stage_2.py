@@ -185,9 +185,9 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
     @override
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
-        if self._saved is not None and self._saved.n_states > len(MOMENTS):
+        if self._saved is not None and len(self._saved[0]) > len(MOMENTS):
             # Private: cuts off the padding.
-            masters = self._get_groups_without_padding([masters for masters, *_ in self._saved.states])
+            masters = self._get_groups_without_padding([masters for masters, *_ in self._saved])
             state[SINGLE_PARTITION_OF_FP32_GROUPS] = masters
             state[PARAM_SLICE_MAPPINGS] = fragments(self.saved_layouts, dist.get_rank(group=self.dp_process_group))
         return state
