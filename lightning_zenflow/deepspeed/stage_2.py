@@ -34,6 +34,7 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
     overlap_comm: bool
     bit16_groups: list[list[Tensor]]
     round_robin_bit16_groups: list[list[Tensor]]
+    bit16_groups_flat: list[Tensor]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._is_round_robin = bool(kwargs.get("round_robin_gradients", False))
@@ -41,7 +42,6 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         super().__init__(*args, **{**kwargs, "round_robin_gradients": True})
         # Private: DeepSpeed links the moments to the parameters after its own first step; ours exist already.
         self._lazy_init_hp_params_optimizer_state()
-        self._note_places()
 
     @override
     def _round_robin_reorder(
@@ -137,9 +137,6 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         finally:
             self.overlap_comm = overlap_comm
 
-    def _note_places(self) -> None:
-        self._addresses = [parameter.data_ptr() for parameter in self._trained_parameters]
-
     @override
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         if not self._away:
@@ -147,29 +144,27 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         super().offload_states(*args, **kwargs)
 
     @override
-    def reload_states(self, non_blocking: bool = False) -> None:
-        super().reload_states(non_blocking)
-        self._note_places()
-
-    @override
     def _begin_step(self) -> None:
         self._refuse_moved()
 
     def _refuse_moved(self) -> None:
-        if self._addresses != (addresses := [parameter.data_ptr() for parameter in self._trained_parameters]):
-            places = zip(self._trained_parameters, addresses, self._addresses, strict=True)
-            name = next(self.param_names[parameter] for parameter, now, before in places if now != before)
-            # Updates reach a weight at its address, and nowhere else.
-            raise MisconfigurationException(
-                f"ZenFlowStrategy: {name} must keep its memory, got another one since set-up, as by `parameter.data = ...`,"
-                " `module.to(...)` or `module.load_state_dict(..., assign=True)`: updates do not reach it there. To give it other values,"
-                " use deepspeed.utils.safe_set_full_fp32_param"
-            )
+        """Refuses weights that are not in the flat buffers any more, where updates reach them."""
+        for group, flat in zip(self.round_robin_bit16_groups, self.bit16_groups_flat, strict=True):
+            address = flat.data_ptr()
+            for parameter in group:
+                # Of an empty one torch gives no address.
+                if parameter.data_ptr() != address and parameter.numel():
+                    raise MisconfigurationException(
+                        f"ZenFlowStrategy: {self.param_names[parameter]} must keep its memory, got another one since set-up, as by"
+                        " `parameter.data = ...`, `module.to(...)` or `module.load_state_dict(..., assign=True)`: updates do not reach it"
+                        " there. To give it other values, use deepspeed.utils.safe_set_full_fp32_param"
+                    )
+                address += parameter.nbytes
 
     @override
     def _forget_weights(self) -> None:
         super()._forget_weights()
-        self.bit16_groups_flat: list[Tensor] = []
+        self.bit16_groups_flat = []
         self.parallel_partitioned_bit16_groups: list[list[Tensor]] = []
 
     @override
