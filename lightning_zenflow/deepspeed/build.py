@@ -125,14 +125,6 @@ class ZeroPartition:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankParts(StepParts):
-    """Components of one rank: those of the step, the worker, and the states."""
-
-    worker: SupervisedWorker
-    host_state: HostState
-
-
-@dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """Sizes of a rank's arena, for the schedules that the configuration allows. Pure."""
 
@@ -171,7 +163,7 @@ class MemoryPlan:
         return arena_bytes(self.partition, self.sizes(schedules))
 
 
-def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) -> RankParts:
+def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) -> tuple[StepParts, HostState]:
     """Plans the memory, checks that all ranks have it, and makes the components; the caller closes worker and arena.
 
     Raises:
@@ -191,10 +183,10 @@ def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) 
     # Outermost, so that ranks that have built their parts release them if another one has not.
     with ExitStack() as undo:
         with raising_together(RuntimeError):
-            parts = _make(plan, policy, resources, undo)
+            parts, host_state = _make(plan, policy, resources, undo)
         undo.pop_all()
     rank_zero_info(_description(config, parts.rank, policy.schedule, resources.cores))
-    return parts
+    return parts, host_state
 
 
 def _agree(plan: MemoryPlan, ranks_on_host: int) -> SchedulePolicy:
@@ -226,7 +218,9 @@ def _agree(plan: MemoryPlan, ranks_on_host: int) -> SchedulePolicy:
     return policy
 
 
-def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, undo: ExitStack) -> RankParts:
+def _make(
+    plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, undo: ExitStack
+) -> tuple[StepParts, HostState]:
     """Makes the components, in the order in which one needs another; `undo` releases them."""
     config, zero, cores = plan.config, plan.zero, resources.cores.cores
     # For every schedule that the configuration allows: what is not used takes no memory.
@@ -283,10 +277,9 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
     )
     control = ScheduleControl(policy, rank, group=zero.group) if config.measures else None
     planner = Planner(config, jobs, control, selector)
-    return RankParts(
-        worker=worker,
-        host_state=host_state,
+    parts = StepParts(
         rank=rank,
+        worker=worker,
         jobs=jobs,
         ownership=ownership,
         provisional=provisional,
@@ -296,6 +289,7 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
         counters=CounterReader(rank, jobs, fill.in_backward, ownership),
         write_count=host_state.write_count,
     )
+    return parts, host_state
 
 
 def _description(config: ZenFlowConfig, rank: RankState, schedule: UpdateSchedule, cores: WorkerCores) -> str:

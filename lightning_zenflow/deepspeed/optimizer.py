@@ -104,8 +104,9 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
             group=self.dp_process_group,
             **of_stage,
         )
-        self.parts = parts = build(self.zenflow_config, zero, self._resources)
-        self._worker, self._host_state, self._rank = parts.worker, parts.host_state, parts.rank
+        self.parts, self._host_state = build(self.zenflow_config, zero, self._resources)
+        parts = self.parts
+        self._worker, self._rank = parts.worker, parts.rank
         self.telemetry: Telemetry = parts.rank.telemetry
         self.counters: CounterReader = parts.counters
         self._trained_parameters = parameters
@@ -118,7 +119,7 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
             read_inputs=self._read_inputs,
             gather_weights=self._weights_change,
         )
-        self.full_state = FullState(self, parts.host_state.states, names, zero.shapes)
+        self.full_state = FullState(self, self._host_state.states, names, zero.shapes)
         self.taken = TakenGradients(names)
         self._written = WrittenWeights(self._rank, names, in_place=zero.in_place, group=self.dp_process_group)
         for name, added in self.full_state.parameters.items():

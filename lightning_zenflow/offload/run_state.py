@@ -42,6 +42,7 @@ from lightning_zenflow.offload.plan import Planner
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
 from lightning_zenflow.offload.rank_state import RankState
 from lightning_zenflow.telemetry import Reading
+from lightning_zenflow.worker.supervisor import SupervisedWorker
 
 CHECKPOINT_KEY = "zenflow"
 """In DeepSpeed's optimizer state of a rank; DeepSpeed itself reads the keys it knows only."""
@@ -118,6 +119,7 @@ class StepParts:
     """Components of the step of one rank, built together; each is documented where it is defined."""
 
     rank: RankState
+    worker: SupervisedWorker
     jobs: JobQueue
     ownership: Ownership
     provisional: ProvisionalUpdate

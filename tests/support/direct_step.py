@@ -77,7 +77,7 @@ class DirectStep:
             ranks_on_host=1,
             word_timeout_s=config.worker_timeout,
         )
-        self.parts = build(config, zero, resources)
+        self.parts, _ = build(config, zero, resources)
         self._groups, self._in_place, self._fetches = groups, in_place, in_place
         if in_place:
             self._show(self.parts.rank.weights)
