@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.build import rank_resources
 from lightning_zenflow.deepspeed.config import (
     ConfigSource,
@@ -33,7 +34,6 @@ from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.release import Released, make_whole, pickled_as_before, release
 from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
-from lightning_zenflow.deepspeed.supported import refuse_unfrozen
 from lightning_zenflow.deepspeed.user_optimizer import UsersOptimizer
 
 Built = TypeVar("Built", bound=tuple[Any, ...])
@@ -210,7 +210,12 @@ class Session(RankEnvironment):
             # On this rank alone, perhaps.
             Session.flush(self)
         if step.micro_batches == 0:
-            refuse_unfrozen(self._frozen_at_setup)
+            for name, parameter in self._frozen_at_setup.items():
+                if parameter.requires_grad:
+                    raise MisconfigurationException(
+                        f"{name}.requires_grad must be False, got True: DeepSpeed trains only parameters that required gradients at setup;"
+                        " set it up trainable and freeze it after that, with the Trainer in `on_train_start`"
+                    )
             step.follow_freezing()
 
     def start_epoch(self, epoch: int) -> None:

@@ -27,14 +27,7 @@ from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config
 from lightning_zenflow.deepspeed.engines import inference_engine
 from lightning_zenflow.deepspeed.environment import TrainerPrecision
-from lightning_zenflow.deepspeed.supported import (
-    refuse_further_backward,
-    refuse_missing_loss,
-    refuse_unsupported_callbacks,
-    refuse_unsupported_module,
-    refuse_unsupported_training,
-    several_devices_in_notebook,
-)
+from lightning_zenflow.deepspeed.supported import refuse_unsupported_callbacks, refuse_unsupported_module
 from lightning_zenflow.deepspeed.user_optimizer import validate_optimizer
 from lightning_zenflow.monitor.callbacks import StallMonitor, StallMonitoring, insert_first
 from lightning_zenflow.session import FromTrainer
@@ -175,7 +168,12 @@ class TrainerStrategy(TrainerCheckpoints):
         # Private: the last call before other ranks are started. Lightning recognises a notebook or Python's prompt so, too.
         is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
         if is_interactive and not self.is_alone:
-            raise several_devices_in_notebook(self.num_nodes * self.num_processes)
+            # Lightning's own error advises a strategy that does not offload.
+            raise MisconfigurationException(
+                "ZenFlowStrategy: in a notebook or at Python's prompt devices must be 1, got"
+                f" {self.num_nodes * self.num_processes}, since the other processes would run the program's file, and there is none; use"
+                " devices=1, or write the training to a file (`%%writefile train.py`) and run that (`!python train.py`)"
+            )
         super()._configure_launcher()
 
     @override
@@ -190,11 +188,14 @@ class TrainerStrategy(TrainerCheckpoints):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.lightning_module is not None
         with self._saves.undisturbed():
             self._over = False
             refuse_unsupported_module(self.lightning_module)
-            refuse_unsupported_training(self.lightning_module)
+            if (algorithm := trainer.gradient_clip_algorithm) not in (None, "norm"):
+                raise MisconfigurationException(
+                    f"ZenFlowStrategy: gradient_clip_algorithm must be 'norm', got {str(algorithm.value)!r}: clipping by value is not"
+                    " implemented"
+                )
             if trainer.state.fn == TrainerFn.FITTING:
                 self._check_checkpoint_callbacks(trainer.checkpoint_callbacks)
             insert_first(trainer.callbacks, self._exact_weights)  # type: ignore[attr-defined]  # set where mypy does not see it
@@ -244,7 +245,6 @@ class TrainerStrategy(TrainerCheckpoints):
                 "configure_optimizers must return an optimizer, got None: ZenFlowStrategy has nothing to offload then; use"
                 " `Trainer(strategy='auto')`, or `validate`, `test` and `predict`"
             )
-        assert self.lightning_module is not None
         validate_optimizer(optimizer, self.lightning_module, scheduled=scheduler is not None)
         return optimizer, scheduler
 
@@ -274,7 +274,7 @@ class TrainerStrategy(TrainerCheckpoints):
         # Private: calls `deepspeed.initialize`, during which ZenFlow's optimizer takes the place of DeepSpeed's.
         initialize = partial(super()._setup_model_and_optimizer, model, optimizer, lr_scheduler)
         engine: tuple[Any, Optimizer] = self._set_up(initialize, model, optimizer)
-        assert self.lightning_module is not None and self.zenflow_optimizer is not None
+        assert self.zenflow_optimizer is not None
         overridden: Callable[..., bool] = self.lightning.utilities.model_helpers.is_overridden
         plugin, clip_val = self.precision_plugin, self.lightning_module.trainer.gradient_clip_val
         if clip_val is None and isinstance(plugin, TrainerPrecision):
@@ -302,17 +302,16 @@ class TrainerStrategy(TrainerCheckpoints):
         """No effect: ZeRO reduces the gradients of every micro-batch, because each rank keeps its part only."""
         yield
 
-    @property
-    def _is_automatic(self) -> bool:
-        """Whether Lightning calls backward and step; if not, the module's `training_step` does."""
-        assert self.lightning_module is not None
-        return bool(self.lightning_module.automatic_optimization)
-
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         output: STEP_OUTPUT = super().training_step(*args, **kwargs)
-        if self._is_automatic:
-            refuse_missing_loss(output)
+        if self.lightning_module.automatic_optimization:
+            # Lightning's DeepSpeed plugin checks only the last micro-batch of a step.
+            if output is None:
+                raise MisconfigurationException(
+                    "ZenFlowStrategy: training_step must return a loss, got None: all ranks reduce gradients in every micro-batch, so a"
+                    " rank that skips one would block the others (to skip a batch, return any output times zero)"
+                )
             if self.zenflow_optimizer is not None:
                 # For `on_before_zero_grad`.
                 self.zenflow_optimizer.taken.show()
@@ -330,16 +329,20 @@ class TrainerStrategy(TrainerCheckpoints):
         if isinstance(plugin, TrainerPrecision) and optimizer is not None:
             if optimizer.zenflow_step.micro_batches == 0:
                 plugin.norm_of_step = None
-            is_over = optimizer.zenflow_step.is_complete and not self._is_automatic
+            is_over = optimizer.zenflow_step.is_complete and not self.lightning_module.automatic_optimization
             if is_over or plugin.norm_of_step is not None:
-                refuse_further_backward()
+                raise MisconfigurationException(
+                    "ZenFlowStrategy: a step must have no backward pass behind `clip_gradients`, and no second one in the closure of"
+                    " `optimizer.step` where the closure before had one only; call `manual_backward` for the other micro-batches before"
+                    " `optimizer.step`"
+                )
         return super().backward(*args, **kwargs)
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Runs the step's last micro-batches (forward and backward are in its closure, if there is one) and the step."""
         set_boundary = self.deepspeed_engine.set_gradient_accumulation_boundary
-        set_boundary(self._is_automatic or self._has_single_backward)
+        set_boundary(self.lightning_module.automatic_optimization or self._has_single_backward)
         self._n_in_closure = 0
 
         def complete() -> Any:
@@ -358,18 +361,18 @@ class TrainerStrategy(TrainerCheckpoints):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.deepspeed_engine.set_gradient_accumulation_boundary(False)
-        assert self.lightning_module is not None
         self._saves.in_batch = True
-        plugin, optimizer = self.precision_plugin, self.zenflow_optimizer
-        if isinstance(plugin, TrainerPrecision) and optimizer is not None and self._is_automatic:
+        plugin, optimizer, trainer = self.precision_plugin, self.zenflow_optimizer, self.lightning_module.trainer
+        is_automatic = self.lightning_module.automatic_optimization
+        if isinstance(plugin, TrainerPrecision) and optimizer is not None and is_automatic:
             # What the backward pass predicts clip factors from; in manual optimization the norm that was given last.
             if self._clips_itself:
                 optimizer.clip_grad = optimizer.clip_grad or math.inf
             else:
-                optimizer.clip_grad = self.lightning_module.trainer.gradient_clip_val or plugin.max_norm
+                optimizer.clip_grad = trainer.gradient_clip_val or plugin.max_norm
         # In manual optimization the backward pass may come before or behind what the user does with `grad`.
-        self._begin_micro_batch(hides_gradients=self._is_automatic)
-        self.start_epoch(self.lightning_module.trainer.current_epoch)
+        self._begin_micro_batch(hides_gradients=is_automatic)
+        self.start_epoch(trainer.current_epoch)
         super().on_train_batch_start(batch, batch_idx)
 
     @override
@@ -379,7 +382,6 @@ class TrainerStrategy(TrainerCheckpoints):
     @property
     @override
     def _ends_together(self) -> bool:
-        assert self.lightning_module is not None
         return bool(self.lightning_module.trainer.state.status != TrainerStatus.INTERRUPTED)
 
 

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import runtime_of
+from lightning_zenflow.core.distributed import raise_together
 from lightning_zenflow.core.errors import MisconfigurationException, other_backward
 from lightning_zenflow.deepspeed.between_steps import Sleep, TakenGradients, WrittenWeights
 from lightning_zenflow.deepspeed.build import RankResources, ZeroPartition, build
@@ -21,7 +22,6 @@ from lightning_zenflow.deepspeed.flat_buffers import slices_of
 from lightning_zenflow.deepspeed.host_state import Checkpointing
 from lightning_zenflow.deepspeed.parameters import FullState
 from lightning_zenflow.deepspeed.release import restore_process
-from lightning_zenflow.deepspeed.supported import refuse_unused
 from lightning_zenflow.deepspeed.user_optimizer import read_hyperparameters
 from lightning_zenflow.offload.ownership import Freezing
 from lightning_zenflow.offload.plan import StepInputs
@@ -240,8 +240,7 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
             return
         self._written.refuse()
         if not self.ignore_unused_parameters:
-            unused = (self._rank.partition.slices[index].parameter for index in self.parts.fill.unused())
-            refuse_unused(self.param_names[self._trained_parameters[number]] for number in unused)
+            self._refuse_unused()
         scale, finite = self.zenflow_step.step(copies_finite=self.loss_scaler.dynamic)
         # Private: DeepSpeed's engine reads it for `get_global_grad_norm`.
         self._global_grad_norm = scale.norm
@@ -255,6 +254,15 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
             self.flush()
         self._written.note(self.zenflow_step.number)
         self._is_behind_step = True
+
+    def _refuse_unused(self) -> None:
+        """Refuses a step without gradients of parameters of which a rank holds a part. A collective."""
+        unused = [self._trained_parameters[self._rank.partition.slices[i].parameter] for i in self.parts.fill.unused()]
+        error = MisconfigurationException(
+            f"the loss of a step must depend on every trained parameter, got none of {', '.join(self.param_names[p] for p in unused)}:"
+            " freeze them, or set DeepSpeed's zero_optimization.ignore_unused_parameters to true"
+        )
+        raise_together(error if unused else None, MisconfigurationException)
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         """Refused: the ranks divide all parameters at set-up."""

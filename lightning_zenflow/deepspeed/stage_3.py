@@ -25,11 +25,7 @@ from lightning_zenflow.deepspeed.fetch import FetchCoordinator, Piece
 from lightning_zenflow.deepspeed.flat_buffers import Layout
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.parameters import StateAccess
-from lightning_zenflow.deepspeed.supported import (
-    check_inputs_of_leaf_modules,
-    refuse_features_of_stage_3,
-    refuse_second_gradient,
-)
+from lightning_zenflow.deepspeed.supported import check_inputs_of_leaf_modules, refuse_features_of_stage_3
 from lightning_zenflow.offload.plan import StepInputs
 
 _REDUCE_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
@@ -238,7 +234,12 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
             index = self._slice_of.get(parameter)
             if index is not None:
                 if last and self._in_backward and index in self.parts.fill.arrivals.arrived:
-                    refuse_second_gradient(self.param_names[parameter])
+                    # The first may have been applied.
+                    raise MisconfigurationException(
+                        f"ZenFlowStrategy: {self.param_names[parameter]} must have one gradient in a backward pass with stage=3, got a"
+                        " second: it is used more than once, and at least once in re-entrant checkpointing, which is a backward pass of its"
+                        " own, or in a leaf module that runs more than once; use torch.utils.checkpoint with use_reentrant=False"
+                    )
                 numel = self._rank.partition.slices[index].numel
                 self._receive(index, piece.detach().view(-1).narrow(0, 0, numel), last=last)
             if parameter.grad is not None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from functools import partial
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -13,7 +13,6 @@ from torch._dynamo import OptimizedModule
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zenflow.core.distributed import raise_together
 from lightning_zenflow.core.errors import MisconfigurationException
 
 
@@ -34,35 +33,6 @@ def refuse_features(zero_optimizer: Any, of_stage: Mapping[str, bool]) -> None:
     for feature, present in features.items():
         if present:
             raise MisconfigurationException(f"ZenFlowStrategy does not support {feature}; turn it off")
-
-
-def refuse_unused(names: Iterable[str]) -> None:
-    """Refuses a step without gradients of the named parameters (a part of which this rank holds). A collective."""
-    listed = ", ".join(names)
-    message = (
-        f"the loss of a step must depend on every trained parameter, got none of {listed}: freeze them, or set DeepSpeed's"
-        " zero_optimization.ignore_unused_parameters to true"
-    )
-    raise_together(MisconfigurationException(message) if listed else None, MisconfigurationException)
-
-
-def refuse_unfrozen(frozen_at_setup: Mapping[str, Tensor]) -> None:
-    """Refuses to unfreeze a parameter that was frozen at setup."""
-    for name, parameter in frozen_at_setup.items():
-        if parameter.requires_grad:
-            raise MisconfigurationException(
-                f"{name}.requires_grad must be False, got True: DeepSpeed trains only parameters that required gradients at setup; set it"
-                " up trainable and freeze it after that, with the Trainer in `on_train_start`"
-            )
-
-
-def refuse_unsupported_training(module: pl.LightningModule) -> None:
-    """Refuses clipping other than by norm."""
-    algorithm = module.trainer.gradient_clip_algorithm
-    if algorithm not in (None, "norm"):
-        raise MisconfigurationException(
-            f"ZenFlowStrategy: gradient_clip_algorithm must be 'norm', got {algorithm.value!r}: clipping by value is not implemented"
-        )
 
 
 def refuse_unsupported_callbacks(callbacks: Iterable[pl.Callback], lightning: ModuleType, *, in_pieces: bool) -> None:
@@ -130,32 +100,6 @@ def refuse_unsupported_module(module: Module) -> None:
             raise MisconfigurationException(f"ZenFlowStrategy: {name} must {must}, got {found}")
 
 
-def refuse_further_backward() -> NoReturn:
-    """Refuses a backward pass behind a step's last one, or behind its clipping."""
-    raise MisconfigurationException(
-        "ZenFlowStrategy: a step must have no backward pass behind `clip_gradients`, and no second one in the closure of `optimizer.step`"
-        " where the closure before had one only; call `manual_backward` for the other micro-batches before `optimizer.step`"
-    )
-
-
-def refuse_missing_loss(output: object) -> None:
-    """Refuses None from `training_step`. Lightning's DeepSpeed plugin checks only the last micro-batch of a step."""
-    if output is None:
-        raise MisconfigurationException(
-            "ZenFlowStrategy: training_step must return a loss, got None: all ranks reduce gradients in every micro-batch, so a rank that"
-            " skips one would block the others (to skip a batch, return any output times zero)"
-        )
-
-
-def several_devices_in_notebook(devices: int) -> MisconfigurationException:
-    """The error for several devices (of all nodes) there; Lightning's own advises a strategy that does not offload."""
-    return MisconfigurationException(
-        f"ZenFlowStrategy: in a notebook or at Python's prompt devices must be 1, got {devices}, since the other processes would run the"
-        " program's file, and there is none; use devices=1, or write the training to a file (`%%writefile train.py`) and run that"
-        " (`!python train.py`)"
-    )
-
-
 def refuse_features_of_stage_3(zero_optimizer: Any) -> None:
     """As `refuse_features`, and modules that are compiled in another way than in place."""
     parameters = [p for sub_group in zero_optimizer.fp16_groups for p in sub_group]
@@ -176,15 +120,6 @@ def refuse_features_of_stage_3(zero_optimizer: Any) -> None:
                 f"ZenFlowStrategy: {name} must be compiled in place with stage=3, got the result of torch.compile, a module around it that"
                 " DeepSpeed does not see through: use `module.compile()`"
             )
-
-
-def refuse_second_gradient(name: str) -> None:
-    """Refuses a second gradient of a parameter in one backward pass, when the first may have been applied."""
-    raise MisconfigurationException(
-        f"ZenFlowStrategy: {name} must have one gradient in a backward pass with stage=3, got a second: it is used more than once, and at"
-        " least once in re-entrant checkpointing, which is a backward pass of its own, or in a leaf module that runs more than once; use"
-        " torch.utils.checkpoint with use_reentrant=False"
-    )
 
 
 def check_inputs_of_leaf_modules(module: Module) -> list[RemovableHandle]:
