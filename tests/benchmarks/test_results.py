@@ -22,7 +22,6 @@ TABLES = {
     *(f"step_time.__main__ --report-only --name {path.stem[10:]}" for path in results.RESULTS.glob("step_time_*.json")),
     "step_time.bookkeeping --report-only",
     "kernel.__main__ --report-only",
-    "projects.__main__ --report-only",
     "saves.__main__ --report-only",
 }
 

@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks.common.processes import run_process
 from benchmarks.kernel.__main__ import measure_replay
-from benchmarks.projects import __main__ as projects
 from benchmarks.reliability.__main__ import main as reliability
 from benchmarks.step_time import __main__ as step_time
 from benchmarks.step_time import bookkeeping
@@ -91,26 +90,6 @@ def test_bookkeeping(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert min(min(step_s) for step_s in repeat.values()) > 0
     text = (tmp_path / "bookkeeping.md").read_text()
     assert text.strip() in capsys.readouterr().out and "ZenFlowStrategy, S=4, d=1" in text
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_projects_of_others(tmp_path: Path) -> None:
-    """Their flows run to the end under each strategy. `zenflow_adamw`, by name or as an object, differs from `auto` as rounding does."""
-    assert projects.main(["--results", str(tmp_path)]) == 0
-    runs = json.loads((tmp_path / "projects.json").read_text())["runs"]
-    assert len(runs) == len(projects.PROJECTS) * len(projects.METHODS)
-    for of_project in zip(*[iter(runs)] * len(projects.METHODS), strict=True):
-        assert [run["method"] for run in of_project] == list(projects.METHODS)
-        assert all(run["error"] == "" and list(run["parts"]) == list(projects.PARTS) for run in of_project)
-        auto, control, named, given, _ = of_project
-        # scvi-tools draws other batches for an object of a class that derives from `DDPStrategy`.
-        is_same = named["losses"] == given["losses"] and named["predictions"] == given["predictions"]
-        assert is_same == (auto["project"] != "scvi-tools")
-        rounding = projects.difference(control["losses"][0], auto["losses"][0])
-        assert float(projects.difference(named["losses"][0], auto["losses"][0])) <= min(
-            1e-3, 10 * max(1e-6, float(rounding))
-        )
 
 
 def test_reliability(tmp_path: Path) -> None:
