@@ -1,35 +1,39 @@
-"""Copies columns and rows of measured tables into the README: `python -m docs.quote_tables`.
+"""Makes tables of the records of measurements, and copies columns and rows of them into documents: `python -m docs.quote_tables`."""
 
-`python -m docs.quote_tables FILE` writes the result to a file instead.
-"""
-
-import sys
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common.provenance import ROOT
 from benchmarks.common.results import RESULTS, markdown
+from benchmarks.convergence.records import read
+from benchmarks.convergence.report import tables_of
+from benchmarks.step_time.report import tables
+from benchmarks.step_time.run import results_of
 
-README = ROOT / "README.md"
+README, CONVERGENCE = ROOT / "README.md", ROOT / "docs" / "convergence.md"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quote:
     """A part of one measured table."""
 
+    document: Path
     table: str
-    """Between `<!-- table TABLE -->` and `<!-- end -->` in the README."""
-    result: str
+    """Between `<!-- table TABLE -->` and `<!-- end -->` in the document; of `benchmarks.convergence` the table's name."""
+    record: str
     """File in benchmarks/results/."""
-    columns: tuple[str, ...]
+    columns: tuple[str, ...] = ()
+    """Empty: all columns."""
     rows: tuple[str, ...] = ()
     """First cells of the rows; empty: all rows."""
 
 
 QUOTES = (
     Quote(
-        table="step_time_simulated_151M_asynchronous_1x16",
-        result="step_time_simulated_151M_asynchronous_1x16.md",
+        document=README,
+        table="step_time",
+        record="step_time_simulated_151M_asynchronous_1x16.json",
         columns=("method", "mean ms", "p99/p50", "time / zero_offload", "waiting", "host GB"),
         rows=(
             "floor: gradients dropped, no step",
@@ -39,7 +43,17 @@ QUOTES = (
             "ZenFlowStrategy, S=1, d=0",
         ),
     ),
+    Quote(document=CONVERGENCE, table="delay", record="convergence.jsonl"),
+    Quote(document=CONVERGENCE, table="moments", record="convergence_int8.jsonl"),
 )
+
+
+def table_of(quote: Quote) -> str:
+    """The whole Markdown table of a record."""
+    path = RESULTS / quote.record
+    if path.suffix == ".jsonl":
+        return tables_of(read(path))[quote.table]
+    return tables(results_of(json.loads(path.read_text())))
 
 
 def rows_of(table: str) -> list[dict[str, str]]:
@@ -50,23 +64,23 @@ def rows_of(table: str) -> list[dict[str, str]]:
 
 
 def quoted(quote: Quote) -> str:
-    """The quoted part of the table, without its notes: the document links to the file, which has command and provenance.
+    """The quoted part of the table, without its notes.
 
     Raises:
         ValueError: the table does not have a column or a row.
     """
-    table = (RESULTS / quote.result).read_text()
-    rows = {next(iter(row.values())): row for row in rows_of(table)}
-    missing = {*quote.columns} - {*next(iter(rows.values()))} | {*quote.rows} - {*rows}
+    rows = {next(iter(row.values())): row for row in rows_of(table_of(quote))}
+    columns = quote.columns or tuple(next(iter(rows.values())))
+    missing = {*columns} - {*next(iter(rows.values()))} | {*quote.rows} - {*rows}
     if missing:
-        raise ValueError(f"benchmarks/results/{quote.result}: there is no {sorted(missing)}; change QUOTES")
-    chosen = [{column: rows[name][column] for column in quote.columns} for name in quote.rows or rows]
-    return markdown(chosen)
+        raise ValueError(f"{quote.record}: there is no {sorted(missing)}; change QUOTES")
+    return markdown([{column: rows[name][column] for column in columns} for name in quote.rows or rows])
 
 
-def with_quotes(document: str) -> str:
-    """The document with every quoted table up to date, between its markers."""
-    for quote in QUOTES:
+def with_quotes(path: Path) -> str:
+    """A document with every quoted table up to date, between its markers."""
+    document = path.read_text()
+    for quote in (quote for quote in QUOTES if quote.document == path):
         before, begin, rest = document.partition(f"<!-- table {quote.table} -->\n")
         _, end, after = rest.partition("<!-- end -->")
         document = f"{before}{begin}{quoted(quote)}\n{end}{after}"
@@ -74,5 +88,5 @@ def with_quotes(document: str) -> str:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else README
-    target.write_text(with_quotes(README.read_text()))
+    for path in (README, CONVERGENCE):
+        path.write_text(with_quotes(path))

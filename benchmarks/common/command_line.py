@@ -26,11 +26,12 @@ class CommandLine(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
-    def add_results(self, *, report_only: bool = True) -> None:
-        """Adds `--results`, and `--report-only` for benchmarks that can tabulate an existing result."""
+    def add_results(self, name: str | None = None) -> None:
+        """Adds `--results` and `--report-only`, and `--name` with this default for benchmarks whose results are one file."""
         self.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="of the result files")
-        if report_only:
-            self.add_argument("--report-only", action="store_true", help="tabulate the existing result")
+        self.add_argument("--report-only", action="store_true", help="tabulate the existing result")
+        if name is not None:
+            self.add_argument("--name", default=name, help="of the result file, without its suffix")
 
     def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
         """Parses `arguments`, or those of this process where None; `command` is the whole command as text."""

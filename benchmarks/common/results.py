@@ -20,28 +20,24 @@ def markdown(rows: Iterable[Mapping[str, str]]) -> str:
 
 def report(
     options: argparse.Namespace,
-    name: str,
     measure: Callable[[argparse.Namespace], Mapping[str, Any]],
     describe: Callable[[Mapping[str, Any]], str],
 ) -> dict[str, Any]:
-    """Measures, writes RESULTS/NAME.json and NAME.md, and prints the table; with `--report-only` the table of the existing file.
+    """Measures, writes RESULTS/NAME.json, and prints the table; with `--report-only` the table of the existing file.
 
     Args:
         options: the benchmark's command line.
-        name: of the result files.
         measure: returns the content of the result file, without the provenance; dataclasses are allowed.
         describe: makes the table from what the file holds.
 
     Returns:
         The content of the result file.
     """
-    path = options.results / f"{name}.json"
+    path = options.results / f"{options.name}.json"
     if not options.report_only:
         values = {**about(options.command, getattr(options, "device", "cpu")), **measure(options)}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(values, default=dataclasses.asdict))
     written = json.loads(path.read_text())
-    text = describe(written)
-    (options.results / f"{name}.md").write_text(text + "\n")
-    print(text)
+    print(describe(written))
     return dict(written)

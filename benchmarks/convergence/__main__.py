@@ -25,7 +25,7 @@ from benchmarks.common.processes import run_process
 from benchmarks.convergence import records
 from benchmarks.convergence.methods import METHODS
 from benchmarks.convergence.records import Record, Spec, newest
-from benchmarks.convergence.report import write_reports
+from benchmarks.convergence.report import tables_of
 from benchmarks.convergence.run import run
 from benchmarks.convergence.settings import SETTINGS
 from benchmarks.convergence.summary import summarise
@@ -47,7 +47,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--timeout", type=float, default=3600, help="limit of a run in seconds")
     add("--cache", type=Path, default=CACHE, metavar="FOLDER", help="for the pre-trained model")
     add("--again", action="store_true", help="repeat finished runs")
-    parser.add_results()
+    parser.add_results("convergence")
     options = parser.parse(arguments)
     if options.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {options.jobs}")
@@ -131,7 +131,7 @@ def run_missing(specs: Sequence[Spec], options: argparse.Namespace, path: Path) 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     options = parse_arguments(arguments)
-    path = options.results / "convergence.jsonl"
+    path = options.results / f"{options.name}.jsonl"
     if not options.report_only:
         provenance.check_origin()
         first, rest = grid(options, options.seeds[:1]), grid(options, options.seeds[1:])
@@ -140,8 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             run_missing(first, options, path)
             run_missing(at_best_lr(rest, first, records.read(path)), options, path)
-    tables = write_reports(records.read(path), options.results)
-    for name, text in tables.items():
+    for name, text in tables_of(records.read(path)).items():
         title = SETTINGS[name].title if name in SETTINGS else "all settings, to the first method"
         print(f"\n{name}: {title}\n\n{text}")
     return 0

@@ -1,10 +1,9 @@
-"""Tables of records, and the files that hold them."""
+"""Tables of records."""
 
 import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 
 from benchmarks.common.results import markdown
 from benchmarks.convergence.methods import METHODS, OVERVIEWS
@@ -90,8 +89,8 @@ def provenance(records: Sequence[Record]) -> str:
     )
 
 
-def write_reports(records: Iterable[Record], folder: Path) -> dict[str, str]:
-    """Writes the table of each setting and the overviews of several; returns the tables by name."""
+def tables_of(records: Iterable[Record]) -> dict[str, str]:
+    """The table of each setting and the overviews of several, by name."""
     by_setting: dict[str, list[Record]] = defaultdict(list)
     for spec, record in newest(records).items():
         # Shortened trials are another comparison.
@@ -105,10 +104,7 @@ def write_reports(records: Iterable[Record], folder: Path) -> dict[str, str]:
             summaries = by_name[setting] = summarise(runs, SETTINGS[setting])
             tables[setting] = f"{table(summaries, SETTINGS[setting])}\n\n{provenance(runs)}"
     overviews = {name: overview(by_name, methods) for name, methods in OVERVIEWS.items()}
-    tables |= {name: text for name, text in overviews.items() if text}
-    for name, text in tables.items():
-        (folder / f"convergence_{name}.md").write_text(f"{text}\n")
-    return tables
+    return tables | {name: text for name, text in overviews.items() if text}
 
 
 def _check_beginnings(setting: str, runs: Iterable[Record]) -> None:

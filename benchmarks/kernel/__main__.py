@@ -9,7 +9,7 @@
 * `DeepSpeedCPUAdam`: ZeRO-Offload's work for one step: the clip pass over the 32-bit gradient, Adam, and the copy to bfloat16.
 * `torch AdamW, fused`: one step of torch's fused CPU kernel and the same two passes.
 
-The memory bandwidth is that of an in-place triad in the same run. Prints a table; writes RESULTS/kernel.json and .md.
+The memory bandwidth is that of an in-place triad in the same run. Prints a table; writes RESULTS/kernel.json.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = CommandLine("benchmarks.kernel", __doc__)
     parser.add_argument("--elements", type=int, default=1 << 26, help="parameters")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_results()
+    parser.add_results("kernel")
     return parser.parse(arguments)
 
 
@@ -145,7 +145,7 @@ def describe(written: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
-    report(parse_arguments(arguments), "kernel", measure, describe)
+    report(parse_arguments(arguments), measure, describe)
     return 0
 
 

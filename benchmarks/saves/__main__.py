@@ -5,7 +5,7 @@
 
 Trains on the simulated accelerator of `benchmarks.step_time`, which computes while the host works, with S = 1, d = 0: once for each size
 and each way to save. A save is timed from its call; with `async_checkpoints` and with torch's `async_save`, which gets the same tensors, it
-goes on behind the call. Prints a table; writes RESULTS/saves.json and .md.
+goes on behind the call. Prints a table; writes RESULTS/saves.json.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--between", type=int, default=8, help="steps between two saves, while nothing is written")
     add("--timeout", type=float, default=600, help="limit of a run in seconds")
     add("--folder", default=tempfile.gettempdir(), help="on the disk to which checkpoints are written")
-    parser.add_results()
+    parser.add_results("saves")
     return parser.parse(arguments)
 
 
@@ -86,7 +86,7 @@ def describe(written: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
-    report(parse_arguments(arguments), "saves", measure, describe)
+    report(parse_arguments(arguments), measure, describe)
     return 0
 
 

@@ -7,13 +7,16 @@
     python -m benchmarks.step_time --device simulated --params 151e6 --asynchronous --ranks 2 --worker-shares 0.3,0.5,0.7
     python -m benchmarks.step_time --params 151e6 --asynchronous --stage 3 --worker-shares 0.5,0.7,0.8,0.9 --share-of step
     python -m benchmarks.step_time --device cpu --params 150e6 --tokens 16
+    python -m benchmarks.step_time --device cpu --params 150e6 --narrow --methods floor,zero_offload,zenflow,zenflow_exact --steps 200
     python -m benchmarks.step_time --methods floor,zenflow --repeats 1
 
 Runs are interleaved: every method once, then every method again. Numbers are medians over the repeats, ratios are formed within each
 repeat. With `--worker-shares` a first run, whose steps are long, measures the worker's pass, and everything is timed with backward passes
 (or with `--share-of step` with forward and backward passes) of which the pass is such a part; of several ranks the pass of all of them one
 after the other, if they share the workers' cores. Methods that do not apply to a device are not among its defaults, and are refused by
-name. Prints a table; writes RESULTS/step_time_NAME.json (every step of every run) and .md.
+name. With `--narrow` a method's time above the floor is its bookkeeping: calls into DeepSpeed, torch and compiled code, and to other
+processes, which depend on the number of tensors; every process computes with one thread then, as the trainer beside the worker does on two
+cores. Prints a table; writes RESULTS/NAME.json, every step of every run.
 """
 
 import argparse
@@ -49,6 +52,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--batch", type=int, default=1, help="sequences in a step")
     add("--tokens", type=int, default=16, help="length of a sequence")
     add("--compute-ms", type=float, default=540.0, help="forward and backward; this and what follows of simulated ones")
+    add("--narrow", action="store_true", help="on cpu and cuda: all tensors of the model, but hardly any weights")
     add("--embedding", action="store_true", help="15 %% of the weights are an embedding, whose gradient comes last")
     add("--asynchronous", action="store_true", help="the device computes while the host copies, as a GPU does")
     add("--ranks", type=int, default=1, help="devices, on this host")
@@ -62,8 +66,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--steps", type=int, default=24, help="timed steps")
     add("--warm-up", type=int, default=8, help="steps before them")
     add("--timeout", type=float, default=900, help="limit of a run in seconds")
-    add("--name", help="of the result files; default: device and size")
-    parser.add_results()
+    parser.add_results("step_time")
     options = parser.parse(arguments)
     by_default = OF_STAGE_3 if options.stage == 3 else OF_RANKS if options.ranks > 1 else DEVICES[options.device]
     options.methods = options.methods or by_default
@@ -80,11 +83,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         parser.error(
             f"--ranks must be 1 with methods of stage 3, whose fetches are simulated for one, got {options.ranks}"
         )
-    marks = [name for name in of_simulated if name in ("embedding", "asynchronous")]
-    marks += ["stage_3"] if options.stage == 3 else []
-    marks += [f"{options.ranks}_ranks"] if options.ranks > 1 else []
-    size = "_".join([f"{options.params / 1e6:g}M", *marks])
-    options.name = options.name or f"{options.device}_{size}_{options.batch}x{options.tokens}"
     return options
 
 
@@ -96,6 +94,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         compile_cpu_adam()
     start = time.perf_counter()
     computes_s = {0.0: options.compute_ms / 1e3}
+    environment = {"OMP_NUM_THREADS": "1"} if options.narrow else {}
     if options.worker_shares:
         ours = "zenflow3" if options.stage == 3 else "zenflow_exact"
         alone = run_process(run, _spec(options, ours, 0.0, _ALONE_S), timeout=options.timeout)
@@ -108,7 +107,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for (share, compute_s), method in itertools.product(computes_s.items(), options.methods):
             spec = _spec(options, method, share, compute_s)
             try:
-                runs[-1].append(run_process(run, spec, timeout=options.timeout))
+                runs[-1].append(run_process(run, spec, timeout=options.timeout, **environment))
                 step_s = runs[-1][-1].step_s
                 outcome = f"{1e3 * sum(step_s) / len(step_s):.0f} ms a step"
             except RuntimeError as error:
@@ -133,6 +132,7 @@ def _spec(options: argparse.Namespace, method: str, worker_share: float, compute
         # The automatic schedule measures for some 25 steps before it decides.
         warm_up=options.warm_up + (64 if method.startswith("zenflow_auto") else 0),
         steps=options.steps,
+        narrow=options.narrow,
         embedding=options.embedding,
         asynchronous=options.asynchronous,
         ranks=options.ranks,
@@ -155,10 +155,7 @@ def describe(written: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; the exit status is 1 if a run failed."""
-    options = parse_arguments(arguments)
-    name = f"step_time_{options.name}"
-    written = report(options, name, measure, describe)
-    return 1 if written["failures"] else 0
+    return 1 if report(parse_arguments(arguments), measure, describe)["failures"] else 0
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import mean, median
 
 from benchmarks.common.results import markdown
-from benchmarks.step_time.arrivals import SHARES
 from benchmarks.step_time.methods import METHODS
 from benchmarks.step_time.models import PART_OF_STEP
 from benchmarks.step_time.run import StepResult
@@ -32,17 +31,22 @@ def _compared(
     results: Sequence[Sequence[StepResult]],
     method: str,
     peer: str,
-    style: str,
+    form: Callable[[float], str],
     compare: Callable[[float, float], float],
 ) -> str:
     """Median over the repeats of a comparison of two methods' mean step times in seconds; "" without a common repeat."""
     repeats = [{r.spec.method: mean(r.step_s) for r in of_repeat} for of_repeat in results]
     values = [compare(step_s[method], step_s[peer]) for step_s in repeats if method in step_s and peer in step_s]
-    return style.format(median(values)) if values else ""
+    return form(median(values)) if values else ""
+
+
+def _ms(seconds: float) -> str:
+    """In milliseconds, below 100 with a decimal."""
+    return f"{1e3 * seconds:.{int(seconds < 0.1)}f}"
 
 
 def tables(results: Sequence[Sequence[StepResult]]) -> str:
-    """A table of the methods for each time that the device computes; of several ranks the arrival of gradients as well."""
+    """A table of the methods for each time that the device computes."""
     specs = {r.spec.worker_share: r.spec for of_repeat in results for r in of_repeat}
     parts = []
     for share, spec in specs.items():
@@ -51,26 +55,7 @@ def tables(results: Sequence[Sequence[StepResult]]) -> str:
             takes_ms = 1e3 * PART_OF_STEP[spec.share_of] * spec.compute_s
             parts.append(f"The worker's pass is {share:.0%} of {spec.share_of}, which takes {takes_ms:.0f} ms:")
         parts.append(table(of_share))
-    parts += _arrivals(r for of_repeat in results for r in of_repeat)
     return "\n\n".join(parts)
-
-
-def _arrivals(results: Iterable[StepResult]) -> list[str]:
-    """A table of the part of backward at which each rank's gradients arrive, medians over the runs, under a sentence; or nothing."""
-    runs: dict[tuple[str, int], list[list[float]]] = {}
-    for result in results:
-        for rank, arrivals in enumerate(result.arrivals):
-            runs.setdefault((METHODS[result.spec.method].title, rank), []).append(arrivals)
-    names = ["first" if share == 0 else "last" if share == 1 else f"{share:.0%}" for share in SHARES]
-    rows = [
-        {
-            "method": title,
-            "rank": str(rank),
-            **{name: f"{part:.2f}" for name, part in zip(names, map(median, zip(*of_rank, strict=True)), strict=True)},
-        }
-        for (title, rank), of_rank in sorted(runs.items())
-    ]
-    return ["When a rank's own gradients arrive, as part of backward:", markdown(rows)] if rows else []
 
 
 def table(results: Sequence[Sequence[StepResult]]) -> str:
@@ -83,17 +68,19 @@ def table(results: Sequence[Sequence[StepResult]]) -> str:
     for method, of_method in runs.items():
         row = {
             "method": METHODS[method].title,
-            "mean ms": f"{1e3 * median(mean(r.step_s) for r in of_method):.0f}",
-            "median ms": f"{1e3 * median(median(r.step_s) for r in of_method):.0f}",
+            "mean ms": _ms(median(mean(r.step_s) for r in of_method)),
+            "median ms": _ms(median(median(r.step_s) for r in of_method)),
             "p99/p50": f"{median(percentile(r.step_s, 0.99) / median(r.step_s) for r in of_method):.2f}",
         }
         if baseline is not None:
-            above = _compared(results, method, baseline, "{:.0f}", lambda step_s, floor_s: 1e3 * (step_s - floor_s))
+            above = _compared(results, method, baseline, _ms, lambda step_s, floor_s: step_s - floor_s)
             row[f"above {baseline} ms"] = above
-            share = _compared(results, method, baseline, "{:.0%}", lambda step_s, floor_s: floor_s / step_s)
+            share = _compared(results, method, baseline, "{:.0%}".format, lambda step_s, floor_s: floor_s / step_s)
             row[f"speed of {baseline}"] = share
         for peer in peers:
-            row[f"time / {peer}"] = _compared(results, method, peer, "{:.2f}", lambda step_s, peer_s: step_s / peer_s)
+            row[f"time / {peer}"] = _compared(
+                results, method, peer, "{:.2f}".format, lambda step_s, peer_s: step_s / peer_s
+            )
         zenflow = any(r.schedule for r in of_method)
         row["waiting"] = f"{median(sum(r.stall_s) / sum(r.step_s) for r in of_method):.1%}" if zenflow else ""
         row["worker ms"] = f"{1e3 * median(mean(r.worker_s) for r in of_method):.0f}" if zenflow else ""
@@ -102,7 +89,8 @@ def table(results: Sequence[Sequence[StepResult]]) -> str:
             for way, name in enumerate(("d2h", "h2d")):
                 sizes = [r.moved_sizes[way] for r in of_method if r.moved_sizes]
                 row[name] = f"{median(sizes):.2f}" if sizes else ""
-        row["host GB"] = f"{median(r.host_bytes for r in of_method) / 1e9:.2f}"
+        if any(r.host_bytes for r in every_run):
+            row["host GB"] = f"{median(r.host_bytes for r in of_method) / 1e9:.2f}"
         floor = "floor3" if METHODS[method].stage == 3 else "floor"
         if floor in runs and any(r.arena_bytes for r in every_run):
             for name, value in _host_bytes(of_method, runs[floor]).items():

@@ -20,7 +20,6 @@ from typing_extensions import override
 
 from benchmarks.common.trainer import quiet_trainer
 from benchmarks.step_time import links
-from benchmarks.step_time.arrivals import ArrivalTimer
 from benchmarks.step_time.copied_bytes import CopyMeter
 from benchmarks.step_time.methods import METHODS
 from benchmarks.step_time.models import COLUMNS, ROWS, SimulatedAccelerator, TimedGpt, TimedModule
@@ -105,8 +104,6 @@ class StepResult:
     """Part of the arena that is page-locked beside a CUDA device."""
     device_bytes: int = 0
     """Peak of allocated device memory in the counted steps; 0 without CUDA."""
-    arrivals: list[list[float]] = field(default_factory=list)
-    """`ArrivalTimer.median` of each rank, where there are several."""
     losses: list[float] = field(default_factory=list)
     """Loss of each step, those that are not counted included."""
     n_params: int = 0
@@ -153,9 +150,8 @@ def _counted(optimizer: ZenFlowOptimizer, link: links.HostLink) -> tuple[int, in
 class StepTimer(pl.Callback):
     """Times from the end of one step to the end of the next; other measurements are taken outside of the timed steps."""
 
-    def __init__(self, result: StepResult, arrivals: ArrivalTimer, link: links.HostLink) -> None:
-        self._result = result
-        self._arrivals, self._link = arrivals, link
+    def __init__(self, result: StepResult, link: links.HostLink) -> None:
+        self._result, self._link = result, link
         self._first, self._end = result.spec.warm_up, result.spec.warm_up + result.spec.steps
         self._last = _clocks(None)
         self._counted = (0, 0)
@@ -201,7 +197,6 @@ class StepTimer(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._result.losses = torch.stack(self._losses).tolist()
         if trainer.world_size > 1:
-            self._result.arrivals = [self._arrivals.median()]
             self._join_ranks(trainer.world_size)
 
     def _join_ranks(self, n_ranks: int) -> None:
@@ -212,7 +207,6 @@ class StepTimer(pl.Callback):
             setattr(self._result, name, [max(of_step) for of_step in of_steps])
         for name in ("arena_bytes", "page_locked_bytes"):
             setattr(self._result, name, sum(getattr(result, name) for result in of_ranks))
-        self._result.arrivals = [arrivals for result in of_ranks for arrivals in result.arrivals if arrivals]
 
     def _read_zenflow(self, optimizer: ZenFlowOptimizer) -> None:
         schedule = optimizer.parts.jobs.schedule
@@ -278,13 +272,13 @@ def train(spec: StepSpec, strategy: Strategy, **options: Any) -> None:
 
 def run(spec: StepSpec) -> StepResult:
     """Trains and measures in this process."""
-    result, arrivals, method = StepResult(spec=spec), ArrivalTimer(spec.warm_up), METHODS[spec.method]
+    result, method = StepResult(spec=spec), METHODS[spec.method]
     given: dict[str, Any] = {"worker_cores": list(spec.worker_cores)} if method.has_keys and spec.worker_cores else {}
     if spec.ranks > 1:
         links.register()
         given["process_group_backend"] = links.NAME
     strategy, link = method.make_strategy(**given), links.HostLink(1e9 * spec.pcie)
-    callbacks = [StepTimer(result, arrivals, link), *([arrivals, links.MeanIsOwn()] if spec.ranks > 1 else [])]
+    callbacks = [StepTimer(result, link), *([links.MeanIsOwn()] if spec.ranks > 1 else [])]
     with ExitStack() as stack:
         if spec.device == "simulated" and method.stage == 3:
             config: Any = strategy.config

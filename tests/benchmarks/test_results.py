@@ -1,7 +1,8 @@
-"""Result files: the tables are what the committed measurements give; a failed process is reported."""
+"""Result files: every stored record has its table; a failed process is reported."""
 
 import importlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -16,27 +17,48 @@ from support.processes import is_alive, wait_for
 from benchmarks.common import results
 from benchmarks.common.processes import run_process
 from benchmarks.common.provenance import ROOT
+from benchmarks.glue import __main__ as glue
+from benchmarks.glue.methods import METHODS as GLUE_METHODS
+from benchmarks.glue.run import Record
+from benchmarks.step_time.methods import METHODS
 
-TABLES = {
-    "convergence.__main__ --report-only",
-    *(f"step_time.__main__ --report-only --name {path.stem[10:]}" for path in results.RESULTS.glob("step_time_*.json")),
-    "step_time.bookkeeping --report-only",
-    "kernel.__main__ --report-only",
-    "saves.__main__ --report-only",
+MODULES = {
+    "convergence*.jsonl": "convergence",
+    "kernel*.json": "kernel",
+    "saves*.json": "saves",
+    "step_time*.json": "step_time",
 }
+RECORDS = [(module, path) for pattern, module in MODULES.items() for path in sorted(results.RESULTS.glob(pattern))]
 
 
-@pytest.mark.parametrize("command", sorted(TABLES))
-def test_tables_are_what_the_results_give(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path in results.RESULTS.glob("*.json*"):
-        shutil.copy(path, tmp_path)
-    module, *arguments = command.split()
-    assert importlib.import_module(f"benchmarks.{module}").main([*arguments, "--results", str(tmp_path)]) == 0
-    printed, written = capsys.readouterr().out, list(tmp_path.glob("*.md"))
-    assert written
-    for path in written:
-        assert path.read_text() == (results.RESULTS / path.name).read_text(), f"run python -m benchmarks.{command}"
-        assert path.read_text().strip() in printed
+@pytest.mark.parametrize(("module", "path"), RECORDS, ids=[path.stem for _, path in RECORDS])
+def test_a_record_has_its_table(module: str, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main = importlib.import_module(f"benchmarks.{module}.__main__").main
+    assert main(["--report-only", "--name", path.stem]) == 0
+    printed = capsys.readouterr().out
+    # Of runs that were repeated the last one counts.
+    assert any(commit in printed for commit in re.findall(r'"commit": "([\w+]+)"', path.read_text()))
+    if module == "step_time":
+        methods = re.findall(r'"method": "(\w+)"', path.read_text())
+        assert all(METHODS[method].title in printed for method in methods)
+
+
+def test_every_record_is_known() -> None:
+    assert {path for _, path in RECORDS} == {*results.RESULTS.glob("*.json*")}
+
+
+def test_the_report_on_glue_has_every_stored_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in results.RESULTS.glob("glue"):
+        shutil.copytree(folder, tmp_path / "glue")
+        assert glue.main(["--report-only", "--results", str(tmp_path)]) == 0
+        printed = capsys.readouterr().out
+        for run in (Record(**json.loads(file.read_text())) for file in folder.glob("*.json")):
+            if run.error is not None:
+                assert f"{run.name}: {run.error}" in printed
+                continue
+            of_task = printed.partition(f"{run.task}\n\n")[2].partition("\n\n")[0]
+            (row,) = (line for line in of_task.splitlines() if f"| {GLUE_METHODS[run.method].title} " in line)
+            assert f"{run.lr:g}: " in row and run.commit in printed
 
 
 FORKS = pytest.mark.parametrize("forks", [False, True])

@@ -9,9 +9,7 @@ import pytest
 
 from benchmarks.common.processes import run_process
 from benchmarks.kernel.__main__ import measure_replay
-from benchmarks.reliability.__main__ import main as reliability
 from benchmarks.step_time import __main__ as step_time
-from benchmarks.step_time import bookkeeping
 from benchmarks.step_time.run import StepResult, StepSpec
 
 
@@ -30,12 +28,11 @@ def test_step_time_of_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ]
     arguments += ["--repeats", "1", "--steps", "4", "--warm-up", "2", "--methods", "zenflow_exact,zenflow_module_order"]
     assert step_time.main([*arguments, "--results", str(tmp_path), "--name", "ranks"]) == 0, capsys.readouterr().out
-    runs = json.loads((tmp_path / "step_time_ranks.json").read_text())["runs"][0]
+    runs = json.loads((tmp_path / "ranks.json").read_text())["runs"][0]
     assert [run["spec"]["method"] for run in runs] == 2 * ["zenflow_exact", "zenflow_module_order"]
     assert runs[2]["spec"]["compute_s"] == pytest.approx(5 * runs[0]["spec"]["compute_s"])
     for run in runs:
         assert len(run["stall_s"]) == 4 and run["counted_sizes"] == pytest.approx([0.5, 0.5], rel=0.01)
-        assert len(run["arrivals"]) == 2 and all(a[0] > 0 and a == sorted(a) and a[-1] < 1 for a in run["arrivals"])
 
 
 @pytest.mark.slow
@@ -44,15 +41,15 @@ def test_step_time_of_stage_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     arguments = ["--device", "simulated", "--params", "17e6", "--asynchronous", "--stage", "3", "--share-of", "step"]
     arguments += ["--worker-shares", "0.5", "--repeats", "1", "--steps", "4", "--warm-up", "4", "--pcie", "0.2"]
     arguments += ["--methods", "floor3,zenflow3,zenflow3_clipped", "--results", str(tmp_path), "--name", "stage_3"]
-    assert step_time.main(arguments) == 0, capsys.readouterr().out
-    runs = json.loads((tmp_path / "step_time_stage_3.json").read_text())["runs"][0]
+    assert step_time.main(arguments) == 0
+    text = capsys.readouterr().out
+    runs = json.loads((tmp_path / "stage_3.json").read_text())["runs"][0]
     # Of four layers, the last one is fetched once for both passes.
     fetched_s = 7 * 2 * 4096 * 1024 / 0.2e9
     for run in runs:
         assert min(run["step_s"]) >= fetched_s > run["spec"]["compute_s"]
     assert runs[1]["counted_sizes"] == pytest.approx([1, 7 / 4], abs=0.01)
     assert runs[1]["arena_bytes"] / runs[1]["n_params"] == pytest.approx(16.7, abs=0.2)
-    text = (tmp_path / "step_time_stage_3.md").read_text()
     assert "The worker's pass is 50% of step" in text and "by formula" in text
 
 
@@ -82,21 +79,11 @@ def test_kernel() -> None:
 
 def test_bookkeeping(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # The times of steps are measured with a process for each run.
-    monkeypatch.setattr(bookkeeping, "run_process", lambda function, spec, **_: function(spec))
-    arguments = ["--params", "25e6", "--methods", "floor,zenflow", "--repeats", "1", "--steps", "5", "--own-steps", "2"]
-    assert bookkeeping.main([*arguments, "--results", str(tmp_path)]) == 0
-    (repeat,) = json.loads((tmp_path / "bookkeeping.json").read_text())["repeats"]
-    assert [len(step_s) for step_s in repeat.values()] == [5, 5, 2]
-    assert min(min(step_s) for step_s in repeat.values()) > 0
-    text = (tmp_path / "bookkeeping.md").read_text()
-    assert text.strip() in capsys.readouterr().out and "ZenFlowStrategy, S=4, d=1" in text
-
-
-def test_reliability(tmp_path: Path) -> None:
-    options = ["--minutes", "0", "--leg-steps", "10", "--kill-every", "3", "--width", "32", "--results", str(tmp_path)]
-    assert run_process(reliability, options, timeout=250) == 0
-    found = json.loads((tmp_path / "soak.json").read_text())
-    assert found["same_bits"]
-    assert found["legs"] == 3
-    assert found["restarts"] > 0
-    assert found["workers_left"] == 0
+    monkeypatch.setattr(step_time, "run_process", lambda function, spec, **_: function(spec))
+    arguments = ["--device", "cpu", "--params", "25e6", "--narrow", "--methods", "floor,zenflow", "--repeats", "1"]
+    assert step_time.main([*arguments, "--steps", "5", "--warm-up", "2", "--results", str(tmp_path)]) == 0
+    (repeat,) = json.loads((tmp_path / "step_time.json").read_text())["runs"]
+    assert [len(run["step_s"]) for run in repeat] == [5, 5]
+    assert all(run["n_params"] < 1e6 and min(run["step_s"]) > 0 for run in repeat)
+    text = capsys.readouterr().out
+    assert "above floor ms" in text and "ZenFlowStrategy, S=4, d=1" in text

@@ -1,1 +1,0 @@
-"""Does training survive an hour of killed workers, saves and resumes?"""
