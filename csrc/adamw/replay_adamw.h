@@ -20,10 +20,9 @@
 // A *tentative* step may follow the others: it starts from the state that they leave, is published, and leaves that state as it
 // is. One step and a tentative one move 30 bytes per parameter.
 //
-// Moments may be stored as bfloat16, or in 8 bits with two scales for each tile (moments_in_8_bits.h): they are rounded once a
-// call, stochastically (stochastic_rounding.h), but bfloat16's exp_avg to nearest unless beta1 is above 1 - 2^-8. All steps but
-// the first of a call, the tentative one included, start from what the one before computed, unrounded. One step and a tentative
-// one move 22 bytes per parameter, or 18 in 8 bits.
+// Moments may be stored as bfloat16 (stochastic_rounding.h), or in 8 bits (moments_in_8_bits.h): they are rounded once a call.
+// All steps but the first of a call, the tentative one included, start from what the one before computed, unrounded. One step and
+// a tentative one move 22 bytes per parameter, or 18 in 8 bits.
 //
 // Results have the same bits for every instruction set and number of threads, and however elements and, with float moments, steps
 // are divided among calls; moments in 8 bits only if calls begin at tiles. (NaN payloads may differ.)

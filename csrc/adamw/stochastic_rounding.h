@@ -1,8 +1,9 @@
 // Unbiased rounding of a float to bfloat16: up with the probability that its distance to the lower neighbour has.
 //
 // The second moment needs it: with beta2 = 0.999 a step changes it by less than half of bfloat16's spacing, so that rounding to
-// nearest would leave it where it is. So does the first one with beta1 above 1 - 2^-8: without gradients it would never end. The
-// noise is a function of the element and the step alone: the same for any number of threads, after a kill and after a resume.
+// nearest would leave it where it is. So does the first one with beta1 above 1 - 2^-8, which would never end without gradients;
+// else the kernel rounds it to nearest. The noise is a function of the element and the step alone: the same for any number of
+// threads, after a kill and after a resume.
 #pragma once
 
 #include <cstdint>

@@ -19,9 +19,6 @@ extern "C" void __tsan_release(void* address);
 
 namespace zenflow {
 
-// Number of threads of the caller's next parallel region.
-inline int n_parallel_threads() { return omp_get_max_threads(); }
-
 // Calls body(thread, n_threads) once on each of OpenMP's threads, the caller being thread 0, and returns when all have returned.
 // The caller's earlier writes happen before the calls, and the calls happen before its later reads. `body` must not throw.
 template <typename Body>

@@ -32,10 +32,9 @@
 //   n_committed = 0                           t                after a flush, or to show t once more with the true factor
 //   no tentative part    first_step ...                        a flush, or a window that is submitted after its last step
 //
-// The tentative step's factor is known in backward as a prediction only. It is in the block's word, which the device copies after
-// the block's gradient, while other gradients of the step are still being computed; the hyperparameters that are known then are
-// the record's second set. The true ones are the step's word and the first set, written at the step's end. `Tentative` says which
-// are taken. The count of applied steps is that of the step before, plus one.
+// The tentative step's factor is known in backward as a prediction only: it is in the block's word, and the hyperparameters that
+// are known then are the record's second set. The true ones are the step's word and the first set, written at the step's end.
+// `Tentative` says which are taken. The count of applied steps is that of the step before, plus one.
 //
 // Nothing that is not finite is published: a step whose factor is not finite is left out. The worker does not look at gradients.
 // The trainer has to compute each factor from a sum over them, in stream order and with the block's own, so that a gradient that

@@ -14,25 +14,29 @@ namespace {
 constexpr int64_t kLanes = 16;
 constexpr int64_t kRun = 512;
 
-// Squared norm of one run; column norms are added to if there are any.
-template <bool kColumns, typename T>
-ZENFLOW_INLINE double squared_norm(const T* __restrict gradient, float* __restrict col_squared_norms, int64_t n) {
-    float lanes[kLanes] = {};
-    const auto add = [&](int64_t i, int64_t lane) {
-        const float g = to_float(gradient[i]);
-        const float square = g * g;
-        lanes[lane] += square;
-        if constexpr (kColumns) col_squared_norms[i] += square;
-    };
+// Sum of `value(i)` over i < n, in an order that is the same for every vector width.
+template <typename Lane, typename Value>
+ZENFLOW_INLINE double sum_of(int64_t n, const Value& value) {
+    Lane lanes[kLanes] = {};
     int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes) {
 #pragma omp simd
-        for (int64_t lane = 0; lane < kLanes; ++lane) add(i + lane, lane);
+        for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += value(i + lane);
     }
-    for (; i < n; ++i) add(i, i % kLanes);
-    double sum = 0.0;
-    for (const float lane : lanes) sum += static_cast<double>(lane);
-    return sum;
+    for (; i < n; ++i) lanes[i % kLanes] += value(i);
+    double total = 0.0;
+    for (const Lane lane : lanes) total += static_cast<double>(lane);
+    return total;
+}
+
+// Squared norm of one run; column norms are added to if there are any.
+template <bool kColumns, typename T>
+ZENFLOW_INLINE double squared_norm(const T* __restrict gradient, float* __restrict col_squared_norms, int64_t n) {
+    return sum_of<float>(n, [&](int64_t i) {
+        const float g = to_float(gradient[i]);
+        if constexpr (kColumns) col_squared_norms[i] += g * g;
+        return g * g;
+    });
 }
 
 // Copies with non-temporal stores: reading the target into the caches first would take half as much bandwidth again, and the
@@ -81,18 +85,8 @@ void route(const zenflow_route_args& args) {
 #endif
 }
 
-// Sum in an order that is the same for every vector width.
 ZENFLOW_INLINE double sum(const float* values, int64_t n) {
-    double lanes[kLanes] = {};
-    int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) {
-#pragma omp simd
-        for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += static_cast<double>(values[i + lane]);
-    }
-    for (; i < n; ++i) lanes[i % kLanes] += static_cast<double>(values[i]);
-    double total = 0.0;
-    for (const double lane : lanes) total += lane;
-    return total;
+    return sum_of<double>(n, [&](int64_t i) { return static_cast<double>(values[i]); });
 }
 
 // Second moments below it belong to rows or columns without gradient.
@@ -139,9 +133,10 @@ ZENFLOW_INLINE void store(BFloat16* target, float value, int32_t noise) {
     target->bits = static_cast<uint16_t>((float_bits(value) + static_cast<uint32_t>(noise)) >> 16);
 }
 
-ZENFLOW_INLINE void store(Float16* target, float value, int32_t) { *target = from_float<Float16>(value); }
-
-ZENFLOW_INLINE void store(float* target, float value, int32_t) { *target = value; }
+template <typename T>
+ZENFLOW_INLINE void store(T* target, float value, int32_t) {
+    *target = from_float<T>(value);
+}
 
 template <typename T>
 void provisional_update(const zenflow_provisional_update_args& args) {

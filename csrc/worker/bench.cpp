@@ -36,7 +36,7 @@ template <typename T>
 class Array {
   public:
     Array(size_t n, T value)
-        : data_(static_cast<T*>(std::aligned_alloc(kPageBytes, (n * sizeof(T) / kPageBytes + 1) * kPageBytes))) {
+        : data_(static_cast<T*>(std::aligned_alloc(kPageBytes, (n * sizeof(T) / kPageBytes + 1) * kPageBytes)), std::free) {
         if (data_ == nullptr) throw std::bad_alloc();
         run_in_parallel([&](int thread, int n_threads) {
             for_chunks(n, thread, n_threads, [&](size_t begin, size_t size) { std::fill_n(data_.get() + begin, size, value); });
@@ -45,10 +45,7 @@ class Array {
     T* data() { return data_.get(); }
 
   private:
-    struct Free {
-        void operator()(T* p) const { std::free(p); }
-    };
-    std::unique_ptr<T, Free> data_;
+    std::unique_ptr<T, void (*)(void*)> data_;
 };
 
 template <typename Work>

@@ -83,7 +83,7 @@ void BlockReplay::run(const UpdateJob& job, const uint32_t* slots) {
     }
     collect_coefficients(job, slots, shown);
     if (begins) journal_.begin(job, shares(job.block));
-    const size_t n_shares = journal_.n_shares();
+    const size_t n_shares = arena_.n_shares();
     gradients_.resize(n_shares * slots_.size());
     run_in_parallel([&](int thread, int n_threads) {
         // One share per thread, unless an earlier worker with more threads began the job.
@@ -132,7 +132,8 @@ std::vector<Journal::Share> BlockReplay::shares(uint32_t block) const {
     uint64_t numel = 0, before = 0;
     for (const Segment& segment : segments) numel += segment.end - segment.begin;
     std::vector<Journal::Share> result;
-    const uint64_t n = std::min({segments.size(), journal_.max_shares(), static_cast<size_t>(n_parallel_threads())});
+    const auto n_threads = static_cast<size_t>(omp_get_max_threads());
+    const uint64_t n = std::min({segments.size(), size_t{arena_.header().n_journal_entries}, n_threads});
     for (const Segment& segment : segments) {
         // Small segments go with their neighbours, so that shares have nearly the same number of elements.
         const bool begins = result.empty() || (result.size() < n && before * n >= numel * result.size());
@@ -144,7 +145,7 @@ std::vector<Journal::Share> BlockReplay::shares(uint32_t block) const {
 }
 
 void BlockReplay::run_share(size_t share, const UpdateJob& job) {
-    JournalEntry& entry = journal_.entry(share);
+    JournalEntry& entry = arena_.journal_entry(share);
     const uint32_t seed = noise_seed(static_cast<uint64_t>(job.first_step) + job.n_committed - 1);
     const uint64_t block_begin = arena_.blocks()[job.block].begin;
     const uint64_t model_bytes = element_bytes(arena_.model_dtype());

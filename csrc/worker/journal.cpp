@@ -10,11 +10,11 @@ void Journal::check(const UpdateJob& job) const {
     if (in_progress == 0 || is_complete(job)) return;
     require(job.job_id == in_progress, "job: job_id must be ", in_progress, ", the job in progress, got ", job.job_id);
     const Block& block = arena_.blocks()[job.block];
-    require(n_shares() <= max_shares(), "journal: n_shares must be at most n_journal_entries = ", max_shares(), ", got ",
-            n_shares());
+    const uint64_t n_entries = arena_.header().n_journal_entries, n_shares = arena_.n_shares();
+    require(n_shares <= n_entries, "journal: n_shares must be at most n_journal_entries = ", n_entries, ", got ", n_shares);
     uint64_t previous_end = block.begin;
-    for (size_t i = 0; i < n_shares(); ++i) {
-        const JournalEntry& e = entry(i);
+    for (size_t i = 0; i < n_shares; ++i) {
+        const JournalEntry& e = arena_.journal_entry(i);
         require(e.begin >= previous_end && e.position >= e.begin && e.end >= e.position && e.end <= block.end, "journal: entry ",
                 i, " must have ascending bounds from ", previous_end, " to the end of block ", job.block, ", ", block.end,
                 ", got position ", e.position, " in [", e.begin, ", ", e.end, ")");
@@ -25,7 +25,7 @@ void Journal::check(const UpdateJob& job) const {
 void Journal::begin(const UpdateJob& job, const std::vector<Share>& shares) {
     arena_.n_shares() = shares.size();
     for (size_t i = 0; i < shares.size(); ++i) {
-        JournalEntry& entry = this->entry(i);
+        JournalEntry& entry = arena_.journal_entry(i);
         entry.begin = shares[i].begin;
         entry.end = shares[i].end;
         start_at(entry, shares[i].begin);

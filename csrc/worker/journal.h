@@ -31,14 +31,9 @@ class Journal {
     // The job during which an earlier worker was killed, or 0; its shares and entries say how far it was.
     int64_t job_in_progress() const { return arena_.begun_job() == arena_.completed_job() ? 0 : arena_.begun_job(); }
 
-    size_t max_shares() const { return arena_.header().n_journal_entries; }
-
-    // Begins a job that is neither complete nor in progress; at most max_shares() shares, ascending and disjoint.
+    // Begins a job that is neither complete nor in progress; at most n_journal_entries shares, ascending and disjoint. While it
+    // is in progress, `Arena::n_shares` and `Arena::journal_entry` are its shares'.
     void begin(const UpdateJob& job, const std::vector<Share>& shares);
-
-    // Of the job in progress.
-    size_t n_shares() const { return arena_.n_shares(); }
-    JournalEntry& entry(size_t share) const { return arena_.journal_entry(share); }
 
     // Marks the job in progress as complete; does nothing to one that is.
     void finish(const UpdateJob& job);

@@ -124,8 +124,7 @@ void export_entries(const Arena& arena, const Export& request) {
     };
     run_in_parallel([&](int thread, int n_threads) {
         const auto n = static_cast<uint64_t>(n_threads), t = static_cast<uint64_t>(thread);
-        const uint64_t first = n_entries / n * t + std::min(t, n_entries % n);
-        const uint64_t last = first + n_entries / n + (t < n_entries % n ? 1 : 0);
+        const uint64_t first = n_entries * t / n, last = n_entries * (t + 1) / n;
         for (size_t i = 0; i < gathers.size(); ++i) {
             const Gather& gather = gathers[i];
             const uint64_t before = gather.entries_before;

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 
 #include "common/error.h"
+#include "common/half.h"
 
 namespace zenflow {
 namespace {
@@ -15,11 +15,7 @@ int64_t sequence_of(const StepWord& word) { return __atomic_load_n(&word.sequenc
 
 }  // namespace
 
-uint32_t check_of(float clip, int64_t sequence) {
-    uint32_t bits;
-    std::memcpy(&bits, &clip, sizeof(bits));
-    return bits ^ static_cast<uint32_t>(sequence);
-}
+uint32_t check_of(float clip, int64_t sequence) { return float_bits(clip) ^ static_cast<uint32_t>(sequence); }
 
 void StepRecords::check(const UpdateJob& job) const {
     const auto n_steps = static_cast<int64_t>(n_steps_of(job));

@@ -33,14 +33,11 @@ constexpr std::string_view kUsage =
     "       zenflow-worker --bench --cores 2,3,5 [--elements N] [--repeats N] [--max-steps N]\n"
     "       zenflow-worker --version\n"
     "\n"
-    "lightning_zenflow starts the first form.\n"
-    "\n"
     "  --arena-fd          inherited memfd that holds the arena\n"
     "  --socket-fd         inherited end of a SOCK_SEQPACKET socket pair with the trainer\n"
     "  --cores             logical cores, one thread pinned to each\n"
     "  --word-timeout-ms   limit of the wait for a word of a step or a block, in milliseconds\n"
-    "  --bench             measure the kernel: windows of 1, 2, 4, ... steps on one block\n"
-    "  --version           print the protocol's version and the kernel's instruction set\n";
+    "  --bench             measure the kernel: windows of 1, 2, 4, ... steps on one block\n";
 
 struct Options {
     std::vector<int> cores;
