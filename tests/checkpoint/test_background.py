@@ -23,8 +23,6 @@ from networks import SmallNet
 from rank_processes import run_on_ranks
 from same_bits import assert_same_state, assert_same_tensors
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 CASE = Case(topk_ratio=0.3, strategy_options=EVERYTHING)
 
 

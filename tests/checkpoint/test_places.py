@@ -20,8 +20,6 @@ from lightning_zenflow import ZenFlowStrategy
 from models import LinearLossModule
 from networks import SmallNet
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 LIMIT: dict[str, Any] = {"topk_ratio": 0.0, "update_interval": 1, "publish_lag": 0, "worker_cores": 1}
 
 

@@ -15,8 +15,6 @@ from lightning_zenflow import ZenFlowStrategy
 from models import LinearLossModule
 from networks import SmallNet
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 
 def limit() -> ZenFlowStrategy:
     """Training with nothing late, every forward pass with the true clip factor."""

@@ -27,8 +27,6 @@ from networks import SmallNet
 from rank_processes import run_on_ranks
 from same_bits import assert_same_state, assert_same_tensors
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 STEPS, SAVED = 14, 6
 LIMIT: dict[str, Any] = {"topk_ratio": 0.0, "update_interval": 1, "publish_lag": 0}
 """The settings at which training is AdamW's."""

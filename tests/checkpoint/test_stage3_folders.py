@@ -269,7 +269,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.usefixtures("saved", "no_worker_is_left")
+@pytest.mark.usefixtures("saved")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, folders: Path, tmp_path: Path) -> None:
     damage, message = REFUSED[name]
@@ -283,7 +283,7 @@ def test_refused(name: str, folders: Path, tmp_path: Path) -> None:
             run_here(case)
 
 
-@pytest.mark.usefixtures("saved", "no_worker_is_left")
+@pytest.mark.usefixtures("saved")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_other_stage_is_refused(stage: int, folders: Path, tmp_path: Path) -> None:
     """In training and evaluation, under the Trainer and Fabric."""

@@ -18,8 +18,6 @@ from harness import make_trainer
 from lightning_zenflow import ZenFlowStrategy
 from networks import Perceptron
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 SAVED, STEPS = 4, 7
 
 

@@ -105,7 +105,6 @@ def test_the_scripts_write_the_bundled_files_again(script: Any, bundled: Path, t
 # --- trainings ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("no_worker_is_left")
 def test_glue_is_trained_validated_tested_and_predicted(run: Run, tmp_path: Path) -> None:
     small = [*SMALL, "--model.width=16", "--trainer.limit_val_batches=1"]
     run(
@@ -131,7 +130,6 @@ def test_glue_is_trained_validated_tested_and_predicted(run: Run, tmp_path: Path
     assert {row.split("\t")[1] for row in predicted} <= {"0", "1"}
 
 
-@pytest.mark.usefixtures("no_worker_is_left")
 def test_glue_trains_a_pretrained_folder(run: Run, tmp_path: Path) -> None:
     """The parts of conf/glue_minilm.yaml, with a tiny BERT and its own tokenizer."""
     folder = save_tiny_model(tmp_path / "model", "bert", max_position_embeddings=128)
@@ -144,7 +142,6 @@ def test_glue_trains_a_pretrained_folder(run: Run, tmp_path: Path) -> None:
     assert logged(tmp_path, "val/loss", version=1) == pytest.approx(logged(tmp_path, "val/loss"), rel=1e-5)
 
 
-@pytest.mark.usefixtures("no_worker_is_left")
 def test_alpaca_is_trained_resumed_validated_and_exported(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,7 +165,6 @@ def test_alpaca_is_trained_resumed_validated_and_exported(
         export(monkeypatch, "logs", "model")
 
 
-@pytest.mark.usefixtures("no_worker_is_left")
 def test_pretrained_folder_and_deepspeed_json_in_bfloat16(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: Path
 ) -> None:
@@ -193,7 +189,6 @@ def test_pretrained_folder_and_deepspeed_json_in_bfloat16(
     assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == tuned.config.vocab_size
 
 
-@pytest.mark.usefixtures("no_worker_is_left")
 def test_a_model_larger_than_the_gpu_in_small(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: Path
 ) -> None:

@@ -142,9 +142,7 @@ def test_command(document: str, command: str, capsys: pytest.CaptureFixture[str]
         if not any(text in snippet for text in (SEVERAL_PROCESSES, RAY, *HUGGING_FACE))
     ],
 )
-def test_snippet(
-    document: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_worker_is_left: None
-) -> None:
+def test_snippet(document: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # seed_everything leaves it
     (tmp_path / "conf").symlink_to(ROOT / "conf")

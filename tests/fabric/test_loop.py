@@ -28,7 +28,7 @@ def copies(model: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def loop(request: pytest.FixtureRequest, no_worker_is_left: None) -> Any:
+def loop(request: pytest.FixtureRequest) -> Any:
     """A `SmallNet` under Fabric after two steps: (fabric, model, optimizer)."""
     fabric, model, optimizer, _ = set_up(SmallNet(), **LATE)
     request.addfinalizer(fabric.strategy.teardown)
@@ -238,7 +238,7 @@ def test_settings_models_and_optimizers_are_refused_by_name() -> None:
     assert workers() == []
 
 
-def test_the_worker_ends_with_what_refers_to_it_and_another_training_begins(no_worker_is_left: None) -> None:
+def test_the_worker_ends_with_what_refers_to_it_and_another_training_begins() -> None:
     for _ in range(2):
         fabric = Fabric(accelerator="cpu", devices=1, strategy="zenflow")
         assert isinstance(fabric.strategy, ZenFlowStrategy)

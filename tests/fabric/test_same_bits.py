@@ -13,8 +13,6 @@ from models import OptimizerOptions
 from rank_processes import run_on_ranks
 from same_bits import assert_same_run, assert_same_tensors
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 BASE = Case(model="SmallNet", steps=9, topk_ratio=0.3)
 EXACT = replace(BASE, update_interval=1, publish_lag=0)
 DEFAULTS = replace(BASE, update_interval=4, publish_lag=1).with_keys(**EVERYTHING)

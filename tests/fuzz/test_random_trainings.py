@@ -18,8 +18,6 @@ from processes import shared_bytes
 from random_modules import FLOAT32_ONLY, NO_WIDER_BUFFERS, PARTS, Part, RandomNet
 from same_bits import assert_is_adamw
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 GROUPS = st.builds(
     hyperparameters,
     lr=st.sampled_from([0.0, 1e-8, 1e-4, 1e-3, 1e-2, 0.1]),

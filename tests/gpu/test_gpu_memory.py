@@ -17,7 +17,7 @@ from lightning_zenflow.worker.arena import Arena, ArenaSizes
 from same_bits import assert_same_tensors
 from sleeps import Behind, Sleeps
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda", "no_worker_is_left")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda")]
 
 
 @pytest.mark.parametrize("n_first", [1, 3, 5])

@@ -18,7 +18,7 @@ from harness import APPROXIMATE, Case, fit
 from lightning_zenflow.monitor.summary import METRICS
 from models import OptimizerOptions
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda", "no_worker_is_left")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda")]
 
 OPTIONS = {**APPROXIMATE, "reduce_bucket_size": 400_000, "select_interval": 18}
 SLOWLY = OptimizerOptions(lr=1e-5)

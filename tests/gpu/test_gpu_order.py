@@ -27,7 +27,7 @@ from lightning_zenflow.worker.supervisor import SupervisedWorker
 from same_bits import assert_same_state
 from worker_killer import seen
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda", "no_worker_is_left")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda")]
 
 
 class Digests(pl.Callback):

@@ -23,8 +23,6 @@ from models import SHAPES
 from same_bits import assert_same_state, assert_same_tensors
 from stage3_runs import PiecesNet
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 MOMENTS = ("float32", "bfloat16", "int8")
 STEPS, SAVED = 8, 5
 

@@ -31,7 +31,7 @@ def accelerator_of(stage: dict[str, Any], **options: Any) -> ZenFlowAccelerator:
 
 
 @pytest.fixture(autouse=True)
-def fresh(no_worker_is_left: None) -> Iterator[None]:
+def fresh() -> Iterator[None]:
     with new_process():
         yield
 

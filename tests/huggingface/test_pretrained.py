@@ -70,7 +70,7 @@ def largest_difference(a: Any, b: Any) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_norm", [0.0, 1.0])
-def test_losses_are_adamws(max_norm: float, minilm: str, tmp_path: Path, no_worker_is_left: None) -> None:
+def test_losses_are_adamws(max_norm: float, minilm: str, tmp_path: Path) -> None:
     theirs, ours = (train(minilm, tmp_path, ours=is_ours, max_norm=max_norm) for is_ours in (False, True))
     assert largest_difference(ours, theirs) < 1e-4
     control = train(minilm, tmp_path, ours=True, lr=3.3e-4, max_norm=max_norm)

@@ -19,7 +19,7 @@ def snippet(text: str) -> str:
     return found.partition("```")[0]
 
 
-def test_loop_under_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_worker_is_left: None) -> None:
+def test_loop_under_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     data = TensorDataset(torch.randn(32, 16, dtype=torch.float32), torch.zeros(32, dtype=torch.int64))
     names = {"model": Net(), "loader": DataLoader(data, batch_size=4)}
@@ -39,7 +39,7 @@ def test_trainer_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert any(not torch.equal(p, q) for p, q in zip(before.parameters(), model.parameters(), strict=True))
 
 
-def test_example_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_worker_is_left: None) -> None:
+def test_example_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     options = ["--max_steps=30", "--per_device_train_batch_size=8", "--logging_steps=10", "--disable_tqdm=True"]
     with new_process():

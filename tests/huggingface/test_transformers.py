@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def fresh(no_worker_is_left: None) -> Iterator[None]:
+def fresh() -> Iterator[None]:
     with new_process():
         yield
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import deepspeed.ops
 import lightning.pytorch as pl
-import psutil
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.zero import GatheredParameters
@@ -36,6 +35,7 @@ from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
 from models import TestModule
+from processes import workers as workers
 from scripted_schedule import scripted
 
 # On a CPU, DeepSpeed compiles an operation for inference (a minute where its cache is empty) and looks for compilers in every process.
@@ -155,11 +155,6 @@ def optimizer_of(trainer: pl.Trainer) -> ZenFlowOptimizer:
     assert isinstance(trainer.strategy, ZenFlowStrategy)
     assert trainer.strategy.zenflow_optimizer is not None
     return trainer.strategy.zenflow_optimizer
-
-
-def workers() -> list[int]:
-    """Process numbers of this process' workers."""
-    return [p.pid for p in psutil.Process().children(recursive=True) if "zenflow-worker" in p.name()]
 
 
 def run_case(

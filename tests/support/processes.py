@@ -15,6 +15,11 @@ def is_alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
+def workers() -> list[int]:
+    """Process numbers of this process' workers."""
+    return [p.pid for p in psutil.Process().children(recursive=True) if "zenflow-worker" in p.name()]
+
+
 def wait_for(condition: Callable[[], bool], timeout_s: float = 20) -> None:
     """Waits until `condition()` is true. The timeout only ends a test that has failed."""
     deadline = time.monotonic() + timeout_s

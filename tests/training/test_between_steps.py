@@ -24,8 +24,6 @@ from networks import SmallNet
 from rank_processes import run_each
 from side_by_side import NOTHING_LATE
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 HOW: dict[str, dict[str, Any]] = {
     "nothing late": NOTHING_LATE,
     "in backward": {"update_interval": 1, "publish_lag": 0, "worker_cores": 1},

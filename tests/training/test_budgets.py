@@ -20,8 +20,6 @@ from recorded_device.clocks import HOST
 from recorded_device.device import RecordedDevice
 from recorded_device.watch import recorded_device
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 WIDTHS = [64] * 9 + [32]
 NOISE = 2 * NOISE_NUMEL * 4
 """Of rounding, whatever the size of the model."""

@@ -17,8 +17,6 @@ from models import generator
 from networks import SmallNet
 from side_by_side import NOTHING_LATE
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 LATE: dict[str, Any] = {
     "topk_ratio": 0.3,
     "update_interval": 4,

@@ -17,8 +17,6 @@ from rank_processes import run_on_ranks
 from recorded_device.watch import recorded_device
 from stage3_runs import PiecesNet
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 CASE = Case(model="TiedNet", steps=4, topk_ratio=0, update_interval=1, publish_lag=0, loop="recorded")
 
 

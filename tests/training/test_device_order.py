@@ -26,8 +26,6 @@ from recorded_device.device import RecordedDevice, RecordedEvent, RecordedRuntim
 from recorded_device.watch import recorded_device
 from same_bits import assert_same_run
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 SHAPES = [(16, 12)] * 6 + [(64, 64)] + [(13, 7)] * 3 + [(9,)] * 4
 WIDTHS = [24] * 5 + [64, 64, 16]
 SMALL = {

@@ -13,8 +13,6 @@ from models import OptimizerOptions
 from oracle import adamw_reference
 from same_bits import assert_is_adamw, assert_same_run, assert_same_tensors
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 STEPS = 11
 """No multiple of any update interval but 1, so that windows are open at the end."""
 

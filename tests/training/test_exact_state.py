@@ -16,8 +16,6 @@ from typing_extensions import override
 from harness import EVERYTHING, Case, make_trainer, optimizer_of, snapshot
 from models import TestModule
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 CASE = Case(steps=11, topk_ratio=0.05, update_interval=4, publish_lag=1, max_norm=1.0, strategy_options=EVERYTHING)
 
 

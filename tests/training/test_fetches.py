@@ -28,8 +28,6 @@ from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 from models import generator
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 N_LAYERS, WIDTH, STEPS = 5, 64, 5
 
 

@@ -19,8 +19,6 @@ from lightning_zenflow.worker.process import WorkerError
 from models import TINY, LinearLossModule
 from side_by_side import NOTHING_LATE, Net, train
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 
 def averaged(folder: Path) -> dict[str, Any]:
     callbacks = [EMAWeightAveraging(decay=0.5), ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1)]

@@ -17,8 +17,6 @@ pytest.importorskip("expecttest", reason="torch's list of optimizers needs it; t
 with mock.patch.object(torch.backends, "disable_global_flags"):
     from torch.testing._internal.common_optimizers import optim_db
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 INPUTS = [
     pytest.param(info.optim_cls, entry.kwargs, id=f"{info.optim_cls.__name__}, {entry.desc}")
     for info in optim_db

@@ -35,8 +35,6 @@ from rank_processes import run_on_ranks
 from same_bits import assert_is_adamw, assert_same_tensors
 from side_by_side import NOTHING_LATE
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 LATE: dict[str, Any] = {"update_interval": 4, "publish_lag": 1, "select_interval": 2, "full_warm_up_rounds": 0}
 KEYS: dict[str, dict[str, Any]] = {
     "nothing late": NOTHING_LATE,

@@ -10,8 +10,6 @@ import torch
 from harness import APPROXIMATE, Case, StockStrategy, run_here
 from same_bits import assert_is_adamw
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 HOSTILE_STEP = 3
 """Counted from 0: in mid-window, after the selection."""
 

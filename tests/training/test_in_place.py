@@ -27,8 +27,6 @@ from recorded_device.tensors import DEVICE
 from recorded_device.watch import recorded_device
 from same_bits import assert_is_adamw, assert_same_run
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 CASE = Case(
     steps=9,
     model_options={"shapes": SHAPES},

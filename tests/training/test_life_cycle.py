@@ -34,8 +34,6 @@ from processes import ArenaWatch, arena_mappings, leaves_no_file_open, shared_by
 from rank_processes import run_on_ranks
 from same_bits import assert_same_tensors
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 CASE = Case(steps=4, model_options={"shapes": TINY})
 
 

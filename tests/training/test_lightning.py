@@ -28,8 +28,6 @@ from models import generator
 from networks import OddNet, TiedNet
 from side_by_side import NOTHING_LATE, Net, compare, train
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 
 class Adapted(Net):
     """A frozen network with an adapter of low rank beside one layer, made late; the optimizer gets the frozen parameters as well."""

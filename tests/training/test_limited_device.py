@@ -16,8 +16,6 @@ from models import generator
 from recorded_device.device import RecordedDevice
 from recorded_device.watch import recorded_device
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 WIDTH, LAYERS, STEPS = 256, 40, 4
 LAYER = WIDTH**2
 MODEL_BYTES = 2 * LAYERS * LAYER

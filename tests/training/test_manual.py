@@ -17,8 +17,6 @@ from harness import make_trainer
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.errors import MisconfigurationException
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 EXACT = {"update_interval": 1, "publish_lag": 0, "clip_prediction": False}
 
 

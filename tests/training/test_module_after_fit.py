@@ -36,8 +36,6 @@ from networks import TiedNet
 from rank_processes import run_on_ranks
 from same_bits import assert_same_tensors
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 STAGES: dict[str, dict[str, Any]] = {
     "1": {"stage": 1},
     "2": {},

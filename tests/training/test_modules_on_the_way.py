@@ -19,7 +19,6 @@ STEP = 6
 """One in the middle of the run, in which nothing happens for the first time."""
 
 
-@pytest.mark.usefixtures("no_worker_is_left")
 def test_a_gradients_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """From its reduction to the end of the step, with S = 1, d = 0 and clipping, on one rank."""
     entered: set[str] = set()

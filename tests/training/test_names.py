@@ -19,8 +19,6 @@ from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
 from models import generator
 from side_by_side import NOTHING_LATE, Net
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 NAMES = ("zenflow", "zenflow_adamw")
 CLIPPED = {"max_steps": 20, "gradient_clip_val": 0.02}
 """Every step of `Net` is clipped."""

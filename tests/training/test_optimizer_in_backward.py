@@ -17,8 +17,6 @@ from harness import APPROXIMATE, AUTO, RESELECTING, Case, optimizer_of, run_here
 from lightning_zenflow.offload.reference import AdamWState
 from same_bits import assert_is_adamw, assert_same_run
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 TIED = Case(model="TiedNet", steps=10, topk_ratio=0.3, update_interval=1, publish_lag=0, loop="direct")
 LINEAR = replace(TIED, model="LinearLossModule")
 CHANGES = replace(

@@ -23,8 +23,6 @@ from lightning_zenflow import ZenFlowStrategy
 from rank_processes import run_on_ranks
 from same_bits import assert_same_tensors
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 
 class Hooked(Owned):
     """With a module among the hyperparameters."""

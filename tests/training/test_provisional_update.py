@@ -22,8 +22,6 @@ from models import SHAPES
 from networks import SmallNet
 from same_bits import assert_is_adamw, assert_same_run, assert_same_tensors
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 MODELS: dict[str, dict[str, Any]] = {
     "tied weights": {},
     "reentrant checkpointing": {"checkpoint": "reentrant"},

@@ -21,7 +21,6 @@ pytorch_lightning = pytest.importorskip("pytorch_lightning", reason="an optional
 ours = pytest.importorskip("lightning_zenflow.pytorch_lightning")
 
 pytestmark = [
-    pytest.mark.usefixtures("no_worker_is_left"),
     # Advice about data loaders and the like.
     pytest.mark.filterwarnings("ignore::UserWarning:pytorch_lightning"),
 ]

@@ -23,8 +23,6 @@ from harness import fit
 from lightning_zenflow import ZenFlowStrategy
 from models import TINY, LinearLossModule
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 
 class Model(LinearLossModule):
     """May have one more module, or an optimizer of its own.

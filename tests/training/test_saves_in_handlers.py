@@ -22,8 +22,6 @@ from harness import make_trainer
 from lightning_zenflow import ZenFlowStrategy
 from networks import SmallNet
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 FIRST, BATCHES = 3, 12
 """Batch of the first signal, and of a fit."""
 EXACT: dict[str, Any] = {"update_interval": 1, "publish_lag": 0, "topk_ratio": 0.0}

@@ -20,8 +20,6 @@ from models import SHAPES, LinearLossModule, hyperparameters
 from replay_reference import coded, noise_of, noise_seed, round_stochastically
 from same_bits import assert_is_adamw, assert_same_tensors
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 SHORT = ("bfloat16", "int8")
 CASE = Case(topk_ratio=0.0, steps=11, model_options={"shapes": SHAPES[:6]}, loop="direct")
 """The gradients do not depend on the weights. The last parameter of the model, which has none in every second step, is left out: its block

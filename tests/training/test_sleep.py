@@ -24,8 +24,6 @@ from same_bits import assert_same_run, assert_same_tensors
 from sleeps import Behind, Sleeps
 from stage3_runs import PiecesNet
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 LATE = Case(model="SmallNet", precision="bf16-true", topk_ratio=0.3, max_norm=0.1).with_keys(**EVERYTHING)
 IN_BACKWARD = replace(LATE, update_interval=1, publish_lag=0, max_norm=None)
 CASES = {

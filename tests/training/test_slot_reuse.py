@@ -20,8 +20,6 @@ from models import SHAPES
 from same_bits import assert_same_run, assert_same_state
 from worker_killer import seen
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 BUCKETS = {"reduce_bucket_size": 200, "worker_cores": 1}
 CASE = Case(model="TiedNet", steps=9, topk_ratio=0.3, update_interval=1, publish_lag=0, strategy_options=BUCKETS)
 CASES = {

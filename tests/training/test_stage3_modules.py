@@ -25,8 +25,6 @@ from rank_processes import Runs, run_each
 from same_bits import assert_same_run
 from side_by_side import torch_alone
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 SIZES: dict[str, Any] = {
     "vocab_size": 31,
     "hidden_size": 12,

@@ -30,8 +30,6 @@ from rank_processes import Runs, run_each, run_on_ranks
 from same_bits import assert_close_to_adamw, assert_is_adamw, assert_same_run, assert_same_state, assert_same_tensors
 from worker_killer import KillsWorker
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 
 def in_stage_3(case: Case, **options: Any) -> Case:
     return replace(case, **{"stage": 3, "loop": "trainer", **options})

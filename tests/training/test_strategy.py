@@ -18,8 +18,6 @@ from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
 from models import TINY, LinearLossModule
 from side_by_side import Net
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 
 @pytest.mark.slow  # imports everything anew
 def test_the_name_is_known_to_trainer_and_fabric_before_deepspeed_is_imported() -> None:

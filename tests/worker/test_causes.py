@@ -18,8 +18,6 @@ from lightning_zenflow.worker.process import Worker, WorkerError
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from processes import leaves_no_file_open
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 
 def start(arena: Arena) -> SupervisedWorker:
     cpu = torch.device("cpu")

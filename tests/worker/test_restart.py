@@ -35,8 +35,6 @@ from same_bits import assert_same_run
 from small_arena import fill_slot, make_arena, write_step
 from worker_killer import KillsWorker, optimizer_of
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
 # Large enough that the worker computes for a good part of the time in which it may be killed.
 LARGE = {"shapes": ((601, 499), (211, 503), (997,))}
 CASE = Case(steps=16, topk_ratio=0.05, max_norm=1.0, model_options=LARGE)
