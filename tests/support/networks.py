@@ -196,6 +196,18 @@ class TiedNet(TestModule):
         return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
+TIED_NETS: dict[str, dict[str, Any]] = {
+    "tied weights": {},
+    "reentrant checkpointing": {"checkpoint": "reentrant"},
+    "tied weights, once in a checkpoint": {"checkpoint": "non-reentrant", "head_in_checkpoint": True},
+    "a layer used twice": {"checkpoint": "non-reentrant", "shared": True},
+    "frozen layers, checkpointing": {"checkpoint": "non-reentrant", "frozen": (1,)},
+    "a layer used now and then": {"used_every": 3},
+    "a layer never used": {"used_every": 0},
+}
+"""Options of `TiedNet`."""
+
+
 class OddNet(TestModule):
     """Weights as libraries have them: transposed, in channels_last, sliced, without dimensions, without elements, shared, frozen."""
 

@@ -1,7 +1,7 @@
-"""Comparisons of runs: bit for bit with each other and with the oracle, to float32's rounding with AdamW in float64."""
+"""Comparisons of runs: bit for bit with each other and with the oracle, to float32's rounding with AdamW in float64, step by step."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -145,3 +145,48 @@ def _closing(case: Case, step: int, blocks: Sequence[Tensor], *, in_backward: bo
         phases.add((step + 1) % s)
     closes_all = step == case.steps or step in case.flush_after or (step == 1 and selects)
     return [torch.isin(b % s, torch.tensor(sorted(phases))) | closes_all for b in blocks]
+
+
+def compare_with_oracle(
+    case: Case, runs: Sequence[Run], predicted: Sequence[Mapping[int, float]] | None = None
+) -> None:
+    """Of each step the weights that were shown, and the losses. `runs` has one entry a rank.
+
+    `predicted` has for each step the factors of the blocks that were submitted in backward, of one rank; None: they are the true ones.
+
+    float32, freely: the oracle never sees the engine's weights. bf16: each step starts from the weights that the engine showed, since a
+    difference in the last place of a float32 weight tips the rounding to bf16 now and then; freely running, the two would drift apart.
+    """
+    oracle = case.make_oracle(world_size=len(runs))
+    if case.publish_lag == 0 and case.strategy_options.get("overlap_step", True):
+        n_blocks = blocks_wanted([case.update_interval], in_backward=True, numel=0)
+        oracle.zenflow.blocks = oracle.places(n_blocks)[0]
+    follows, different = case.dtype != torch.float32, 0
+    for step in range(case.steps):
+        if follows:
+            oracle.follow(runs[0].shown[step])
+        factors = None
+        if predicted is not None:
+            of_blocks = torch.full((1 + max(int(b.max()) for b in oracle.zenflow.blocks),), runs[0].factors[step])
+            for block, factor in predicted[step].items():
+                of_blocks[block] = factor
+            factors = [of_blocks[of_elements] for of_elements in oracle.zenflow.blocks]
+        losses = oracle.step(factors)
+        for micro, of_ranks in enumerate(losses):
+            for run, loss in zip(runs, of_ranks, strict=True):
+                assert run.losses[step][micro] == pytest.approx(
+                    loss, rel=5e-7, abs=1e-6 if follows else 5e-6, nan_ok=True
+                )
+        if step + 1 in case.flush_after or step + 1 == case.steps:
+            oracle.flush()
+        for run in runs:
+            shown = run.shown[step + 1] if step + 1 < case.steps else run.weights
+            # float32: torch's AdamW groups its operations in another way than the kernel, which is about one unit in the last place of a
+            # weight and step (weights are below 1.5, their unit is at most 1.2e-7), fed back through the gradients for up to twenty steps.
+            # A weight shown one step too early or too late would differ by a learning rate, 3e-3. bf16 has 8 significant bits.
+            rtol, atol = (2**-7, 1e-6) if follows else (0.0, 5e-6)
+            for ours, theirs in zip(shown, oracle.parameters, strict=True):
+                torch.testing.assert_close(ours.float(), theirs.detach().float(), rtol=rtol, atol=atol)
+                different += follows and int((ours != theirs).sum())
+    total = len(runs) * case.steps * sum(p.numel() for p in oracle.parameters)
+    assert different < 2e-3 * total, f"{different} of {total} rounded differently"

@@ -25,16 +25,8 @@ def hostile(factor: float, *steps: int, **options: Any) -> Case:
     return replace(BASE, **{**options, "model_options": {**factors, **options.get("model_options", {})}})
 
 
-def element(value: float, *steps: int, **options: Any) -> Case:
-    """One element of one parameter only."""
-    not_finite = {"not_finite": {(step, 0): value for step in steps}}
-    return replace(BASE, model="LinearLossModule", **{"max_norm": 1.0, "model_options": not_finite, **options})
-
-
 SIZES = [((0,), (0, 5), (3, 0), (1, 1), (1,), (2, 3)), ((2, 1), (1, 2), (2,)), ((101, 3), (7, 103), (13,), (97,))]
 """No elements, one element, one row, one column, primes; fewer elements than blocks."""
-CLIPPED = replace(BASE, model="LinearLossModule", steps=10, strategy_options={}, max_norm=1e-12)
-"""To a norm with which every gradient is far below eps."""
 VECTOR = replace(
     BASE,
     model="LinearLossModule",
@@ -43,10 +35,12 @@ VECTOR = replace(
 )
 CASES = {
     **{f"{factor}": hostile(factor) for factor in (*APPLIED, *SKIPPED)},
-    **{f"{factor}, bf16": hostile(factor, precision="bf16-true", max_norm=1.0) for factor in (*APPLIED[1:], 3e18)},
+    "1e+17, bf16": hostile(1e17, precision="bf16-true", max_norm=1.0),
     "nan, everything": hostile(math.nan, accumulate=2, max_norm=1.0, publish_lag=3).with_keys(select_interval=1),
     "never finite": hostile(math.nan, *range(9)),
-    **{f"one element of {value}": element(value, HOSTILE_STEP, precision="bf16-true") for value in (3e38, -2e19)},
+    "one element of 3e38": replace(
+        BASE, precision="bf16-true", max_norm=1.0, model_options={"not_finite": {(HOSTILE_STEP, 0): 3e38}}
+    ),
     **{
         f"S={s}, d={d}, {len(shapes)} shapes": hostile(
             math.nan, model_options={"shapes": shapes}, update_interval=s, publish_lag=d, steps=7
@@ -55,8 +49,8 @@ CASES = {
     },
     # Nothing is left of it in the next steps, in which the vector is frozen.
     **{f"a vector, S={s}, d={d}": replace(VECTOR, update_interval=s, publish_lag=d) for s, d in ((4, 1), (1, 0))},
-    "clipped": replace(CLIPPED, topk_ratio=0.05),
 }
+"""What lies between these, tests/fuzz draws."""
 
 
 @pytest.mark.parametrize("name", CASES)
