@@ -55,8 +55,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist=loadfile` a file stays in one process, which keeps what its tests share; here all files that start ranks stay in one
-    together, which keeps one server for them."""
+    """With `--dist=loadfile` a file stays in one process, which keeps what its tests share; here the files of a folder that start ranks
+    stay together, which keeps one server for them. Those of all folders would take longer than the other process has work for.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class Files(LoadScopeScheduling):
@@ -64,7 +65,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             self, nodeid: str
         ) -> str:  # private: what a scheduler of one's own overrides, by the manual of xdist
             file = nodeid.partition("::")[0]
-            return "ranks" if _starts_ranks(config.rootpath / file) else file
+            return str(Path(file).parent) if _starts_ranks(config.rootpath / file) else file
 
     return Files(config, log) if config.getvalue("dist") == "loadfile" else None
 
