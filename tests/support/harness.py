@@ -53,9 +53,12 @@ gc.freeze()
 atexit.register(gc.unfreeze)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class Run:
-    """What happened in a run; lists of tensors have one entry a parameter, in the order of the parameter groups."""
+    """What happened in a run; lists of tensors have one entry a parameter, in the order of the parameter groups.
+
+    Without a representation: that of all tensors takes minutes, and pytest has one made of every argument of a failed test.
+    """
 
     losses: list[list[float]] = field(default_factory=list)
     """[step][micro-batch], of one rank."""

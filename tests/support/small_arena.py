@@ -18,7 +18,7 @@ COUNTS = (1003, 517)
 def make_partition(n_blocks: int = 3) -> Partition:
     sizes = [n + 1 for n in COUNTS]
     slices = [
-        Slice(parameter=i, param_group=i, begin=begin, start=0, numel=n, columns=1, is_matrix=False)
+        Slice.of((n,), parameter=i, param_group=i, begin=begin, start=0, numel=n)
         for i, (n, begin) in enumerate(zip(COUNTS, group_begins(sizes), strict=True))
     ]
     return build_partition(slices, sizes, n_blocks)

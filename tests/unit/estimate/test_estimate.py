@@ -98,9 +98,8 @@ def test_host_memory_is_the_arena(s: int, d: int) -> None:
     shapes = [(1000, 300), (777, 500), (300,), (2000, 100)] * 3
     slices, begin = [], 0
     for number, shape in enumerate(shapes):
-        numel, columns = torch.Size(shape).numel(), shape[1] if len(shape) > 1 else 1
-        where = {"parameter": number, "param_group": 0, "begin": begin, "start": 0, "numel": numel}
-        slices.append(Slice(**where, columns=columns, is_matrix=len(shape) > 1))
+        numel = torch.Size(shape).numel()
+        slices.append(Slice.of(shape, parameter=number, param_group=0, begin=begin, start=0, numel=numel))
         begin += numel
     partition = build_partition(slices, [begin], 16)
     staggered = StaggeredSchedule(n_blocks=16, update_interval=s, publish_lag=d, in_backward=d == 0)
