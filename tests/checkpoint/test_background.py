@@ -146,7 +146,7 @@ def test_what_model_checkpoint_removes_stays_until_its_successor_is_complete(tmp
 
 def test_callbacks_of_lightning_and_a_second_fit(tmp_path: Path) -> None:
     """The best and the last checkpoint are complete when `fit` returns, also by an early stop or an exception."""
-    model = SmallNet(length=12)
+    model = SmallNet(length=4)
     files = ModelCheckpoint(dirpath=tmp_path, monitor="loss", save_top_k=2, save_last=True, every_n_train_steps=1)
     stop = EarlyStopping("loss", patience=1, mode="max", check_on_train_epoch_end=True)
     trainer = make_trainer(strategy(), max_epochs=3, enable_checkpointing=True, callbacks=[files, stop, LOGS])

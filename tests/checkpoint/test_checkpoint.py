@@ -47,7 +47,7 @@ CASES = {
     "auto": Case(topk_ratio=0.3, strategy_options={**EVERYTHING, **AUTO}, schedules=((1, 2, 2),)),
 }
 EXACT = Case(topk_ratio=0.3, publish_lag=2, strategy_options=EVERYTHING)
-STEPS = 18
+STEPS = 14
 
 
 def saving(case: Case, step: int, path: Path) -> Case:

@@ -2,7 +2,9 @@
 
 import copy
 import itertools
+import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -53,10 +55,12 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor], atol: float = 2e-6) ->
         torch.testing.assert_close(a, b, rtol=0, atol=atol)
 
 
+AT_ONCE = "read, change or clip gradients"
+"""What is refused by this name leaves all as it is."""
 REFUSED = {
     f"{use.partition(' (')[0].replace('`', '')}, {act}, {hook}": (of_use, of_use.acts[act], hook)
     for use, of_use in USES.items()
-    for number, act in enumerate(of_use.acts if of_use.refused else ())
+    for number, act in enumerate(of_use.acts if of_use.refused and use != AT_ONCE else ())
     for hook in (of_use.hooks if number == 0 else of_use.hooks[:1])
 }
 """Each way in one hook, and one in each hook."""
@@ -67,6 +71,22 @@ def test_uses_that_are_refused(case: str) -> None:
     use, act, hook = REFUSED[case]
     with pytest.raises(MisconfigurationException, match=use.refused):
         fit(SmallNet(length=3), ZenFlowStrategy(**NOTHING_LATE), steps=6, callbacks=[At(hook, act)])
+
+
+def test_uses_that_are_refused_at_once() -> None:
+    """Each way in each hook; the training goes on."""
+    use, refused = USES[AT_ONCE], set[tuple[str, str]]()
+
+    def tries(hook: str, trainer: pl.Trainer) -> None:
+        for name, act in use.acts.items():
+            try:
+                act(trainer)
+            except MisconfigurationException as error:
+                assert re.search(use.refused, str(error))
+                refused.add((hook, name))
+
+    fit(SmallNet(), ZenFlowStrategy(**NOTHING_LATE), callbacks=[At(hook, partial(tries, hook)) for hook in use.hooks])
+    assert refused == {*itertools.product(use.hooks, use.acts)}
 
 
 class InTurn:

@@ -20,7 +20,7 @@ from recorded_device.clocks import HOST
 from recorded_device.device import RecordedDevice
 from recorded_device.watch import recorded_device
 
-WIDTHS = [64] * 9 + [32]
+WIDTHS = [64] * 7 + [32]
 NOISE = 2 * NOISE_NUMEL * 4
 """Of rounding, whatever the size of the model."""
 
@@ -136,7 +136,7 @@ def test_a_schedule_that_changes() -> None:
     case = replace(case_of(1, 0), topk_ratio=0)
     sizes = Sizes(case)
     late = 4 * sizes.of_factors + 2 * sizes.numel * UpdateSchedule(update_interval=2, publish_lag=1).kept_share
-    auto = replace(case, steps=16).with_keys(**AUTO)
-    later = budgets_of(replace(auto, schedules=((8, 2, 1),)))
-    assert 0 <= later.peaks[5] - NOISE <= 4096
+    auto = replace(case, steps=12).with_keys(**AUTO)
+    later = budgets_of(replace(auto, schedules=((5, 2, 1),)))
+    assert 0 <= later.peaks[3] - NOISE <= 4096
     assert 0 <= later.peaks[-1] - NOISE - late <= 4 * sizes.of_factors + 4096

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -203,22 +204,29 @@ READERS: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
+@cache
+def after_each_step() -> list[Tensor]:
+    """The first layer's weights, of a training with parameters on the device."""
+    reads = Reads(gathered)
+    fit(reads, offload_parameters=False)
+    return reads.found
+
+
 @pytest.mark.parametrize("name", READERS)
 def test_stale_weights_are_never_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads, expected, worker = Reads(READERS[name]), Reads(gathered), SleepingWorker()
-    fit(expected, offload_parameters=False)
+    reads, worker = Reads(READERS[name]), SleepingWorker()
     with worker.sleeps(monkeypatch):
         fit(worker, reads)
-    assert all(map(torch.equal, reads.found, expected.found))
+    assert all(map(torch.equal, reads.found, after_each_step()))
 
 
 def test_without_the_wait_they_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads, expected, worker = Reads(gathered), Reads(gathered), SleepingWorker()
-    fit(expected, offload_parameters=False)
+    reads, worker = Reads(gathered), SleepingWorker()
+    expected = after_each_step()
     monkeypatch.setattr(fetch, "_pieces_in", lambda _: [])
     with worker.sleeps(monkeypatch):
         fit(worker, reads)
-    assert not any(map(torch.equal, reads.found, expected.found))
+    assert not any(map(torch.equal, reads.found, expected))
 
 
 class Interrupted(Deep):
@@ -243,10 +251,16 @@ def weights_of(model: Deep) -> list[Tensor]:
         return [p.detach().clone() for p in model.parameters()]
 
 
+@cache
+def before_the_last_step() -> list[Tensor]:
+    """All weights."""
+    return weights_of(fit(max_steps=STEPS - 1))
+
+
 @pytest.mark.parametrize("stride", [15, pytest.param(5, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_interrupted_forward_passes(stride: int) -> None:
     """The weights are then those of the steps before, wherever they are read, and the model trains on."""
-    expected = weights_of(fit(max_steps=STEPS - 1))
+    expected = before_the_last_step()
 
     def interrupted(context: Interrupt) -> bool:
         """Whether the state is whole."""
@@ -324,7 +338,7 @@ def fail_before(trainer: pl.Trainer) -> None:
 @pytest.mark.parametrize("where", ["in a gather", "before a forward pass", "on the device"])
 def test_nothing_stays_gathered_after_an_error(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And weights in host memory are those of the last whole step, which the worker had not written all."""
-    expected, worker, model = weights_of(fit(max_steps=STEPS - 1)), SleepingWorker(), Fails()
+    expected, worker, model = before_the_last_step(), SleepingWorker(), Fails()
     ends = Ends(worker)
     if where == "in a gather":
         gathers_once_less(monkeypatch)

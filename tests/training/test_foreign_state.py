@@ -256,26 +256,26 @@ REPLACED_IN_PIECES: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "access",
-    [
-        safe_get_local_fp32_param,
-        safe_get_local_grad,
-        lambda p: safe_get_local_optimizer_state(p, "exp_avg"),
-        lambda p: safe_set_local_fp32_param(p, torch.zeros(1)),
-        lambda p: safe_set_local_optimizer_state(p, torch.zeros(1), "exp_avg"),
-    ],
-)
-def test_state_of_single_pieces_is_refused(access: Callable[[Tensor], object]) -> None:
-    callback = At("on_train_batch_end", lambda t: access(next(t.lightning_module.parameters())))
-    with pytest.raises(MisconfigurationException, match="safe_set_local_.*: use safe_get_full_"):
-        fit(linear(), ZenFlowStrategy(**NOTHING_LATE, stage=3), steps=1, callbacks=[callback])
+PIECES: list[Callable[[Tensor], object]] = [
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    lambda p: safe_get_local_optimizer_state(p, "exp_avg"),
+    lambda p: safe_set_local_fp32_param(p, torch.zeros(1)),
+    lambda p: safe_set_local_optimizer_state(p, torch.zeros(1), "exp_avg"),
+]
 
 
-@pytest.mark.parametrize("name", REPLACED_IN_PIECES)
-def test_another_gradient_is_refused_under_stage_3(name: str) -> None:
-    """Between steps too, where DeepSpeed asks its optimizer, or writes to `parameter.grad`."""
-    replace = At("on_train_batch_end", lambda t: REPLACED_IN_PIECES[name](next(t.lightning_module.parameters())))
-    message = r"(safe_set_full_grad\(weights.0\)|`parameter.grad` must not be used).*`parameter.register_hook"
-    with pytest.raises((RuntimeError, MisconfigurationException), match=message):
-        fit(linear(), ZenFlowStrategy(**NOTHING_LATE, stage=3), steps=1, callbacks=[replace])
+def test_what_is_refused_under_stage_3() -> None:
+    """State of single pieces; and another gradient between steps too, where DeepSpeed asks its optimizer, or writes to `parameter.grad`."""
+    no_gradient = r"(safe_set_full_grad\(weights.0\)|`parameter.grad` must not be used).*`parameter.register_hook"
+
+    def tries(trainer: pl.Trainer) -> None:
+        parameter = next(trainer.lightning_module.parameters())
+        for access in PIECES:
+            with pytest.raises(MisconfigurationException, match="safe_set_local_.*: use safe_get_full_"):
+                access(parameter)
+        for replaces in REPLACED_IN_PIECES.values():
+            with pytest.raises((RuntimeError, MisconfigurationException), match=no_gradient):
+                replaces(parameter)
+
+    fit(linear(), ZenFlowStrategy(**NOTHING_LATE, stage=3), steps=1, callbacks=[At("on_train_batch_end", tries)])

@@ -30,7 +30,7 @@ SMALL: Shapes = [(8, 4), *LAYER * 9, (4,), (8, 4)]
 def launches(shapes: Shapes, **keys: Any) -> list[Counter[str]]:
     """Of each step, with one parameter group, in which vectors lie between matrices."""
     case = Case(
-        model="OneGroup", model_options={"shapes": shapes}, precision="bf16-true", steps=12, max_norm=1.0, loop="direct"
+        model="OneGroup", model_options={"shapes": shapes}, precision="bf16-true", steps=10, max_norm=1.0, loop="direct"
     )
     with pytest.MonkeyPatch.context() as patch, counted_launches(patch) as counter:
         run_case(case.with_keys(**{**APPROXIMATE, **keys}))

@@ -16,7 +16,7 @@ from models import generator
 from recorded_device.device import RecordedDevice
 from recorded_device.watch import recorded_device
 
-WIDTH, LAYERS, STEPS = 256, 40, 4
+WIDTH, LAYERS, STEPS = 256, 40, 3
 LAYER = WIDTH**2
 MODEL_BYTES = 2 * LAYERS * LAYER
 ZERO = {

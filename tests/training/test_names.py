@@ -20,7 +20,7 @@ from models import generator
 from side_by_side import NOTHING_LATE, Net
 
 NAMES = ("zenflow", "zenflow_adamw")
-CLIPPED = {"max_steps": 20, "gradient_clip_val": 0.02}
+CLIPPED = {"max_steps": 12, "gradient_clip_val": 0.02}
 """Every step of `Net` is clipped."""
 
 
