@@ -65,6 +65,10 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
     All micro-batches of a step but the last run under `fabric.no_backward_sync(model)`. Weights are exact after `fabric.save`,
     `model.state_dict()`, `optimizer.state_dict()`, a forward pass in evaluation mode and `flush`, which all ranks call together.
 
+    `teardown`, which all ranks call together behind `flush` or `fabric.save`, gives the modules back as they were before `fabric.setup`,
+    with their weights as they are then. Fabric does not call it. Without it, the worker ends with the process, or when nothing refers to
+    model, optimizer and Fabric any more; a LightningModule refers to its Fabric.
+
     Args:
         config: source of the keys that are not given as keywords: a `ZenFlowConfig`, an OmegaConf YAML file or DictConfig, or a DeepSpeed
             configuration (JSON file or dict) with or without a ``zero_optimization.zenflow`` block.
@@ -295,16 +299,6 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
     def summary(self) -> str | None:
         """Step times, waits and copies so far, with a sentence of advice if something limits; None before the second step."""
         return None if self._meter is None else self._meter.summary()
-
-    @override
-    def teardown(self) -> None:
-        """Ends the worker, releases the shared memory and gives the modules back as they were before `fabric.setup`, with their weights as
-        they are now; `flush` or `fabric.save` comes before. All ranks call it together.
-
-        Fabric does not call it. Without it, the worker ends with the process, or when nothing refers to model, optimizer and Fabric any
-        more; a LightningModule refers to its Fabric.
-        """
-        super().teardown()
 
     @override
     def _in_engines(self) -> Sequence[Module]:

@@ -25,7 +25,6 @@ from lightning_zenflow.deepspeed.config import (
     prepare_deepspeed_config,
     refuse_options,
     resolve_config,
-    says_bucket_size,
     set_bucket_size,
 )
 from lightning_zenflow.deepspeed.engines import in_place_of_deepspeeds, missing_overrides
@@ -107,7 +106,6 @@ class Session(RankEnvironment):
         self.zenflow_config, self._users_config = resolve_config(config, given)
         refuse_options(options, has_config=self._users_config is not None)
         self.zenflow_optimizer = None
-        self._chooses_buckets = "reduce_bucket_size" not in options and not says_bucket_size(self._users_config)
         self._frozen_at_setup: dict[str, Tensor] = {}
         # Names of the parameters of each group of the user's optimizer.
         self._optimized: list[list[str]] = []
@@ -119,6 +117,8 @@ class Session(RankEnvironment):
         self._ending = ExitStack()
         super().__init__(config=self._users_config, **options)
         self.config = prepare_deepspeed_config(self.config)
+        said = {**options, **((self._users_config or {}).get("zero_optimization") or {})}
+        self._chooses_buckets = said.get("reduce_bucket_size") is None
         if offloads_parameters(self.config):
             if unused := self.zenflow_config.without_effect_on_host:
                 rank_zero_info(

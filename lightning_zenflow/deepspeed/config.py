@@ -309,11 +309,6 @@ def set_bucket_size(config: dict[str, Any], model: Module) -> None:
     config["zero_optimization"]["reduce_bucket_size"] = bucket_size(trained)
 
 
-def says_bucket_size(config: Mapping[str, Any] | None) -> bool:
-    """Whether a DeepSpeed config sets `zero_optimization.reduce_bucket_size`."""
-    return _flat(config or {}).get("zero_optimization.reduce_bucket_size") is not None
-
-
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """All values by their dotted paths, mappings included."""
     flat = {}

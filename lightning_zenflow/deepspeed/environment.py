@@ -100,21 +100,18 @@ class RankEnvironment(OtherBases):  # type: ignore[misc]
     @override
     def setup_environment(self) -> None:
         """Prepares accelerator and process group."""
-        with _as_one_device(self.deepspeed_strategy) if self.is_alone else nullcontext():
-            self._set_up_group()
-
-    def _set_up_group(self) -> None:
         # Private: DeepSpeed forgets its groups only in its own `destroy_process_group`, and would not make new ones for the next engine;
         # Lightning and users call torch's. `_world.pg_map` has the groups that torch has not destroyed; torch has no public list of them.
         group = groups._WORLD_GROUP
         if group is not None and group not in distributed_c10d._world.pg_map:
             groups._release_process_group_references()
+        behind: type[Any] = RankEnvironment
         if self.accelerator.name() == "cpu":
             use_cpu_accelerator()
             # Skips DeepSpeedStrategy's own method, which only refuses the CPU.
-            super(self.deepspeed_strategy, self).setup_environment()
-        else:
-            super().setup_environment()
+            behind = self.deepspeed_strategy
+        with _as_one_device(self.deepspeed_strategy) if self.is_alone else nullcontext():
+            super(behind, self).setup_environment()
         if self._timeout is not None:
             # Private: all of ZeRO's collectives use this group, which DeepSpeed makes with torch's default timeout of 30 minutes; torch
             # before 2.14 has no public way to change it.

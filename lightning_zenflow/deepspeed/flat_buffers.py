@@ -10,11 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 from typing_extensions import Self
 
@@ -192,28 +191,6 @@ def copy_parts(
                 ours.narrow(0, run.target_begin, run.numel).copy_(theirs.narrow(0, run.source_begin, run.numel))
         # Nothing may refer to the file when the next one is read.
         del saved, theirs
-
-
-def flat_layouts(zero_optimizer: Any, groups: Sequence[Sequence[Tensor]]) -> list[Layout]:
-    """The layout of each parameter group, if its flat buffer has the parameters in the order of `groups`."""
-    names = zero_optimizer.param_names
-    return [
-        Layout.of_partitions({names[p]: p.numel() for p in group}, [0] * len(group), partition_numel=numel)
-        for group, numel in zip(groups, zero_optimizer.partition_size, strict=True)
-    ]
-
-
-def fragments(layouts: Sequence[Layout], rank: int) -> list[dict[str, Any]]:
-    """For each parameter group the places of the parameters' parts on a rank, which DeepSpeed makes universal checkpoints by."""
-    return [
-        {
-            name: fragment_address(numel=part.numel, start=part.begin)
-            for name, parts in layout.parts.items()
-            for part in parts
-            if part.rank == rank
-        }
-        for layout in layouts
-    ]
 
 
 class DiskCopies:

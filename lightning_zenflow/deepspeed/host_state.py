@@ -228,6 +228,7 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
         # Private: DeepSpeed's own way to do the same with its buffers.
         self._restore_from_bit16_weights()
         self.zenflow_step.start_over(int(self.zenflow_step.count))
+        self._weights_change()
         self._written.note()
 
     def load_full_state(self, weights: Mapping[str, Tensor], saved: Mapping[str, Any] | None) -> None:

@@ -11,12 +11,13 @@ import torch
 from deepspeed.checkpoint.constants import BASE_OPTIMIZER_STATE, PARAM_SLICE_MAPPINGS, SINGLE_PARTITION_OF_FP32_GROUPS
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.deepspeed.flat_buffers import Layout, balanced_order, flat_layouts, fragments
+from lightning_zenflow.deepspeed.flat_buffers import Layout, balanced_order
 from lightning_zenflow.deepspeed.host_state import MOMENTS
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.supported import refuse_features
@@ -184,7 +185,17 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
             # Private: cuts off the padding.
             masters = self._get_groups_without_padding([masters for masters, *_ in self._saved])
             state[SINGLE_PARTITION_OF_FP32_GROUPS] = masters
-            state[PARAM_SLICE_MAPPINGS] = fragments(self.saved_layouts, dist.get_rank(group=self.dp_process_group))
+            rank = dist.get_rank(group=self.dp_process_group)
+            # By which DeepSpeed makes universal checkpoints.
+            state[PARAM_SLICE_MAPPINGS] = [
+                {
+                    name: fragment_address(numel=part.numel, start=part.begin)
+                    for name, parts in layout.parts.items()
+                    for part in parts
+                    if part.rank == rank
+                }
+                for layout in self.saved_layouts
+            ]
         return state
 
     @contextmanager
@@ -208,12 +219,19 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
     @property
     @override
     def layouts(self) -> list[Layout]:
-        return flat_layouts(self, self.round_robin_bit16_groups)
+        return self._layouts_of(self.round_robin_bit16_groups)
 
     @property
     @override
     def saved_layouts(self) -> list[Layout]:
-        return flat_layouts(self, self._plain_groups())
+        return self._layouts_of(self._plain_groups())
+
+    def _layouts_of(self, groups: Sequence[Sequence[Tensor]]) -> list[Layout]:
+        """Layout of each parameter group, if its flat buffer has the parameters in the order of `groups`."""
+        return [
+            Layout.of_partitions({self.param_names[p]: p.numel() for p in g}, [0] * len(g), partition_numel=numel)
+            for g, numel in zip(groups, self.partition_size, strict=True)
+        ]
 
     def _plain_groups(self) -> list[list[Tensor]]:
         """The parameters in the order of plain DeepSpeed's flat buffers, with the user's configuration."""

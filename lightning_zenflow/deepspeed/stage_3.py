@@ -309,11 +309,6 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         super().flush()
 
     @override
-    def reset_master_from_model(self) -> None:
-        super().reset_master_from_model()
-        self._gather_weights()
-
-    @override
     def load_partitions(self, saved: Mapping[str, Any], *, optimizer_states: bool) -> None:
         super().load_partitions(saved, optimizer_states=optimizer_states)
         # Which the module has not loaded. By `data`, so that they do not count as the user's writes.
