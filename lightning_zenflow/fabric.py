@@ -336,8 +336,9 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         return step
 
     def _begin_forward(self) -> None:
-        assert self._meter is not None
+        assert self._meter is not None and self.zenflow_optimizer is not None
         if not self._engine.module.training:
+            self.zenflow_optimizer.refuse_asleep(reads=["lp_params"])
             self._meter.pause()
             self.flush()
         elif torch.is_grad_enabled():

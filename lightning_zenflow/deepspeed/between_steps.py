@@ -359,6 +359,14 @@ class Sleep(OtherBases):  # type: ignore[misc]
             undo()
         self._forget_copies()
 
+    def refuse_asleep(self, *, reads: Iterable[str] = OffloadStateTypeEnum) -> None:
+        """Refuses what reads `reads` on the device, or changes them, between `offload_states` and `reload_states`."""
+        if away := self._away & {*reads}:
+            raise MisconfigurationException(
+                "ZenFlowStrategy: between `engine.offload_states` and `engine.reload_states` no training and no evaluation goes on and no"
+                f" checkpoint is loaded, got {', '.join(sorted(away))} away from the device: call `engine.reload_states()` on all ranks"
+            )
+
     def _forget_copies(self) -> None:
         for memory in (self._storages, self._undo, self._away):
             memory.clear()

@@ -284,7 +284,7 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Context in which a state is loaded, entered and left by all ranks together; not while weights have left the device."""
-        self._refuse_asleep()
+        self.refuse_asleep()
         try:
             yield
         finally:

@@ -128,15 +128,8 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         # DeepSpeed's start needs up to 6 bytes a parameter more than a step, which `has_room` would count for ever.
         runtime_of(parts.rank.device).forget_peak()
 
-    def _refuse_asleep(self) -> None:
-        if self._away:
-            raise MisconfigurationException(
-                "ZenFlowStrategy: between `engine.offload_states` and `engine.reload_states` no training goes on and no checkpoint is"
-                f" loaded, got {', '.join(sorted(self._away))} away from the device: call `engine.reload_states()` on all ranks"
-            )
-
     def _read_inputs(self) -> StepInputs:
-        self._refuse_asleep()
+        self.refuse_asleep()
         self._written.begin_updates()
         groups = read_hyperparameters(self.optimizer)
         return StepInputs(groups=groups, loss_scale=self.loss_scale, max_norm=float(self.clip_grad))
@@ -161,7 +154,7 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
 
     def begin_micro_batch(self) -> None:
         """Before a forward pass, and before a backward pass."""
-        self._refuse_asleep()
+        self.refuse_asleep()
         if self._has_found_writes():
             self.flush()
 
@@ -222,7 +215,7 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
             raise WorkerError(
                 "training has ended, and the ZenFlow worker of this training has been ended with it: set up the training again"
             )
-        self._refuse_asleep()
+        self.refuse_asleep()
         if self.before_step is not None:
             self.before_step()
         # Private: runs torch's hooks around a step, those of all optimizers and those of the user's.

@@ -93,6 +93,7 @@ def test_no_training_goes_on(loop: Loop, tmp_path: Path) -> None:
         lambda: fabric.backward(loss),
         lambda: engine.optimizer.step(),
         lambda: fabric.load(tmp_path / "checkpoint", state),
+        lambda: model.eval().loss(2, 0, 0),
     ]
     for call in refused:
         with pytest.raises(MisconfigurationException, match="call `engine.reload_states"):
