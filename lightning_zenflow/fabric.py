@@ -23,8 +23,7 @@ from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.engines import inference_engine
 from lightning_zenflow.deepspeed.environment import PlainPrecision
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.supported import refuse_unsupported_module
-from lightning_zenflow.deepspeed.user_optimizer import validate_optimizer
+from lightning_zenflow.deepspeed.users import refuse_unsupported_module, validate_optimizer
 from lightning_zenflow.fabric_checkpoints import FabricCheckpoints
 from lightning_zenflow.monitor.summary import StepMeter
 from lightning_zenflow.offload.step import ZenFlowStep

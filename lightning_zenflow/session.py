@@ -33,7 +33,7 @@ from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.release import Released, make_whole, pickled_as_before, release
 from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
-from lightning_zenflow.deepspeed.user_optimizer import UsersOptimizer
+from lightning_zenflow.deepspeed.users import UsersOptimizer
 
 Built = TypeVar("Built", bound=tuple[Any, ...])
 
@@ -148,7 +148,16 @@ class Session(RankEnvironment):
         """
         # What a training before has left is as large as what this one needs.
         self._trained, self._released, self.zenflow_optimizer = None, [], None
-        self.zenflow_config = _repeatable(self._given_config)
+        self.zenflow_config = self._given_config
+        # Runs must repeat where the user asks torch for it; `Trainer(deterministic=...)` does as well. Memory that is measured decides only
+        # where gradients and states are, which changes no bit.
+        if self._given_config.measures and torch.are_deterministic_algorithms_enabled():
+            self.zenflow_config = fixed = self._given_config.without_measurements()
+            rank_zero_info(
+                f"ZenFlow: torch's deterministic algorithms are on, so that runs must repeat: update_interval={fixed.update_interval},"
+                f" publish_lag={fixed.publish_lag}, and no measured time changes them. Steps wait for the CPU where its work does not hide"
+                " behind training; then set update_interval and publish_lag to larger values"
+            )
         resources = rank_resources(
             self.zenflow_config,
             self.root_device,
@@ -270,20 +279,3 @@ class Session(RankEnvironment):
                 self._released = released
             if self._users_optimizer is not None:
                 self._users_optimizer.give_back()
-
-
-def _repeatable(config: ZenFlowConfig) -> ZenFlowConfig:
-    """The configuration of a training: where the user asks torch for runs that repeat, nothing that changes numbers is measured.
-
-    Memory that is measured decides only where gradients and states are, which changes no bit.
-    """
-    # `Trainer(deterministic=...)` sets it as well.
-    if not (config.measures and torch.are_deterministic_algorithms_enabled()):
-        return config
-    fixed = config.without_measurements()
-    rank_zero_info(
-        f"ZenFlow: torch's deterministic algorithms are on, so that runs must repeat: update_interval={fixed.update_interval},"
-        f" publish_lag={fixed.publish_lag}, and no measured time changes them. Steps wait for the CPU where its work does not hide"
-        " behind training; then set update_interval and publish_lag to larger values"
-    )
-    return fixed

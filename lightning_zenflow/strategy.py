@@ -27,8 +27,11 @@ from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config
 from lightning_zenflow.deepspeed.engines import inference_engine
 from lightning_zenflow.deepspeed.environment import TrainerPrecision
-from lightning_zenflow.deepspeed.supported import refuse_unsupported_callbacks, refuse_unsupported_module
-from lightning_zenflow.deepspeed.user_optimizer import validate_optimizer
+from lightning_zenflow.deepspeed.users import (
+    refuse_unsupported_callbacks,
+    refuse_unsupported_module,
+    validate_optimizer,
+)
 from lightning_zenflow.monitor.callbacks import StallMonitor, StallMonitoring, insert_first
 from lightning_zenflow.session import FromTrainer
 from lightning_zenflow.trainer_checkpoints import TrainerCheckpoints

@@ -26,7 +26,7 @@ from benchmarks.step_time.models import COLUMNS, ROWS, SimulatedAccelerator, Tim
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.deepspeed.config import offloads_parameters
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.user_optimizer import whole_numel
+from lightning_zenflow.deepspeed.users import whole_numel
 
 Device = Literal["simulated", "cpu", "cuda"]
 

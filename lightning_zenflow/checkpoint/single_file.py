@@ -34,7 +34,7 @@ from lightning_zenflow.core.distributed import all_agree
 from lightning_zenflow.deepspeed.host_state import MOMENTS
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.parameters import is_divided
-from lightning_zenflow.deepspeed.user_optimizer import REQUIRED_OPTIONS
+from lightning_zenflow.deepspeed.users import REQUIRED_OPTIONS
 
 FILE_KEY = "lightning_zenflow.run_state"
 """Entry of ours in a file, beside those of users."""

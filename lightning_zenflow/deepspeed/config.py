@@ -30,7 +30,7 @@ from torch.nn import Module
 from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.schedule import bucket_size
-from lightning_zenflow.deepspeed.user_optimizer import REQUIRED_OPTIONS, whole_numel
+from lightning_zenflow.deepspeed.users import REQUIRED_OPTIONS, whole_numel
 
 ConfigSource: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | DictConfig | ZenFlowConfig | None
 

@@ -22,7 +22,7 @@ from lightning_zenflow.deepspeed.flat_buffers import slices_of
 from lightning_zenflow.deepspeed.host_state import Checkpointing
 from lightning_zenflow.deepspeed.parameters import FullState
 from lightning_zenflow.deepspeed.release import restore_process
-from lightning_zenflow.deepspeed.user_optimizer import read_hyperparameters
+from lightning_zenflow.deepspeed.users import read_hyperparameters
 from lightning_zenflow.offload.ownership import Freezing
 from lightning_zenflow.offload.plan import StepInputs
 from lightning_zenflow.offload.run_state import CounterReader
@@ -61,8 +61,6 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
 
     namespace: ClassVar[ModuleType]
     """Module in which DeepSpeed's engine finds the class that a stage's class extends, the last of its bases."""
-    private_calls: ClassVar[Sequence[str]] = ()
-    """Private methods of that class which are called."""
     # DeepSpeed's own, declared for the type checker.
     optimizer: Optimizer
     param_names: dict[Tensor, str]

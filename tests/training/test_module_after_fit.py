@@ -29,7 +29,7 @@ from callbacks import At
 from harness import Case, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
-from lightning_zenflow.deepspeed.user_optimizer import UsersOptimizer
+from lightning_zenflow.deepspeed.users import UsersOptimizer
 from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
 from lightning_zenflow.worker.machine import HOST_MEMORY
 from networks import TiedNet

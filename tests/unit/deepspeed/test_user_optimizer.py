@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
-from lightning_zenflow.deepspeed.user_optimizer import read_hyperparameters, validate_optimizer
+from lightning_zenflow.deepspeed.users import read_hyperparameters, validate_optimizer
 
 
 def parameter(*shape: int) -> nn.Parameter:
