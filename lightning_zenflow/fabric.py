@@ -20,8 +20,7 @@ from typing_extensions import override
 
 from lightning_zenflow.config import KEYS, ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.deepspeed.engines import inference_engine
-from lightning_zenflow.deepspeed.environment import PlainPrecision
+from lightning_zenflow.deepspeed.environment import PlainPrecision, inference_engine
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.users import refuse_unsupported_module, validate_optimizer
 from lightning_zenflow.fabric_checkpoints import FabricCheckpoints

@@ -27,8 +27,12 @@ from lightning_zenflow.deepspeed.config import (
     resolve_config,
     set_bucket_size,
 )
-from lightning_zenflow.deepspeed.engines import in_place_of_deepspeeds, missing_overrides
-from lightning_zenflow.deepspeed.environment import RankEnvironment, restore_types
+from lightning_zenflow.deepspeed.environment import (
+    RankEnvironment,
+    in_place_of_deepspeeds,
+    missing_overrides,
+    restore_types,
+)
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.release import Released, make_whole, pickled_as_before, release
 from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer

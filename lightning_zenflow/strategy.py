@@ -25,8 +25,7 @@ from typing_extensions import override
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config
-from lightning_zenflow.deepspeed.engines import inference_engine
-from lightning_zenflow.deepspeed.environment import TrainerPrecision
+from lightning_zenflow.deepspeed.environment import TrainerPrecision, inference_engine
 from lightning_zenflow.deepspeed.users import (
     refuse_unsupported_callbacks,
     refuse_unsupported_module,

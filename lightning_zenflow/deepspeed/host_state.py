@@ -83,11 +83,6 @@ class HostState:
             flat.data = flat.data.new_empty(0)
             self._optimizer.state.pop(flat, None)
 
-    @property
-    def has_views(self) -> bool:
-        """Whether the arena has the moments in a type of torch."""
-        return not isinstance(self._moments[MOMENTS[0]], CodedMoment)
-
     def read(self, group: int, name: str | None, begin: int, numel: int) -> Tensor:
         """Elements [begin, begin + numel) of a moment of a flat partition, or of its master weights (None), of a floating-point type."""
         return self.states[name].read(self._bounds[group][0] + begin, numel)
@@ -254,7 +249,7 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
             OSError: the disk is full.
         """
         is_reordered = self.saved_layouts != self.layouts
-        if not is_reordered and self._host_state.has_views:
+        if not is_reordered and not isinstance(self._host_state.states[MOMENTS[0]], CodedMoment):
             return None
         n_states = is_reordered + len(MOMENTS)
         return [[copies.zeros(layout.partition_numel) for _ in range(n_states)] for layout in self.saved_layouts]
