@@ -290,7 +290,7 @@ def in_place_of_deepspeeds(
     """
     base, namespace = ours.__bases__[-1], ours.namespace
     name = base.__name__
-    missing = missing_overrides(ours, base)
+    missing = missing_overrides(ours, base) + [call for call in ours.private_calls if not hasattr(base, call)]
     found = vars(namespace).get(name)
     if getattr(found, "__module__", None) == __name__:
         raise RuntimeError(

@@ -61,6 +61,8 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
 
     namespace: ClassVar[ModuleType]
     """Module in which DeepSpeed's engine finds the class that a stage's class extends, the last of its bases."""
+    private_calls: ClassVar[Sequence[str]] = ()
+    """Private methods of that class which are called under a mangled name, which no type check and no override finds."""
     # DeepSpeed's own, declared for the type checker.
     optimizer: Optimizer
     param_names: dict[Tensor, str]

@@ -64,6 +64,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
     """
 
     namespace = stage3_module
+    private_calls = (_REDUCE_BUCKET,)
     state_key = OPTIMIZER_STATE_DICT
     # DeepSpeed's own, declared for the type checker.
     fp16_groups: list[list[Any]]
