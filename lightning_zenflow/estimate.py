@@ -167,9 +167,11 @@ def _arena_bytes(setup: Setup, config: ZenFlowConfig, schedule: UpdateSchedule, 
     n_blocks = blocks_wanted(
         config.update_intervals, in_backward=in_backward, numel=numel, awaited_singly=setup.offload_parameters
     )
-    staggered = StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=in_backward)
-    # In place, each block has its own buffer; one more is for what is discarded.
-    n_buffers = n_blocks + in_backward if setup.offload_parameters else staggered.n_publish_buffers
+    staggered = StaggeredSchedule.of(
+        schedule, n_blocks=n_blocks, in_backward=in_backward, in_place=setup.offload_parameters
+    )
     slot_bytes = setup.dtype_bytes * numel / n_blocks
     state_bytes = 4 + _MOMENTS_BYTES[config.moments_dtype]
-    return state_bytes * numel + (staggered.n_slots + n_buffers) * slot_bytes + STATE_BYTES * owned_numel
+    return (
+        state_bytes * numel + (staggered.n_slots + staggered.n_publish_buffers) * slot_bytes + STATE_BYTES * owned_numel
+    )

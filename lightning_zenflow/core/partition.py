@@ -101,20 +101,6 @@ class Tile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Range:
-    """Consecutive elements of one parameter group, without padding."""
-
-    param_group: int
-    begin: int
-    end: int
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.end - self.begin
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
     """Elements [begin, end) of one update job; alignment padding may lie between its tiles."""
 
@@ -131,7 +117,6 @@ class Partition:
     slices: tuple[Slice, ...]
     tiles: tuple[Tile, ...]
     blocks: tuple[Block, ...]
-    ranges: tuple[Range, ...]
     group_begins: tuple[int, ...]
     """First element of each parameter group."""
     numel: int
@@ -151,6 +136,23 @@ class Partition:
         for index, tile in enumerate(self.tiles):
             found[tile.slice].append(index)
         return found
+
+    def runs(self, tiles: Iterable[int]) -> dict[int, int]:
+        """First tile of each run of tiles that are adjacent in one parameter group, and the elements of the run.
+
+        Args:
+            tiles: ascending indexes into `tiles`.
+        """
+        runs: dict[int, int] = {}
+        first = group = end = -1
+        for index in tiles:
+            tile = self.tiles[index]
+            before, group = group, self.slices[tile.slice].param_group
+            if tile.begin != end or group != before:
+                first = index
+            runs[first] = runs.get(first, 0) + tile.numel
+            end = tile.end
+        return runs
 
 
 def align(numel: int) -> int:
@@ -186,7 +188,6 @@ def build_partition(
         slices=tuple(slices),
         tiles=tuple(tiles),
         blocks=tuple(blocks),
-        ranges=tuple(merge_ranges(slices)),
         group_begins=begins,
         numel=numel,
         block_length=length,
@@ -272,18 +273,3 @@ def split_tile(tile: Tile, numel: int) -> tuple[Tile, Tile | None]:
         return tile, None
     head = replace(tile, rows=rows)
     return head, replace(tile, begin=head.end, rows=tile.rows - rows)
-
-
-def merge_ranges(parts: Iterable[Slice | Range]) -> list[Range]:
-    """Merges ascending slices or ranges that are adjacent in one parameter group."""
-    merged: list[Range] = []
-    group = begin = end = -1
-    for part in parts:
-        if part.param_group != group or part.begin != end:
-            if group >= 0:
-                merged.append(Range(param_group=group, begin=begin, end=end))
-            group, begin = part.param_group, part.begin
-        end = part.end
-    if group >= 0:
-        merged.append(Range(param_group=group, begin=begin, end=end))
-    return merged

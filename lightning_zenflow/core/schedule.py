@@ -117,12 +117,14 @@ class StaggeredSchedule(UpdateSchedule):
     in_backward: bool = False
     """True if blocks are submitted in backward where d = 0. The last gradient of a window then keeps its slot until the next job commits
     it, and slots and publish buffers are freed block by block."""
+    in_place: bool = False
+    """True if the publish buffers are the weights: one for each block."""
 
     @classmethod
-    def of(cls, schedule: UpdateSchedule, *, n_blocks: int, in_backward: bool = False) -> Self:
+    def of(cls, schedule: UpdateSchedule, *, n_blocks: int, in_backward: bool = False, in_place: bool = False) -> Self:
         """The staggered schedule of given S and d."""
         s, d = schedule.update_interval, schedule.publish_lag
-        return cls(n_blocks=n_blocks, update_interval=s, publish_lag=d, in_backward=in_backward)
+        return cls(n_blocks=n_blocks, update_interval=s, publish_lag=d, in_backward=in_backward, in_place=in_place)
 
     def closing_blocks(self, step: int) -> range:
         """Blocks whose window closes at the end of `step`."""
@@ -152,7 +154,7 @@ class StaggeredSchedule(UpdateSchedule):
         """
         all_at_once = self._n_closing * (self.publish_lag + 1)
         jobs = self._at_once(*_BUFFERS_AT_ONCE) if self._frees_in_backward else all_at_once
-        return jobs + (self.in_backward and self.n_blocks > 0)
+        return (self.n_blocks if self.in_place else jobs) + (self.in_backward and self.n_blocks > 0)
 
     @property
     def _frees_in_backward(self) -> bool:

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.device import SideStream
+from lightning_zenflow.core.device import PAGE_BYTES, SideStream
 from lightning_zenflow.core.distributed import in_common, raise_together, raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.core.partition import Partition, Slice, row_length
+from lightning_zenflow.core.partition import Partition, Slice, build_partition, row_length
 from lightning_zenflow.core.schedule import (
     SchedulePolicy,
     StaggeredSchedule,
@@ -30,7 +30,6 @@ from lightning_zenflow.core.schedule import (
 )
 from lightning_zenflow.deepspeed.host_state import HostState
 from lightning_zenflow.kernels.base import kernels_for
-from lightning_zenflow.offload.buffers import InPlacePublisher, Publisher
 from lightning_zenflow.offload.columns import export_bytes
 from lightning_zenflow.offload.fill import Fill
 from lightning_zenflow.offload.jobs import JobQueue
@@ -118,11 +117,6 @@ class ZeroPartition:
     group: dist.ProcessGroup
     """Data-parallel ranks."""
 
-    @property
-    def publisher(self) -> type[Publisher]:
-        """How new weights come into the model."""
-        return InPlacePublisher if self.in_place else Publisher
-
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
@@ -143,14 +137,16 @@ class MemoryPlan:
         """Sizes of an arena for any of the schedules and the changes between them."""
         config, n_blocks = self.config, len(self.partition.blocks)
         staggered = [
-            StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=config.submits_in_backward)
+            StaggeredSchedule.of(
+                schedule, n_blocks=n_blocks, in_backward=config.submits_in_backward, in_place=self.zero.in_place
+            )
             for schedule in with_changes(schedules)
         ]
         return ArenaSizes(
             n_param_groups=len(self.zero.masters),
             n_step_records=max(s.n_step_records for s in staggered),
             n_slots=max(s.n_slots for s in staggered),
-            n_publish_buffers=max(map(self.zero.publisher.n_buffers, staggered)),
+            n_publish_buffers=max(s.n_publish_buffers for s in staggered),
             dtype=self.zero.weights[0].dtype,
             moments_dtype=getattr(torch, config.moments_dtype),
             n_threads=self.n_threads,
@@ -177,7 +173,9 @@ def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) 
     n_blocks = blocks_wanted(
         config.update_intervals, in_backward=config.submits_in_backward, numel=sum(sizes), awaited_singly=zero.in_place
     )
-    partition = zero.publisher.cut_partition(zero.slices, sizes, n_blocks, zero.weights[0].dtype)
+    # In place of whole memory pages, as publish buffers are, so that there is nothing between two of them.
+    multiple = PAGE_BYTES // zero.weights[0].dtype.itemsize if zero.in_place else None
+    partition = build_partition(zero.slices, sizes, n_blocks, multiple=multiple)
     plan = MemoryPlan(config=config, zero=zero, partition=partition, n_threads=len(resources.cores.cores))
     policy = _agree(plan, resources.ranks_on_host)
     # Outermost, so that ranks that have built their parts release them if another one has not.
@@ -227,11 +225,16 @@ def _make(
     sizes = plan.sizes(plan.candidates)
     arena = Arena(plan.partition, sizes, device=zero.device, cores=cores)
     undo.callback(arena.close, keep_state=False)
+    weights = zero.weights
+    if zero.in_place:
+        places = zip(plan.partition.group_begins, weights, strict=True)
+        weights = [arena.publish.view(-1).narrow(0, begin, of_group.numel()) for begin, of_group in places]
     rank = RankState(
         partition=plan.partition,
         blocks=Blocks(plan.partition),
         arena=arena,
-        weights=zero.publisher.place_weights(zero.weights, plan.partition, arena),
+        weights=weights,
+        in_place=zero.in_place,
         device=zero.device,
         kernels=kernels_for(zero.device),
         telemetry=Telemetry(zero.device),
@@ -247,17 +250,18 @@ def _make(
     host_state = HostState(zero.optimizer, zero.masters, partition=plan.partition, arena=arena)
     if zero.in_place and zero.release_weights is not None:
         zero.release_weights()
-    publisher = zero.publisher(rank)
     jobs = JobQueue(
         rank,
         worker,
-        publisher,
         policy.schedule,
         config.compensation,
         in_backward=config.submits_in_backward,
         verifies=config.submits_in_backward and not config.predicts_clipping,
     )
-    publisher.fill_weights()
+    if zero.in_place:
+        # Their memory has been reserved by now.
+        for of_group, begin in zip(weights, plan.partition.group_begins, strict=True):
+            of_group.copy_(arena.master.narrow(0, begin, of_group.numel()))
     selector = Selector(
         list(map(row_length, zero.shapes)),
         topk_ratio=config.topk_ratio,

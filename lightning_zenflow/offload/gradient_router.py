@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.core.device import runtime_of
-from lightning_zenflow.core.partition import Partition, tiles_of_slice
+from lightning_zenflow.core.partition import tiles_of_slice
 from lightning_zenflow.kernels.base import Destination
-from lightning_zenflow.offload.buffers import SlotPool
 from lightning_zenflow.offload.ownership import Ownership
 from lightning_zenflow.offload.plan import StepContext
 from lightning_zenflow.offload.provisional_update import LateGradient, ProvisionalUpdate
-from lightning_zenflow.offload.rank_state import Block, RankState
+from lightning_zenflow.offload.rank_state import Block, RankState, SlotPool
 
 
 class GradientRouter:
@@ -152,7 +151,7 @@ class VectorGradients:
                 tiles.append((index, self._values.narrow(0, end, tile.numel).view(tile.rows, tile.width)))
                 end += tile.numel
             slices = {partition.tiles[index].slice for index, _ in tiles}
-            values, runs = self._values.narrow(0, begin, end - begin), _runs(partition, [index for index, _ in tiles])
+            values, runs = self._values.narrow(0, begin, end - begin), partition.runs(index for index, _ in tiles)
             of_runs = zip(runs, torch.split(values, list(runs.values())), strict=True) if runs else ()
             block.vectors = Vectors(values=values, tiles=tiles, runs=list(of_runs), slices=slices)
         assert end == self._values.numel(), "blocks and slices ascend alike"
@@ -209,16 +208,3 @@ class VectorGradients:
             torch._foreach_copy_(targets, sources)
         # In float64, so that the sum does not depend on which vectors are measured together.
         return [torch.linalg.vector_norm(values, dim=0, keepdim=True, dtype=torch.float64).square_()]
-
-
-def _runs(partition: Partition, tiles: Iterable[int]) -> dict[int, int]:
-    """First tile of each run of tiles that are adjacent in the partition, and the elements of the run."""
-    runs: dict[int, int] = {}
-    first = end = -1
-    for index in tiles:
-        tile = partition.tiles[index]
-        if tile.begin != end:
-            first = index
-        runs[first] = runs.get(first, 0) + tile.numel
-        end = tile.end
-    return runs

@@ -1,16 +1,91 @@
-"""Update jobs, from the end of a window until its weights are in the model."""
+"""Update jobs, from the end of a window until its weights are in the model; and the way of the new weights into it."""
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Container, Iterable, Mapping, Set
 
-from lightning_zenflow.core.device import Event, runtime_of
+import torch
+
+from lightning_zenflow.core.device import Event, SideStream, runtime_of
 from lightning_zenflow.native import Tentative
-from lightning_zenflow.offload.buffers import Publisher, SlotPool
-from lightning_zenflow.offload.rank_state import Block, Job, JobState, RankState, Window
+from lightning_zenflow.offload.rank_state import Block, Job, JobState, RankState, SlotPool, Window
 from lightning_zenflow.telemetry import Cause
 from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.supervisor import SupervisedWorker
+
+
+class Publisher:
+    """Copies new weights of blocks from publish buffers into the model: during backward, slice by slice, or at the end of the step.
+
+    Copies in backward run on a stream of their own, beside the gradient copies (d2h) and the kernels of backward. They are ordered behind
+    an event, so a device that runs behind the host makes them in backward, even where the host enqueues them at the end of the step.
+
+    *In place* (`RankState.in_place`) nothing is copied: the publish buffers are the weights. Block b always publishes to buffer b, one
+    behind the other; the buffer behind them is that of discarded weights. With S = 1, d = 0 only (`ZenFlowConfig.with_weights_on_host`): a
+    step reads weights when their jobs of the step before are published (`JobsInFlight.publish_blocks`). Layers whose gradients come last in
+    backward are fetched first in the next forward pass. So the newest job is the most urgent one, and each is in time if the work fits into
+    backward and forward.
+
+    In place a job owns its block's weights from its submission until *done*, and writes them while backward may still be running: its word
+    is behind the gradients of all slices of the block, and these are behind the step's last reads of their weights, by kernels or by copies
+    to the device that kernels wait for. A copy that nothing waits for may read a mixture. In a flush the word was written before the job is
+    submitted, so the training thread waits for the device.
+    """
+
+    def __init__(self, rank: RankState) -> None:
+        self._rank = rank
+        self._copies = SideStream(rank.device)
+        self.follow(range(len(rank.partition.slices)))
+
+    def follow(self, trained: Container[int]) -> None:
+        """Publishes these slices from now on."""
+        partition = self._rank.partition
+        for block in () if self._rank.in_place else self._rank.blocks:
+            block.published.clear()
+            for index in block.tiles:
+                if (number := partition.tiles[index].slice) in trained:
+                    block.published.setdefault(number, []).append(index)
+
+    def copy_behind(self, event: Event, block: Block, buffer: int, slices: Iterable[int]) -> None:
+        """Copies the new weights of some slices from a block's buffer on the stream of the copies.
+
+        Args:
+            event: from which on no kernel of the step reads or updates these weights.
+            block: a block.
+            buffer: publish buffer of the block's job.
+            slices: of `Block.published`.
+        """
+        with self._copies.behind(event):
+            self._copy(block, buffer, slices)
+
+    def copied(self) -> Event:
+        """An event behind all copies of `copy_behind`."""
+        return self._copies.record_event()
+
+    def finish_copies(self, block: Block, buffer: int, rest: Iterable[int], *, joins: bool) -> None:
+        """Copies the slices that `copy_behind` has left, and orders the current stream behind all of the block's copies.
+
+        Args:
+            block: a block.
+            buffer: publish buffer of the block's job. It may be reused afterwards, in the order of the current stream.
+            rest: slices that are left.
+            joins: whether `copy_behind` has copied any.
+        """
+        if joins:
+            self._copies.join()
+        self._copy(block, buffer, rest)
+
+    def _copy(self, block: Block, buffer: int, slices: Iterable[int]) -> None:
+        partition, new_weights = self._rank.partition, self._rank.arena.publish[buffer]
+        targets, sources = [], []
+        tiles = (tile for number in sorted(slices) for tile in block.published[number])
+        for index, numel in partition.runs(tiles).items():
+            tile = partition.tiles[index]
+            targets.append(self._rank.weights_at(partition.slices[tile.slice].param_group, tile.begin, numel))
+            sources.append(new_weights.narrow(0, tile.begin - block.begin, numel))
+            self._rank.telemetry.h2d_bytes += numel * new_weights.element_size()
+        if targets:
+            torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 class JobsInFlight:
@@ -20,24 +95,22 @@ class JobsInFlight:
     Args:
         worker: processes the jobs, those of a block in order, each exactly once (see `SupervisedWorker`).
         slots: takes back the slots that jobs have committed.
-        publisher: copies new weights into the model.
-        has_scratch: whether `Publisher.scratch` is set aside.
+        has_scratch: whether there are jobs whose weights are discarded, which have a buffer of their own.
 
     Attributes:
+        publisher: copies new weights into the model.
         n_in_backward: blocks that were submitted in backward and published, since the start.
         n_late: those of them that were not done when the training thread waited for them: at the end of the step, which a CUDA device may
             have ended later, or in place where they were fetched.
     """
 
-    def __init__(
-        self, rank: RankState, worker: SupervisedWorker, slots: SlotPool, publisher: Publisher, *, has_scratch: bool
-    ) -> None:
+    def __init__(self, rank: RankState, worker: SupervisedWorker, slots: SlotPool, *, has_scratch: bool) -> None:
         self._rank = rank
         self._worker = worker
         self._slots = slots
-        self._publisher = publisher
+        self.publisher = Publisher(rank)
         self._n_buffers = 0
-        self._scratch = publisher.scratch if has_scratch else None
+        self._scratch = (len(rank.blocks) if rank.in_place else 0) if has_scratch else None
         self._free_buffers: dict[int, Event | None] = {}
         self.n_in_backward = self.n_late = 0
         self._jobs: deque[Job] = deque()
@@ -71,7 +144,9 @@ class JobsInFlight:
 
     def free_buffer(self, block: Block) -> int | None:
         """Of `free_buffers` the one for a block's next job; None: there is none for it."""
-        return self._publisher.buffer_for(block, self._free_buffers)
+        if self._rank.in_place:
+            return block.number if block.number in self._free_buffers else None
+        return next(iter(self._free_buffers), None)
 
     def sealed(self) -> None:
         """Notes that a sealed word is ordered behind the events of all `free_buffers`."""
@@ -105,13 +180,15 @@ class JobsInFlight:
         """
         n_committed = len(window.slots) - (tentative is not Tentative.NONE)
         holds_buffer = buffer is not None and tentative is not Tentative.CORRECTION
+        target = self._scratch if buffer is None else buffer
+        assert target is not None, "only blocks that are submitted in backward discard weights"
         submission = self._worker.enqueue(
             JobMessage(
                 job_id=next(self._job_ids),
                 block=block.number,
                 first_step=window.first_step,
                 slots=window.slots,
-                publish_buffer=self._publisher.scratch if buffer is None else buffer,
+                publish_buffer=target,
                 prediction_steps=prediction_steps,
                 tentative=tentative,
             )
@@ -192,7 +269,7 @@ class JobsInFlight:
         """`free_buffer`, one that the device does not use either; waits until there is one."""
         while (buffer := self.free_buffer(block)) is None:
             # Synchronous steps and flushes submit more jobs than the schedule has buffers for: the oldest one, or the one that has it.
-            self._publish((block.jobs if self._publisher.in_place else self._jobs)[0], cause)
+            self._publish((block.jobs if self._rank.in_place else self._jobs)[0], cause)
         copied = self._free_buffers[buffer]
         if copied is not None and not copied.query():
             with self._rank.telemetry.measure("publish_buffer"):
@@ -209,7 +286,7 @@ class JobsInFlight:
         if job.buffer is not None:
             self._copy_overwritable(job, job.buffer)
             joins = job.state is JobState.PARTLY_PUBLISHED
-            self._publisher.finish_copies(job.block, job.buffer, job.read, joins=joins)
+            self.publisher.finish_copies(job.block, job.buffer, job.read, joins=joins)
             copied = runtime_of(self._rank.device).record_event() if job.holds_buffer else None
         in_backward = self._is_shown_tentatively(job)
         # After all that may fail or be interrupted: a job whose weights are not in the model yet is published again.
@@ -252,7 +329,7 @@ class JobsInFlight:
 
     def _take_newer_answers(self) -> list[Job]:
         """Takes answers that have been read while an older job has none: only where the worker takes the newest first."""
-        if not self._publisher.in_place:
+        if not self._rank.in_place:
             return []
         return [self._take_answer(job) for job in list(self._unanswered) if job.submission.is_answered]
 
@@ -262,7 +339,7 @@ class JobsInFlight:
             self._unanswered.remove(job)
             job.state = JobState.ANSWERED
             # What an earlier publish of the block overwrites may be reapplied from the slots (`ProvisionalUpdate`); nothing in place.
-            if job.block.jobs[0] is job or self._publisher.in_place:
+            if job.block.jobs[0] is job or self._rank.in_place:
                 self._free_slots(job)
         return job
 
@@ -276,7 +353,7 @@ class JobsInFlight:
             return
         self._copy_overwritable(job, job.buffer)
         if job.tentative is not Tentative.NONE and job.holds_buffer and not job.read:
-            copied = self._publisher.copied()
+            copied = self.publisher.copied()
             with self._rank.records:
                 self._free_buffers[job.buffer] = copied
                 job.holds_buffer = False
@@ -286,5 +363,5 @@ class JobsInFlight:
         if job.overwritable:
             job.state = JobState.PARTLY_PUBLISHED
         for event, slices in job.overwritable:
-            self._publisher.copy_behind(event, job.block, buffer, slices)
+            self.publisher.copy_behind(event, job.block, buffer, slices)
         job.overwritable.clear()

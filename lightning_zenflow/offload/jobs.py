@@ -1,19 +1,17 @@
 """The asynchronous protocol between the training thread and the worker, from the trainer's side."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Container, Iterable, Sequence, Set
 from contextlib import nullcontext
 from functools import partial
 
 from torch import Tensor
 
 from lightning_zenflow.core.device import Event, runtime_of
-from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.core.schedule import StaggeredSchedule, StalenessCompensation, UpdateSchedule
 from lightning_zenflow.native import Tentative
-from lightning_zenflow.offload.buffers import Publisher, SlotPool
 from lightning_zenflow.offload.in_flight import JobsInFlight
-from lightning_zenflow.offload.rank_state import Block, RankState, Window
+from lightning_zenflow.offload.rank_state import Block, RankState, SlotPool, Window
 from lightning_zenflow.offload.verification import Verification
 from lightning_zenflow.telemetry import Cause
 from lightning_zenflow.worker.arena import WORD_BYTES, StepWords
@@ -35,7 +33,7 @@ class JobQueue:
        weights and moments belong to the worker, and its slots until the job that commits them is done. With d = 0, a block is submitted
        *in backward*, as soon as it is filled: step t is then *tentative*, with a predicted factor and a sequence number of the block's own
        behind its gradient (`BackwardSubmission`), and its gradient stays in the block's next window. The buffer may be the block's weights
-       themselves (`InPlacePublisher`): the worker then writes them while backward is running, since the sequence number is behind the
+       themselves, in place (`Publisher`): the worker then writes them while backward is running, since the sequence number is behind the
        step's last read of them as well.
     5. *replay*, in the worker: wait for the sequence number of the job's last committed step, and of the block if there is a tentative
        one; apply the committed gradients in order, with their true factors; write the new weights, with the tentative gradient, in the
@@ -67,7 +65,6 @@ class JobQueue:
 
     Args:
         worker: processes the jobs, those of a block in order, each exactly once (see `SupervisedWorker`).
-        publisher: copies new weights into the model.
         schedule: S and d at the start.
         compensation: weight prediction and provisional updates of the run.
         in_backward: whether blocks may be submitted in backward.
@@ -85,7 +82,6 @@ class JobQueue:
         self,
         rank: RankState,
         worker: SupervisedWorker,
-        publisher: Publisher,
         schedule: UpdateSchedule,
         compensation: StalenessCompensation,
         *,
@@ -95,17 +91,16 @@ class JobQueue:
         self._rank = rank
         self._worker = worker
         self.slots = SlotPool(rank)
-        self._publisher = publisher
         self._compensation = compensation
         self._in_backward = in_backward
         # Whether host-owned weights equal the master weights of some step at all times.
         self._publishes_exactly = not (compensation.predicts_weights or compensation.updates_provisionally)
         # In place a job may begin behind the end of its step. But weights that are published again start from moments that have been
         # rounded, if they are: which job has shown the true factor makes a difference then, and must not depend on when the worker begins.
-        may_know = verifies and publisher.in_place and not rank.arena.rounds
+        may_know = verifies and rank.in_place and not rank.arena.rounds
         self._in_backward_tentative = Tentative.TRUE_IF_KNOWN if may_know else Tentative.PREDICTED
-        self.in_flight = JobsInFlight(rank, worker, self.slots, publisher, has_scratch=in_backward)
-        self.verification = Verification(rank, worker, self.in_flight, verifies=verifies, in_place=publisher.in_place)
+        self.in_flight = JobsInFlight(rank, worker, self.slots, has_scratch=in_backward)
+        self.verification = Verification(rank, worker, self.in_flight, verifies=verifies)
         self._longest = self._largest_lag = 0
         self._dropped: list[int] = []  # slots of interrupted steps, free after the next flush
         self._open_step: int | None = None  # the step that is in phase *fill*
@@ -123,15 +118,18 @@ class JobQueue:
 
         Windows of the longer S begin and end where some of the shorter S do, so no window is ever longer than the longer S.
         """
-        self.schedule = StaggeredSchedule.of(schedule, n_blocks=len(self._rank.blocks), in_backward=self._in_backward)
+        rank = self._rank
+        self.schedule = StaggeredSchedule.of(
+            schedule, n_blocks=len(rank.blocks), in_backward=self._in_backward, in_place=rank.in_place
+        )
         # Windows of the S before may still be open, and jobs of the d before in flight.
         self._longest = max(self._longest, schedule.update_interval)
         self._largest_lag = max(self._largest_lag, schedule.publish_lag)
         largest = dataclasses.replace(self.schedule, update_interval=self._longest, publish_lag=self._largest_lag)
-        n_slots, n_buffers = largest.n_slots, self._publisher.n_buffers(self.schedule)
+        n_slots, n_buffers = largest.n_slots, self.schedule.n_publish_buffers
         # In mid-run this may take seconds; a start is no stall.
-        with self._rank.telemetry.measure("reserve") if self.slots.n_slots else nullcontext():
-            self._rank.arena.reserve(n_slots=n_slots, n_publish_buffers=n_buffers, touch=self._worker.touch)
+        with rank.telemetry.measure("reserve") if self.slots.n_slots else nullcontext():
+            rank.arena.reserve(n_slots=n_slots, n_publish_buffers=n_buffers, touch=self._worker.touch)
         self.slots.grow(n_slots)
         self.in_flight.grow_buffers(n_buffers)
 
@@ -247,7 +245,7 @@ class JobQueue:
             See `JobsInFlight.publish`.
         """
         published = self.in_flight.publish(step, "publish_wait", due_only=True)
-        if not self._publisher.in_place:
+        if not self._rank.in_place:
             ahead = self._compensation.prediction_steps(self.schedule, beta1)
             self.verification.end(partial(self._submit, due_step=step, prediction_steps=ahead, cause="correction"))
             published |= self.in_flight.publish(step, "correction", due_only=True)
@@ -265,7 +263,8 @@ class JobQueue:
         elif self._open_step is not None:
             self._drop_open_step(step)
         self.in_flight.forget_overwritable()
-        self._publisher.wait_for_readers()
+        if self._rank.in_place:
+            self._wait_for_device()
         for block in self._rank.blocks:
             self._submit(block, due_step=step, cause="flush")
         self.in_flight.publish(step, "flush", due_only=False)
@@ -286,11 +285,14 @@ class JobQueue:
 
     def _forget_words(self, step: int) -> None:
         """Forgets words of a step whose backward pass or end was interrupted: they would match when the step is repeated."""
-        with self._rank.telemetry.measure("flush"):
-            # One that no job has waited for may still be on its way.
-            runtime_of(self._rank.device).synchronize()
+        # One that no job has waited for may still be on its way.
+        self._wait_for_device()
         self._rank.arena.block_words.reset()
         self._rank.arena.step_words[step].zero_()
+
+    def _wait_for_device(self) -> None:
+        with self._rank.telemetry.measure("flush"):
+            runtime_of(self._rank.device).synchronize()
 
     def await_slice(self, index: int) -> None:
         """Phase *publish* of the blocks of one slice, whose weights are about to be fetched; in place."""
@@ -303,16 +305,12 @@ class JobQueue:
         answered = map(self.in_flight.has_answers, self._rank.blocks.of_slice[index])
         return not self.verification.is_in_doubt and all(answered)
 
-    def change_ranges(self, partition: Partition) -> None:
-        """Updates and publishes other ranges from now on; right after a flush only.
-
-        Args:
-            partition: `RankState.partition` with other ranges.
-        """
+    def change_trained(self, slices: Container[int]) -> None:
+        """Updates and publishes these slices from now on; right after a flush only."""
         assert not self.in_flight, "flush comes before"
-        self._rank.arena.write_ranges(partition)
+        self._rank.arena.write_trained(slices)
         self._worker.restart()
-        self._publisher.set_ranges(partition)
+        self.in_flight.publisher.follow(slices)
 
     def _write_word(
         self, words: StepWords, index: int, step: int, factor: Tensor, *, behind: Iterable[Event | None]
@@ -326,7 +324,7 @@ class JobQueue:
 
     def _due_step(self, step: int) -> int:
         # In place: the end of the next step, if nothing fetches the weights before.
-        return step + self.schedule.publish_lag + self._publisher.in_place
+        return step + self.schedule.publish_lag + self._rank.in_place
 
     def _end_fill(self, step: int) -> None:
         """Ends phase *fill*: the gradients of all blocks that are not submitted yet belong to their windows."""

@@ -5,16 +5,15 @@ A column's importance is the squared norm of its gradient (ZenFlow, arXiv 2505.1
 sums over its own rows, and the sums are added over the ranks: one float per column instead of the gradient itself.
 """
 
-import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_zenflow.core.device import AsyncHostCopy
-from lightning_zenflow.core.partition import Partition, column_count, merge_ranges
+from lightning_zenflow.core.partition import Partition, column_count
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import Selection
 from lightning_zenflow.offload.columns import Columns, DeviceColumns, Incoming, adamw, export_regions, region_sizes
@@ -197,14 +196,9 @@ class Freezing:
         """Notes that everything follows the present flags."""
         self._followed = self.trained
 
-    def trained_slices(self) -> list[int]:
-        """Slices that are not frozen, ascending."""
-        return [index for index, s in enumerate(self._partition.slices) if self.trained[s.parameter]]
-
-    def trained_part(self) -> Partition:
-        """Partition with the ranges of trained parameters only."""
-        trained = [self._partition.slices[index] for index in self.trained_slices()]
-        return dataclasses.replace(self._partition, ranges=tuple(merge_ranges(trained)))
+    def trained_slices(self) -> Set[int]:
+        """Slices that are not frozen."""
+        return frozenset(index for index, s in enumerate(self._partition.slices) if self.trained[s.parameter])
 
     def no_columns(self) -> list[Columns]:
         """For each parameter, no column."""

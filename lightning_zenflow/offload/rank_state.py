@@ -3,7 +3,7 @@ and its jobs until their weights are in the model.
 """
 
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.core.device import Event, SideStream
-from lightning_zenflow.core.partition import Partition, Range
+from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.kernels.base import Kernels
 from lightning_zenflow.native import Tentative
 from lightning_zenflow.telemetry import Telemetry
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from lightning_zenflow.offload.columns import DeviceColumns, Incoming
     from lightning_zenflow.offload.gradient_router import Vectors
     from lightning_zenflow.offload.provisional_update import Update
+
+
+_MAX_VIEWS = 1 << 16
+"""Of tiles in slots that are kept, some 50 MB: long windows of large models have more of them."""
 
 
 @dataclass(kw_only=True)
@@ -107,8 +111,8 @@ class Block:
     """Indexes into `Partition.tiles`."""
     slices: set[int]
     """Slices that have tiles in the block."""
-    published: dict[int, list[Range]] = field(default_factory=dict)
-    """For each slice with a trained part in the block, the ranges that a publish copies, divided at tiles; none in place."""
+    published: dict[int, list[int]] = field(default_factory=dict)
+    """For each trained slice of the block, its tiles there, which a publish copies; none in place."""
     missing: set[int] = field(default_factory=set)
     """Trained slices whose gradient has not arrived in the open step."""
     slot: int | None = None
@@ -182,6 +186,8 @@ class RankState:
     weights: Sequence[Tensor]
     """For each parameter group the rank's flat partition of the model's weights, model dtype; on the device, or in place: views of
     `Arena.publish`, which `Arena.close` frees."""
+    in_place: bool
+    """Whether the weights are where the worker writes them: see `Publisher`."""
     device: torch.device
     """Training device: of gradients and of what is computed from them."""
     kernels: Kernels
@@ -212,3 +218,78 @@ class RankState:
             numel: number of elements, all of the same group.
         """
         return self.weights[param_group].narrow(0, begin - self.partition.group_begins[param_group], numel)
+
+
+class SlotPool:
+    """Owner of the arena's gradient slots: host memory for one gradient of one block.
+
+    A slot belongs to the training thread from `acquire` until the job that applies its gradient is submitted, then to the worker, and is
+    free again when the job is done. The slot freed last is taken first, so that a schedule touches no more memory than it needs.
+
+    `free` is called within `RankState.records`, together with the callers' own changes.
+
+    Attributes:
+        n_slots: slots in use at most.
+    """
+
+    def __init__(self, rank: RankState) -> None:
+        self._rank = rank
+        self.n_slots = 0
+        self._free: list[int] = []
+        self._views: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def n_free(self) -> int:
+        """Slots that can be acquired."""
+        return len(self._free)
+
+    def grow(self, n_slots: int) -> None:
+        """Allows the pool to use the first `n_slots` slots of the arena."""
+        with self._rank.records:
+            self._free[:0] = reversed(range(self.n_slots, n_slots))
+            self.n_slots = max(self.n_slots, n_slots)
+
+    def acquire(self, block: Block) -> None:
+        """Takes a free slot, of which there must be one, for a block's gradient of the present or next step."""
+        with self._rank.records:
+            block.slot = self._free.pop()
+
+    def check_integrity(self, acquired: Iterable[int]) -> None:
+        """Asserts that all slots but those that blocks have acquired are free, each once."""
+        assert sorted([*acquired, *self._free]) == list(range(self.n_slots)), "each slot has one owner"
+
+    def free(self, slots: Sequence[int]) -> None:
+        """Takes back slots whose gradients have been applied or dropped."""
+        self._free.extend(slots)
+
+    def view(self, tile_index: int) -> Tensor:
+        """Destination of a tile's gradient in the slot that its block has acquired.
+
+        Args:
+            tile_index: index into `Partition.tiles`.
+
+        Returns:
+            [rows, width], model dtype, host memory (page-locked for a CUDA device); to be written in stream order.
+        """
+        # Views are cached: every step asks for as many as there are tiles, and a new one takes six times as long.
+        block = self._rank.blocks.of_tile[tile_index]
+        assert block.slot is not None, "`acquire` comes before"
+        slot = block.slot
+        view = self._views.get((tile_index, slot))
+        if view is None:
+            tile = self._rank.partition.tiles[tile_index]
+            slots = self._rank.arena.slots
+            first = slots.storage_offset() + slot * slots.stride(0) + tile.begin - block.begin
+            view = slots.as_strided((tile.rows, tile.width), (tile.width, 1), first)
+            if len(self._views) < _MAX_VIEWS:
+                self._views[tile_index, slot] = view
+        return view
+
+    def views_of_slice(self, slice_index: int) -> list[tuple[int, Tensor]]:
+        """Destinations of a slice's gradient: for each tile its first element in the slice, and its part of the slot, flat."""
+        partition = self._rank.partition
+        begin = partition.slices[slice_index].begin
+        return [
+            (partition.tiles[tile].begin - begin, self.view(tile).view(-1))
+            for tile in partition.tiles_by_slice[slice_index]
+        ]

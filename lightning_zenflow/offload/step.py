@@ -247,7 +247,7 @@ class ZenFlowStep:
         if not self._freezing.update():
             return
         self.flush()
-        self._change_ranges()
+        self._change_trained()
         self.start_over(int(self.count))
         self._freezing.followed()
         rank_zero_info(
@@ -328,16 +328,17 @@ class ZenFlowStep:
             return difference
         # Columns are restored for the parameters that were trained at the save; `follow_freezing` compares `requires_grad` with them.
         if self._freezing.update(saved["trained"]):
-            self._change_ranges()
+            self._change_trained()
             self._freezing.followed()
         self.start_over(count)
         self._run_state.load_state_dict(saved)
         return ""
 
-    def _change_ranges(self) -> None:
+    def _change_trained(self) -> None:
         """Updates the parameters that are trained from now on; right after a flush only."""
-        self._jobs.change_ranges(self._freezing.trained_part())
-        self._fill.arrivals.trained = frozenset(self._freezing.trained_slices())
+        trained = self._freezing.trained_slices()
+        self._jobs.change_trained(trained)
+        self._fill.arrivals.trained = trained
 
     def _reduce(self, context: StepContext) -> Tensor:
         """Phase *reduce*, once a step; returns the squared norm of all ranks' gradients: 0-D float64 on the device."""

@@ -40,13 +40,13 @@ class Verification:
     A block that is submitted in backward shows the step with a factor from before the step's end, which is in the block's word. The step's
     own factor is in the step's word. The training thread reads both when the worker has answered a job that waits for the step's word.
     Where no other job does, that is a *correction* of the last block: the block is submitted once more, tentatively with the step's factor,
-    and the worker has nothing to do if that is the block's. What follows depends on factors alone, so that runs repeat.
+    and the worker has nothing to do if that is the block's. In place (`RankState.in_place`) a correction is published. Otherwise it only
+    waits for the word, and blocks with another factor are submitted with the step committed. What follows depends on factors alone, so that
+    runs repeat.
 
     Args:
         in_flight: takes the corrections.
         verifies: whether there is such a phase; false where forward passes may see predicted factors.
-        in_place: whether the weights are where the worker writes them (`InPlacePublisher`). A correction is then published. Otherwise it
-            only waits for the word, and blocks with another factor are submitted with the step committed.
 
     Attributes:
         n_clipped: applied steps up to the last one whose word was read that were clipped in a row. At the start: as many as make a step
@@ -55,15 +55,13 @@ class Verification:
         n_corrected: steps so far that some block has shown, or would have shown, with another factor than the true one.
     """
 
-    def __init__(
-        self, rank: RankState, worker: SupervisedWorker, in_flight: JobsInFlight, *, verifies: bool, in_place: bool
-    ) -> None:
+    def __init__(self, rank: RankState, worker: SupervisedWorker, in_flight: JobsInFlight, *, verifies: bool) -> None:
         self._verifies = verifies
         self._rank = rank
         self._worker = worker
         self._in_flight = in_flight
-        self._in_place = in_place
-        self.n_clipped = 0 if in_place else _IN_A_ROW
+        self._in_place = rank.in_place
+        self.n_clipped = 0 if rank.in_place else _IN_A_ROW
         self.step: ShownStep | None = None
         self.n_corrected = 0
 

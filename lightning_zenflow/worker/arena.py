@@ -10,8 +10,7 @@ import fcntl
 import math
 import mmap
 import os
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -148,7 +147,8 @@ class Arena:
         self._header = native.ArenaHeader.from_buffer(self._memory)
 
         self.first_scales = first_scales(partition.tiles)
-        self.write_ranges(partition)
+        self._partition = partition
+        self.write_trained(range(len(partition.slices)))
         blocks = (native.Block * header.n_blocks).from_buffer(self._memory, header.blocks_offset)
         blocks[:] = [native.Block(begin=block.begin, end=block.end) for block in partition.blocks]
 
@@ -284,20 +284,17 @@ class Arena:
         entries = (native.Hyperparameters * len(groups)).from_buffer(self._memory, begin)
         entries[:] = [native.Hyperparameters(**vars(group)) for group in groups]
 
-    def write_ranges(self, partition: Partition) -> None:
-        """Sets the elements that workers update which start later: those of the partition's tiles that lie in its ranges."""
-        ranges = partition.ranges
-        begins = [r.begin for r in ranges]
-        trained = []
-        for tile, scale in zip(partition.tiles, self.first_scales[:-1], strict=True):
-            r = bisect_right(begins, tile.begin) - 1
-            # A tile is part of a slice, and a slice lies in a range or in none.
-            if r >= 0 and tile.end <= ranges[r].end:
-                group = ranges[r].param_group
-                trained.append(native.Range(begin=tile.begin, end=tile.end, param_group=group, first_scale=scale))
-        self._header.n_ranges = len(trained)
-        table = (native.Range * len(trained)).from_buffer(self._memory, self._header.ranges_offset)
-        table[:] = trained
+    def write_trained(self, slices: Container[int]) -> None:
+        """Sets the slices of the partition that workers update which start later."""
+        tiles, groups = self._partition.tiles, [s.param_group for s in self._partition.slices]
+        ranges = [
+            native.Range(begin=tile.begin, end=tile.end, param_group=groups[tile.slice], first_scale=scale)
+            for tile, scale in zip(tiles, self.first_scales[:-1], strict=True)
+            if tile.slice in slices
+        ]
+        self._header.n_ranges = len(ranges)
+        table = (native.Range * len(ranges)).from_buffer(self._memory, self._header.ranges_offset)
+        table[:] = ranges
 
     def close(self, *, keep_state: bool, take_weights: Callable[[], None] | None = None) -> None:
         """Unlocks the memory, closes the file and frees memory that is not read any more. Idempotent. Errors of the device are logged.

@@ -17,9 +17,9 @@ from typing_extensions import override
 from gpu_cases import MILLISECOND, RACES, device
 from harness import Case, Run, run_here, workers
 from lightning_zenflow.kernels.base import Kernels
-from lightning_zenflow.offload.buffers import Publisher
 from lightning_zenflow.offload.fill import Fill
 from lightning_zenflow.offload.gradient_router import GradientRouter
+from lightning_zenflow.offload.in_flight import Publisher
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.ownership import Ownership
 from lightning_zenflow.worker.arena import StepWords

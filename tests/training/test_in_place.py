@@ -15,9 +15,10 @@ from torch import Tensor
 from direct_step import DirectStep, direct_step
 from eventful_training import SHAPES, assert_same_training, random_tensors, train
 from harness import Case, run_here
-from lightning_zenflow.core.device import SideStream
+from lightning_zenflow.core.device import PAGE_BYTES, SideStream
+from lightning_zenflow.core.partition import Partition, build_partition
+from lightning_zenflow.deepspeed import build
 from lightning_zenflow.native import Tentative
-from lightning_zenflow.offload.buffers import InPlacePublisher, Publisher
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.supervisor import SupervisedWorker
@@ -43,7 +44,11 @@ EXACT_KEYS = {"topk_ratio": 0, "update_interval": 1, "publish_lag": 0}
 @pytest.fixture
 def same_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that are copied have the blocks of those in place, on which predicted clip factors depend."""
-    monkeypatch.setattr(Publisher, "cut_partition", staticmethod(InPlacePublisher.cut_partition))
+
+    def of_pages(*args: Any, multiple: int | None) -> Partition:
+        return build_partition(*args, multiple=multiple or PAGE_BYTES // 4)
+
+    monkeypatch.setattr(build, "build_partition", of_pages)
 
 
 def test_no_weight_is_copied() -> None:
@@ -253,7 +258,7 @@ def not_behind(side: Any, event: Any = None, *, reads: Any = None) -> Iterator[N
 
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a word that is not behind the gradients": lambda patch: patch.setattr(SideStream, "behind", not_behind),
-    "a flush during a forward pass": lambda patch: patch.setattr(InPlacePublisher, "wait_for_readers", lambda _: None),
+    "a flush during a forward pass": lambda patch: patch.setattr(JobQueue, "_wait_for_device", lambda _: None),
 }
 
 

@@ -11,10 +11,9 @@ import pytest
 
 from harness import APPROXIMATE, AUTO, EVERYTHING, RESELECTING, Case, Run, run_here
 from lightning_zenflow.core.schedule import StaggeredSchedule
-from lightning_zenflow.offload.buffers import SlotPool
 from lightning_zenflow.offload.in_flight import JobsInFlight
 from lightning_zenflow.offload.jobs import JobQueue
-from lightning_zenflow.offload.rank_state import Block, Window
+from lightning_zenflow.offload.rank_state import Block, SlotPool, Window
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from models import SHAPES
 from same_bits import assert_same_run, assert_same_state

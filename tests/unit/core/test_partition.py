@@ -1,5 +1,7 @@
 """How a rank's partition is cut: nothing lost, nothing twice, rectangles contiguous, blocks of equal size."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -42,13 +44,14 @@ def check_tiles(partition: Partition) -> None:
     assert all(block.begin <= tile.begin and tile.end <= block.end for block, tile in of_blocks)
     assert all(a.end <= b.begin for a, b in zip(partition.blocks, partition.blocks[1:], strict=False))
 
-    # Ranges have the same elements.
+    # Runs have the same elements, and are as long as they can be.
     group_of_element = {e: s.param_group for s in partition.slices for e in range(s.begin, s.end)}
-    found = [(e, r.param_group) for r in partition.ranges for e in range(r.begin, r.end)]
-    assert found == list(group_of_element.items())
-    for a, b in zip(partition.ranges, partition.ranges[1:], strict=False):
-        assert a.end <= b.begin
-        assert a.param_group != b.param_group or a.end < b.begin
+    firsts = [(partition.tiles[first], n) for first, n in partition.runs(range(len(partition.tiles))).items()]
+    runs = [(tile.begin, tile.begin + n, partition.slices[tile.slice].param_group) for tile, n in firsts]
+    assert [(e, group) for begin, end, group in runs for e in range(begin, end)] == list(group_of_element.items())
+    for (_, end, group), (begin, _, next_group) in pairwise(runs):
+        assert end <= begin
+        assert group != next_group or end < begin
 
 
 def check(partition: Partition, n_blocks: int) -> None:
