@@ -1,7 +1,7 @@
 """Inputs of an AdamW step besides the gradient: hyperparameters, the factor of clipping and loss scale, and the norm that predicts it."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -33,16 +33,6 @@ def mean_beta1(groups: Sequence[GroupHyperparameters]) -> float:
     return fmean(group.beta1 for group in groups)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdamwCoefficients:
-    """Bias corrections of one step of AdamW, its s-th applied one; 0-D float64 on the gradients' device."""
-
-    step_size: Tensor
-    """lr / (1 - beta1^s)"""
-    inv_sqrt_bias_correction2: Tensor
-    """1 / sqrt(1 - beta2^s)"""
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepScale:
     """Scale of a step by the global gradient norm; 0-D tensors on the gradients' device, so that the host never waits for them."""
@@ -55,19 +45,11 @@ class StepScale:
     """float32; norm of the whole gradient, without loss scale, before clipping."""
     count: Tensor
     """float64; number of applied steps, including this one if it is applied."""
-    _coefficients: dict[GroupHyperparameters, AdamwCoefficients] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
-    def coefficients(self, h: GroupHyperparameters) -> AdamwCoefficients:
-        """Coefficients of a parameter group; computed once, because each of them is a launch and many blocks share them."""
-        known = self._coefficients.get(h)
-        if known is None:
-            steps = self.count.clamp(min=1)
-            known = self._coefficients[h] = AdamwCoefficients(
-                step_size=h.lr / (1 - h.beta1**steps), inv_sqrt_bias_correction2=(1 - h.beta2**steps).rsqrt()
-            )
-        return known
+    def coefficients(self, h: GroupHyperparameters) -> tuple[Tensor, Tensor]:
+        """AdamW's lr / (1 - beta1^s) and 1 / sqrt(1 - beta2^s), where the step is the s-th applied one; 0-D float64 on the device."""
+        steps = self.count.clamp(min=1)
+        return h.lr / (1 - h.beta1**steps), (1 - h.beta2**steps).rsqrt()
 
 
 def add_up(parts: Sequence[Tensor]) -> Tensor:

@@ -42,8 +42,8 @@ from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
 from lightning_zenflow.worker.machine import (
     WorkerCores,
-    check_host_memory,
     free_host_memory,
+    lack_of_host_memory,
     places_on_this_host,
     read_place,
     worker_cores,
@@ -202,12 +202,8 @@ def _agree(plan: MemoryPlan, ranks_on_host: int) -> SchedulePolicy:
     kept = in_common(fitting) or candidates
     policy = SchedulePolicy(kept)
     keys = ("update_interval", "publish_lag", "max_update_interval", "topk_ratio")
-    problem = check_host_memory(
-        first=plan.n_bytes([policy.schedule]),
-        largest=plan.n_bytes(kept),
-        ranks=ranks_on_host,
-        keys=", ".join(f"{key}={getattr(config, key)!r}" for key in keys),
-    )
+    with_values = ", ".join(f"{key}={getattr(config, key)!r}" for key in keys)
+    problem = lack_of_host_memory(plan.n_bytes([policy.schedule]), ranks=ranks_on_host, keys=with_values)
     # Before any rank has taken its memory.
     raise_together(None if problem is None else MisconfigurationException(problem), MisconfigurationException)
     left_out = [s for s in candidates if s not in kept]

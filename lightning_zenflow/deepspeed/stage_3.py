@@ -233,7 +233,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         for parameter, piece in zip(params_to_release, grad_partitions, strict=True):
             index = self._slice_of.get(parameter)
             if index is not None:
-                if last and self._in_backward and index in self.parts.fill.arrivals.arrived:
+                if last and self._in_backward and index in self.parts.fill.arrived:
                     # The first may have been applied.
                     raise MisconfigurationException(
                         f"ZenFlowStrategy: {self.param_names[parameter]} must have one gradient in a backward pass with stage=3, got a"

@@ -205,17 +205,17 @@ class Kernels:
         """
         (master, exp_avg, exp_avg_sq), finite = state, scale.finite
         one = torch.ones_like(scale.count)
-        coefficients = scale.coefficients(h)
+        step_size, inv_sqrt_bias_correction2 = scale.coefficients(h)
         g = torch.where(finite, gradient.float() * scale.factor, 0.0)
         if h.weight_decay != 0 and not h.decoupled:
             g = torch.where(finite, torch.add(g, master, alpha=h.weight_decay), 0.0)
         exp_avg.mul_(torch.where(finite, one * h.beta1, one)).add_(g, alpha=1 - h.beta1)
         exp_avg_sq.mul_(torch.where(finite, one * h.beta2, one)).addcmul_(g, g, value=1 - h.beta2)
-        denominator = exp_avg_sq.sqrt().mul_(coefficients.inv_sqrt_bias_correction2).add_(h.eps)
+        denominator = exp_avg_sq.sqrt().mul_(inv_sqrt_bias_correction2).add_(h.eps)
         update = torch.div(exp_avg, denominator, out=denominator)
         if h.weight_decay != 0 and h.decoupled:
             master.mul_(torch.where(finite, one * (1 - h.lr * h.weight_decay), one))
-        master.sub_(torch.where(finite, update.mul_(coefficients.step_size), 0.0))
+        master.sub_(torch.where(finite, update.mul_(step_size), 0.0))
         weights.copy_(master)
 
     def column_writer(self, writes: Sequence[ColumnWrite]) -> Callable[[], None]:

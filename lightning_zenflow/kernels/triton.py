@@ -148,10 +148,10 @@ class TritonKernels(Kernels):
             decay, decay_factor = device.DECAY_OF_WEIGHT, -h.lr * h.weight_decay
         else:
             decay, decay_factor = device.DECAY_OF_GRADIENT, h.weight_decay
-        coefficients = scale.coefficients(h)
+        step_size, inv_sqrt_bias_correction2 = scale.coefficients(h)
         device.adamw[(triton.cdiv(gradient.numel(), _BLOCK),)](
             *state, gradient, weights, gradient.numel(),
-            scale.factor, scale.finite, coefficients.step_size, coefficients.inv_sqrt_bias_correction2,
+            scale.factor, scale.finite, step_size, inv_sqrt_bias_correction2,
             h.beta1, 1 - h.beta1, h.beta2, 1 - h.beta2, h.eps, decay_factor,
             decay=decay.value, block=_BLOCK, enable_fp_fusion=False,
         )  # fmt: skip

@@ -195,12 +195,6 @@ class ExportRegion:
         self._request = None
 
 
-def export_regions(rank: RankState, worker: SupervisedWorker, sizes: Sequence[RegionSize]) -> list[ExportRegion]:
-    """The region of each block in the arena's export section."""
-    begins = accumulate((size.n_bytes for size in sizes), initial=0)
-    return [ExportRegion(rank, worker, begin=begin, size=size) for begin, size in zip(begins, sizes, strict=False)]
-
-
 class DeviceColumns:
     """Columns of one block that the device owns, or will own, and the tensors of their entries.
 
@@ -213,6 +207,7 @@ class DeviceColumns:
             has the new weights, until the next gradient.
 
     Attributes:
+        selections: for each tile with such columns, what AdamW needs of its gradient.
         writes: of the entries from `staging` into the model's weights.
     """
 
@@ -247,13 +242,13 @@ class DeviceColumns:
         """Gathers gradients into other tensors from now on, and takes the new weights from there."""
         self._staging = [of_group.narrow(0, 0, n) for of_group, n in zip(staging, self._numels, strict=True)]
         # Built once, because every step uses them.
-        self._selections: dict[int, Selection] = {}
+        self.selections: dict[int, Selection] = {}
         self.writes: list[ColumnWrite] = []
         for owned in self._tiles:
             tile, on_device = owned.tile, None if owned.columns is None else owned.columns.device
             target = owned.of_group(self._staging[owned.param_group])
             matrix = self._rank.weights_at(owned.param_group, tile.begin, tile.numel).view(tile.rows, tile.width)
-            self._selections[owned.number] = Selection(columns=on_device, target=target)
+            self.selections[owned.number] = Selection(columns=on_device, target=target)
             self.writes.append(ColumnWrite(matrix=matrix, columns=on_device, selected=target))
 
     @property
@@ -274,10 +269,6 @@ class DeviceColumns:
         self._source.load(self._tiles, self._states, cause)
         for state, staging in zip(self._states, self._staging, strict=True):
             staging.copy_(state[0])
-
-    def selection(self, tile_index: int) -> Selection | None:
-        """Columns of a tile's gradient that AdamW needs, and their destination; None if there are none."""
-        return self._selections.get(tile_index)
 
     def gradients(self) -> list[Tensor]:
         """Copy of the gathered gradients of each parameter group, for a later `step`."""

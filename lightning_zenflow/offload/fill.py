@@ -16,7 +16,7 @@ from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.ownership import Ownership
 from lightning_zenflow.offload.plan import StepContext
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
-from lightning_zenflow.offload.rank_state import Block, Blocks, RankState
+from lightning_zenflow.offload.rank_state import Block, RankState
 
 _log = logging.getLogger(__name__)
 
@@ -107,54 +107,6 @@ class Accumulation:
         return total
 
 
-class Arrivals:
-    """Record of the gradients of the open step that have been routed; everything that depends on arrival reads it.
-
-    Attributes:
-        trained: slices whose gradients are expected.
-    """
-
-    def __init__(self, blocks: Blocks) -> None:
-        self._blocks = blocks
-        self.trained: Set[int] = frozenset(range(len(blocks.of_slice)))
-        self._arrived: dict[int, None] = {}
-        self._new: set[int] = set()
-
-    @property
-    def arrived(self) -> Set[int]:
-        """Slices whose gradient of the whole step has been routed, in that order."""
-        return self._arrived.keys()
-
-    @property
-    def missing(self) -> list[int]:
-        """Trained slices without a gradient so far, ascending."""
-        return sorted(self.trained - self.arrived)
-
-    def open(self) -> None:
-        """Begins a step."""
-        self._arrived.clear()
-        self._new.clear()
-        for block in self._blocks:
-            block.missing = block.slices & self.trained
-
-    def slice_complete(self, index: int) -> list[Block]:
-        """Notes that a slice's gradient of the whole step has been routed.
-
-        Returns:
-            Blocks that are complete with it, ascending.
-        """
-        self._arrived[index] = None
-        self._new.add(index)
-        for block in self._blocks.of_slice[index]:
-            block.missing.discard(index)
-        return [block for block in self._blocks.of_slice[index] if not block.missing]
-
-    def take_new(self) -> Set[int]:
-        """Slices that have been completed since the last call."""
-        new, self._new = self._new, set()
-        return new
-
-
 class BackwardSubmission:
     """Phase *submit* of `JobQueue` for single blocks, as soon as the gradients of all of their trained slices have arrived.
 
@@ -197,7 +149,7 @@ class BackwardSubmission:
         """Submits complete blocks whose windows close.
 
         Args:
-            blocks: result of `Arrivals.slice_complete`.
+            blocks: those whose last slice has arrived.
             arrived: slices whose gradients have been routed.
             context: inputs of the step, which submits in backward.
         """
@@ -246,7 +198,7 @@ class Fill:
 
     Attributes:
         accumulation: sums over earlier micro-batches.
-        arrivals: what has arrived.
+        trained: slices whose gradients are expected.
         norms: squared norms of it.
         in_backward: submission of complete blocks.
     """
@@ -267,19 +219,29 @@ class Fill:
         self.accumulation = Accumulation(rank, jobs, where=accumulate_on)
         self._router = GradientRouter(rank, jobs.slots, ownership, provisional)
         self._vectors = VectorGradients(rank, jobs.slots, ownership)
-        self.arrivals = Arrivals(rank.blocks)
+        self.trained: Set[int] = frozenset(range(len(rank.partition.slices)))
+        self._arrived: dict[int, None] = {}
+        self._new: set[int] = set()  # those of them that `JobsInFlight.poll` does not know yet
         self.norms = GradientNorms(len(rank.blocks), rank.device)
         self.in_backward = BackwardSubmission(rank, jobs, self.norms, self._vectors, speculates=speculates)
 
+    @property
+    def arrived(self) -> Set[int]:
+        """Slices whose gradient of the whole step has been routed, in that order."""
+        return self._arrived.keys()
+
     def accumulate(self, slice_index: int, gradient: Tensor, step: int) -> None:
         """Takes a gradient of a micro-batch that is not its step's last; as `Accumulation.add`."""
-        if slice_index in self.arrivals.trained:
+        if slice_index in self.trained:
             self.accumulation.add(slice_index, gradient, step)
 
     def open(self, context: StepContext) -> None:
         """Begins a step; before the first gradient of its last micro-batch."""
         self._jobs.open(context.number)
-        self.arrivals.open()
+        self._arrived.clear()
+        self._new.clear()
+        for block in self._rank.blocks:
+            block.missing = block.slices & self.trained
         self.norms.open(context.inputs.loss_scale)
         self.in_backward.open()
         self._provisional.open(context.inputs.loss_scale)
@@ -287,11 +249,11 @@ class Fill:
     def receive(self, context: StepContext, slice_index: int, gradient: Tensor) -> None:
         """Takes a gradient of the last micro-batch: [slice.numel], model dtype, on the device; may be changed in place."""
         # A parameter that was unfrozen between two micro-batches is trained from the next step on.
-        if slice_index in self.arrivals.trained:
+        if slice_index in self.trained:
             earlier = self.accumulation.take(slice_index)
             complete = self._route(context, slice_index, gradient if earlier is None else gradient.add_(earlier))
             if complete and context.plan.submits_in_backward:
-                self.in_backward.submit(complete, self.arrivals.arrived, context)
+                self.in_backward.submit(complete, self.arrived, context)
 
     def finish(self, context: StepContext) -> Tensor:
         """Routes the gradients of parameters that the last micro-batch did not use, after backward.
@@ -305,15 +267,15 @@ class Fill:
             self._route(context, index, total)
             # The next step writes to the sum's memory.
             self._rank.d2h.join()
-        for index in self.arrivals.missing:
+        for index in sorted(self.trained - self.arrived):
             if index not in self._vectors:
                 self._jobs.acquire(self._rank.blocks.of_slice[index], context.number)
                 self._router.route_zeros(index)
-                self.arrivals.slice_complete(index)
-        self._jobs.in_flight.poll(context.number, self.arrivals.take_new())
+                self._slice_complete(index)
+        self._poll(context.number)
         self._jobs.acquire(self._rank.blocks, context.number)
         rest = [block for block in self._rank.blocks if block not in self._jobs.submitted_in_backward]
-        self.norms.add(self._vectors.fill(rest, self.arrivals.arrived))
+        self.norms.add(self._vectors.fill(rest, self.arrived))
         return self.norms.whole()
 
     def gradient(self, slice_index: int) -> Tensor:
@@ -325,26 +287,39 @@ class Fill:
         pending = self.accumulation.peek(slice_index)
         if pending is not None:
             return pending
-        is_routed = slice_index in self.arrivals.arrived
+        is_routed = slice_index in self._arrived
         if is_routed and slice_index in self._vectors:
             return self._vectors.gradient(slice_index)
         return self._router.gradient(slice_index, is_routed=is_routed)
 
     def unused(self) -> list[int]:
         """Trained slices without a gradient in the step that is next, ascending."""
-        return sorted(set(self.arrivals.missing) - set(self.accumulation.pending))
+        return sorted(self.trained - self.arrived - set(self.accumulation.pending))
 
     def _route(self, context: StepContext, slice_index: int, gradient: Tensor) -> list[Block]:
         """Routes one slice's gradient of the whole step; returns the blocks that are complete with it."""
         if slice_index in self._vectors:
             self._vectors.keep(slice_index, gradient)
-            return self.arrivals.slice_complete(slice_index)
+            return self._slice_complete(slice_index)
         self._jobs.acquire(self._rank.blocks.of_slice[slice_index], context.number)
         squared_norms, late = self._router.route(context, slice_index, gradient)
         self.norms.add(squared_norms)
         if late is not None:
             hyperparameters = context.inputs.groups[self._rank.partition.slices[slice_index].param_group]
             self._provisional.apply_gradient(context.number, late, hyperparameters, context.schedule)
-        complete = self.arrivals.slice_complete(slice_index)
-        self._jobs.in_flight.poll(context.number, self.arrivals.take_new())
+        complete = self._slice_complete(slice_index)
+        self._poll(context.number)
         return complete
+
+    def _slice_complete(self, index: int) -> list[Block]:
+        """Notes that a slice's gradient of the whole step has been routed; returns the blocks that are complete with it, ascending."""
+        self._arrived[index] = None
+        self._new.add(index)
+        blocks = self._rank.blocks.of_slice[index]
+        for block in blocks:
+            block.missing.discard(index)
+        return [block for block in blocks if not block.missing]
+
+    def _poll(self, step: int) -> None:
+        new, self._new = self._new, set()
+        self._jobs.in_flight.poll(step, new)

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Container, Iterable, Mapping, Set
+from collections.abc import Container, Iterable, Set
 
 import torch
 
@@ -99,6 +99,8 @@ class JobsInFlight:
 
     Attributes:
         publisher: copies new weights into the model.
+        free_buffers: publish buffers that no job uses, the one that has been free longest first, each with the event behind the device's
+            last copies from it; None: the last sealed word is ordered behind them.
         n_in_backward: blocks that were submitted in backward and published, since the start.
         n_late: those of them that were not done when the training thread waited for them: at the end of the step, which a CUDA device may
             have ended later, or in place where they were fetched.
@@ -111,7 +113,7 @@ class JobsInFlight:
         self.publisher = Publisher(rank)
         self._n_buffers = 0
         self._scratch = (len(rank.blocks) if rank.in_place else 0) if has_scratch else None
-        self._free_buffers: dict[int, Event | None] = {}
+        self.free_buffers: dict[int, Event | None] = {}
         self.n_in_backward = self.n_late = 0
         self._jobs: deque[Job] = deque()
         # Those of them without an answer.
@@ -124,37 +126,26 @@ class JobsInFlight:
         """Jobs that are not published yet."""
         return len(self._jobs)
 
-    @property
-    def free_buffers(self) -> Mapping[int, Event | None]:
-        """Publish buffers that no job uses, the one that has been free longest first, each with the event behind the device's last copies
-        from it; None: the last sealed word is ordered behind them.
-        """
-        return self._free_buffers
-
     def grow_buffers(self, n_buffers: int) -> None:
         """Allows jobs to use the first `n_buffers` buffers of the arena."""
         new = (buffer for buffer in range(self._n_buffers, n_buffers) if buffer != self._scratch)
-        self._free_buffers.update(dict.fromkeys(new))
+        self.free_buffers.update(dict.fromkeys(new))
         self._n_buffers = max(self._n_buffers, n_buffers)
 
     def check_integrity(self) -> None:
         """Asserts that no job is in flight and that all buffers are free."""
         assert not self._jobs and not self._unanswered, "jobs are published"
-        assert self._free_buffers.keys() == set(range(self._n_buffers)) - {self._scratch}, "each buffer has one owner"
+        assert self.free_buffers.keys() == set(range(self._n_buffers)) - {self._scratch}, "each buffer has one owner"
 
     def free_buffer(self, block: Block) -> int | None:
         """Of `free_buffers` the one for a block's next job; None: there is none for it."""
         if self._rank.in_place:
-            return block.number if block.number in self._free_buffers else None
-        return next(iter(self._free_buffers), None)
+            return block.number if block.number in self.free_buffers else None
+        return next(iter(self.free_buffers), None)
 
     def sealed(self) -> None:
         """Notes that a sealed word is ordered behind the events of all `free_buffers`."""
-        self._free_buffers = dict.fromkeys(self._free_buffers)
-
-    def last_due_step(self, at_least: int) -> int:
-        """Step at whose end the last of the jobs is due, or `at_least`."""
-        return max([at_least, *(job.due_step for job in self._jobs)])
+        self.free_buffers = dict.fromkeys(self.free_buffers)
 
     def enqueue(
         self,
@@ -208,7 +199,7 @@ class JobsInFlight:
         )
         if holds_buffer:
             assert buffer is not None
-            del self._free_buffers[buffer]
+            del self.free_buffers[buffer]
         for jobs in (self._jobs, self._unanswered, block.jobs):
             jobs.append(job)
 
@@ -270,7 +261,7 @@ class JobsInFlight:
         while (buffer := self.free_buffer(block)) is None:
             # Synchronous steps and flushes submit more jobs than the schedule has buffers for: the oldest one, or the one that has it.
             self._publish((block.jobs if self._rank.in_place else self._jobs)[0], cause)
-        copied = self._free_buffers[buffer]
+        copied = self.free_buffers[buffer]
         if copied is not None and not copied.query():
             with self._rank.telemetry.measure("publish_buffer"):
                 copied.synchronize()
@@ -298,7 +289,7 @@ class JobsInFlight:
             if job.buffer is not None:
                 self._published[job.block] = job.window.last_step
                 if copied is not None:
-                    self._free_buffers[job.buffer] = copied
+                    self.free_buffers[job.buffer] = copied
         self.n_in_backward += in_backward
 
     def forget_overwritable(self) -> None:
@@ -323,7 +314,7 @@ class JobsInFlight:
         jobs = ", ".join(f"{n} jobs {state.name.lower()}" for state, n in states.items())
         oldest = next((f"; the oldest: {job.submission.message}" for job in self._unanswered), "")
         return (
-            f"{jobs}; {self._slots.n_free} of {self._slots.n_slots} slots and {len(self._free_buffers)} of {self._n_buffers}"
+            f"{jobs}; {self._slots.n_free} of {self._slots.n_slots} slots and {len(self.free_buffers)} of {self._n_buffers}"
             f" publish buffers free{oldest}"
         )
 
@@ -355,7 +346,7 @@ class JobsInFlight:
         if job.tentative is not Tentative.NONE and job.holds_buffer and not job.read:
             copied = self.publisher.copied()
             with self._rank.records:
-                self._free_buffers[job.buffer] = copied
+                self.free_buffers[job.buffer] = copied
                 job.holds_buffer = False
 
     def _copy_overwritable(self, job: Job, buffer: int) -> None:

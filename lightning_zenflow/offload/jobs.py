@@ -340,7 +340,7 @@ class JobQueue:
         held = [b for b in self._rank.blocks if (w := b.window) and w.slots and w.last_step < step]
         closing = [b for b in held if b.number in self.schedule.closing_blocks(step)]
         assert held and self._in_backward, "the schedule bounds the number of slots in use"
-        due_step = self.in_flight.last_due_step(at_least=step)
+        due_step = max([step, *(job.due_step for block in self._rank.blocks for job in block.jobs)])
         for block in closing or held:
             window = block.window
             assert window is not None

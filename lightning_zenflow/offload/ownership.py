@@ -7,6 +7,7 @@ sums over its own rows, and the sums are added over the ranks: one float per col
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ from lightning_zenflow.core.device import AsyncHostCopy
 from lightning_zenflow.core.partition import Partition, column_count
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import Selection
-from lightning_zenflow.offload.columns import Columns, DeviceColumns, Incoming, adamw, export_regions, region_sizes
+from lightning_zenflow.offload.columns import Columns, DeviceColumns, ExportRegion, Incoming, adamw, region_sizes
 from lightning_zenflow.offload.rank_state import Block, Owned, RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 
@@ -239,7 +240,9 @@ class Ownership:
     def __init__(self, rank: RankState, worker: SupervisedWorker, *, topk_ratio: float) -> None:
         self._rank = rank
         self._sizes = region_sizes(rank.partition, topk_ratio)
-        self._regions = export_regions(rank, worker, self._sizes)
+        begins = accumulate((size.n_bytes for size in self._sizes), initial=0)
+        places = zip(begins, self._sizes, strict=False)
+        self._regions = [ExportRegion(rank, worker, begin=begin, size=size) for begin, size in places]
         # For each parameter group [3, n] float32 and [n] in the model's type (`DeviceColumns`), while columns are owned.
         self._states: list[Tensor] = []
         self._staging: list[Tensor] = []
@@ -307,10 +310,8 @@ class Ownership:
     def selections(self, tile_index: int) -> list[Selection]:
         """Columns of a tile's gradient that `step` needs, and their destinations: present columns, and those to come."""
         owned = self._rank.blocks.of_tile[tile_index].owned
-        found = [] if owned.current is None else [owned.current.selection(tile_index)]
-        if owned.incoming is not None:
-            found.append(owned.incoming.columns.selection(tile_index))
-        return [selection for selection in found if selection is not None]
+        of_block = owned.current, None if owned.incoming is None else owned.incoming.columns
+        return [c.selections[tile_index] for c in of_block if c is not None and tile_index in c.selections]
 
     def step(self, groups: Sequence[GroupHyperparameters], scale: StepScale) -> None:
         """One exact AdamW step of every owned entry; columns to come record it."""

@@ -153,7 +153,7 @@ class ZenFlowStep:
         if not self.has_gradients:
             yield
             return
-        arrived, sums = list(self._fill.arrivals.arrived), self._fill.accumulation.pending
+        arrived, sums = list(self._fill.arrived), self._fill.accumulation.pending
         kept = {index: self._fill.gradient(index).to("cpu", copy=True) for index in (*sums, *arrived)}
         micro_batches = self.micro_batches
         try:
@@ -338,7 +338,7 @@ class ZenFlowStep:
         """Updates the parameters that are trained from now on; right after a flush only."""
         trained = self._freezing.trained_slices()
         self._jobs.change_trained(trained)
-        self._fill.arrivals.trained = trained
+        self._fill.trained = trained
 
     def _reduce(self, context: StepContext) -> Tensor:
         """Phase *reduce*, once a step; returns the squared norm of all ranks' gradients: 0-D float64 on the device."""

@@ -13,7 +13,6 @@ there: it would unmap that memory. A child's collection of garbage would free it
 """
 
 import ctypes
-import logging
 import math
 import mmap
 import os
@@ -28,8 +27,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_zenflow.core.device import runtime_of
-
-_log = logging.getLogger(__name__)
 
 _ROOT = Path("/")
 
@@ -255,36 +252,23 @@ def free_host_memory() -> FreeMemory:
     return FreeMemory(n_bytes=gib * 2**30, limit=HOST_MEMORY)
 
 
-def check_host_memory(*, first: int, largest: int, ranks: int, keys: str) -> str | None:
-    """Checks that the arenas of this host's ranks fit; warns if they fit only at first.
+def lack_of_host_memory(n_bytes: int, *, ranks: int, keys: str) -> str | None:
+    """An error message if the arenas of this host's ranks do not fit, otherwise None.
 
     Args:
-        first: bytes of one rank's arena at the start.
-        largest: bytes with the largest S and d of "auto"; the difference to `first` is allocated when it is needed.
+        n_bytes: of one rank's arena.
         ranks: number of ranks on this host.
-        keys: keys that determine the sizes, with their values, for messages.
-
-    Returns:
-        An error message, or None.
+        keys: keys that determine the size, with their values, for the message.
     """
     free = free_host_memory()
-    if math.isinf(free.n_bytes):
+    if ranks * n_bytes <= free.n_bytes:
         return None
-    available = f"but {_gib(int(free.n_bytes))} are available ({free.limit})"
-    advice = (
-        f"use smaller values of {keys}, down to 12 bytes per parameter for master weights and moments, 8 with"
-        " moments_dtype='bfloat16', 6.1 with 'int8', or more hosts;"
+    return (
+        f"ZenFlow needs {_gib(ranks * n_bytes)} of host memory for the optimizer states and gradients of {ranks} rank(s) on this host, but"
+        f" {_gib(int(free.n_bytes))} are available ({free.limit}); use smaller values of {keys}, down to 12 bytes per parameter for master"
+        " weights and moments, 8 with moments_dtype='bfloat16', 6.1 with 'int8', or more hosts;"
         f" where the kernel is wrong, as on virtual machines that grow with use, {HOST_MEMORY} says how much there is"
     )
-    if ranks * first > free.n_bytes:
-        return (
-            f"ZenFlow needs {_gib(ranks * first)} of host memory for the optimizer states and gradients of {ranks} rank(s) on this host,"
-            f" {available}; {advice}"
-        )
-    if ranks * largest > free.n_bytes:
-        needs = f"ZenFlow may need {_gib(ranks * largest)} of host memory for {ranks} rank(s) on this host"
-        _log.warning("%s, %s; %s", needs, available, advice)
-    return None
 
 
 def _free_memory(root: Path) -> Iterator[FreeMemory]:
