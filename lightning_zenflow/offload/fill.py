@@ -1,22 +1,24 @@
-"""A step's gradients on their way to the slots: sums over micro-batches, on the device or in the slots; what has arrived; the submission of
-complete blocks in backward, where the worker's update hides with d = 0; and phase *fill*, which does all of it.
+"""Phase *fill*: a step's gradients on their way to the slots and to device-owned columns, before DeepSpeed reuses their buffer. Sums over
+micro-batches, on the device or in the slots; what has arrived; small vectors, which are handled together.
 """
 
 import logging
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_zenflow.core.device import DeviceNumber, has_room
-from lightning_zenflow.core.step_inputs import GradientNorms, StepScale, clip_factor, mean_beta1
-from lightning_zenflow.offload.gradient_router import GradientRouter, VectorGradients
+from lightning_zenflow.core.device import has_room, runtime_of
+from lightning_zenflow.core.partition import tiles_of_slice
+from lightning_zenflow.core.step_inputs import GradientNorms
+from lightning_zenflow.kernels.base import Destination
+from lightning_zenflow.offload.in_backward import BackwardSubmission
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.ownership import Ownership
 from lightning_zenflow.offload.plan import StepContext
-from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
-from lightning_zenflow.offload.rank_state import Block, RankState
+from lightning_zenflow.offload.provisional_update import LateGradient, ProvisionalUpdate
+from lightning_zenflow.offload.rank_state import Block, RankState, SlotPool, Vectors
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +34,9 @@ class Accumulation:
         jobs: with sums on the host, a block acquires its slot at the first micro-batch, before phase *open*.
         where: `ZenFlowConfig.accumulate_on`. "auto" is decided at the first micro-batch, when the device's memory has been as full as it
             gets.
+
+    Attributes:
+        pending: slices with a sum that has not been taken.
     """
 
     def __init__(self, rank: RankState, jobs: JobQueue, *, where: Literal["auto", "device", "host"]) -> None:
@@ -39,12 +44,7 @@ class Accumulation:
         self._jobs = jobs
         self._where = where
         self._on_device: Tensor | None = None  # [partition.numel], model dtype
-        self._pending: set[int] = set()
-
-    @property
-    def pending(self) -> list[int]:
-        """Slices with a sum that has not been taken, ascending."""
-        return sorted(self._pending)
+        self.pending: set[int] = set()
 
     def add(self, slice_index: int, gradient: Tensor, step: int) -> None:
         """Adds a gradient of a micro-batch that is not the step's last.
@@ -59,134 +59,203 @@ class Accumulation:
             self._where = "device" if room else "host"
             _log.info("ZenFlow: accumulate_on='auto': gradients are accumulated on the %s", self._where)
         if self._where == "host":
-            if slice_index in self._pending:
+            if slice_index in self.pending:
                 gradient.add_(self._sum(slice_index))
             else:
                 self._jobs.acquire(self._rank.blocks.of_slice[slice_index], step)
             for begin, slot in self._jobs.slots.views_of_slice(slice_index):
                 slot.copy_(gradient.narrow(0, begin, slot.numel()), non_blocking=True)
                 self._rank.telemetry.d2h_bytes += slot.nbytes
-        elif slice_index in self._pending:
+        elif slice_index in self.pending:
             self._sum(slice_index).add_(gradient)
         else:
             self._sum(slice_index).copy_(gradient)
-        self._pending.add(slice_index)
+        self.pending.add(slice_index)
 
     def peek(self, slice_index: int) -> Tensor | None:
         """A pending sum, which stays pending: [slice.numel], model dtype, on the device; None if there is none."""
-        return self._sum(slice_index) if slice_index in self._pending else None
+        return self._sum(slice_index) if slice_index in self.pending else None
 
     def take(self, slice_index: int) -> Tensor | None:
         """As `peek`; the sum is no longer pending."""
         total = self.peek(slice_index)
-        self._pending.discard(slice_index)
+        self.pending.discard(slice_index)
         return total
-
-    def clear(self) -> None:
-        """Drops all sums that have not been taken."""
-        self._pending.clear()
 
     def release(self) -> Tensor | None:
         """Frees the device memory of the sums where none is pending; where some are, returns it."""
-        if not self._pending:
+        if not self.pending:
             self._on_device = None
         return self._on_device
 
     def _sum(self, slice_index: int) -> Tensor:
-        s = self._rank.partition.slices[slice_index]
+        rank, s = self._rank, self._rank.partition.slices[slice_index]
         if self._where == "device":
             if self._on_device is None:
-                self._on_device = torch.empty(
-                    self._rank.partition.numel, dtype=self._rank.dtype, device=self._rank.device
-                )
+                self._on_device = torch.empty(rank.partition.numel, dtype=rank.dtype, device=rank.device)
             return self._on_device.narrow(0, s.begin, s.numel)
-        total = torch.empty(s.numel, dtype=self._rank.dtype, device=self._rank.device)
+        total = torch.empty(s.numel, dtype=rank.dtype, device=rank.device)
         for begin, slot in self._jobs.slots.views_of_slice(slice_index):
             total.narrow(0, begin, slot.numel()).copy_(slot, non_blocking=True)
-            self._rank.telemetry.h2d_bytes += slot.nbytes
+            rank.telemetry.h2d_bytes += slot.nbytes
         return total
 
 
-class BackwardSubmission:
-    """Phase *submit* of `JobQueue` for single blocks, as soon as the gradients of all of their trained slices have arrived.
+class GradientRouter:
+    """Routes this rank's slices of reduced gradients, but for those of `VectorGradients`.
 
-    The factor on the gradients (clipping) is known only at the end of backward. A complete block is submitted before, with a factor that
-    decides on nothing but the weights that the next forward pass sees; the exact state always takes the true one, with the block's next
-    job.
-    Without clipping the factor is known, unless a gradient overflows. With clipping it is
-
-    * *predicted* from the gradients so far (`GradientNorms`). The weights differ by at most (1 - beta1) of one normalised update times the
-      factor's error, once; or not at all in place, where blocks with another factor than the true one are published again;
-    * *speculated*, where such blocks would have to wait at the end of the step: as in a step that is not clipped. Behind two applied steps
-      that were clipped no block is submitted in backward.
-
-    `JobQueue` verifies the factor where forward passes must not see another one than the true one. From the first gradient on that is not
-    finite, submitted blocks are published without the step. (A vector's gradient counts when its block is submitted.)
-
-    Args:
-        speculates: whether factors are speculated.
-
-    Attributes:
-        factor_error: mean relative error of the factors in backward in some step since it was read.
+    The blocks of a slice have acquired their slots before. A parameter without a gradient in a step has the gradient zero, as under ZeRO-2
+    without offload: its moments decay.
     """
 
-    def __init__(
-        self, rank: RankState, jobs: JobQueue, norms: GradientNorms, vectors: VectorGradients, *, speculates: bool
-    ) -> None:
+    def __init__(self, rank: RankState, slots: SlotPool, ownership: Ownership, provisional: ProvisionalUpdate) -> None:
         self._rank = rank
-        self._jobs = jobs
-        self._norms = norms
-        self._vectors = vectors
-        self._speculates = speculates
-        self._factors: list[Tensor] = []
-        self.factor_error = DeviceNumber()
+        self._slots = slots
+        self._ownership = ownership
+        self._provisional = provisional
+        partition = rank.partition
+        self._zero = torch.zeros((), dtype=rank.dtype, device=rank.device)
+        # For each slice the rectangles that squared norms are taken of, which must not depend on blocks; and for each tile of the partition
+        # that block boundaries cut them into: its index, its block and its first element in the rectangle.
+        self._rectangles = [
+            [
+                (
+                    rectangle,
+                    [
+                        (part, rank.blocks.of_tile[part], partition.tiles[part].begin - rectangle.begin)
+                        for part in partition.tiles_by_slice[index]
+                        if rectangle.begin <= partition.tiles[part].begin < rectangle.end
+                    ],
+                )
+                for rectangle in tiles_of_slice(index, s)
+            ]
+            for index, s in enumerate(partition.slices)
+        ]
 
-    def open(self) -> None:
-        """Begins a step."""
-        self._factors.clear()
-
-    def submit(self, blocks: Iterable[Block], arrived: Set[int], context: StepContext) -> None:
-        """Submits complete blocks whose windows close.
+    def route(self, context: StepContext, index: int, gradient: Tensor) -> tuple[list[Tensor], LateGradient | None]:
+        """Copies one slice's gradient to its destinations and measures it; in stream order behind its reduction.
 
         Args:
-            blocks: those whose last slice has arrived.
-            arrived: slices whose gradients have been routed.
-            context: inputs of the step, which submits in backward.
+            context: inputs of the step; squared norms of columns are added to it.
+            index: index into `Partition.slices`.
+            gradient: [slice.numel], model dtype, on the device; of the whole step.
+
+        Returns:
+            `SquaredNorms.parts`; and what some forward pass will lack, None: nothing, or nothing that is updated provisionally.
         """
-        inputs = context.inputs
-        has_factor = inputs.max_norm == 0 or self._has_factor
+        s = self._rank.partition.slices[index]
+        column_norms = context.column_norms if s.is_matrix else None
+        may_be_late = self._provisional.applies_to(index) and not context.plan.shows_exact_weights
+        squared_norms, late_gradient = [], None
+        for tile, parts in self._rectangles[index]:
+            # Most slices are one rectangle.
+            part = gradient if tile.numel == s.numel else gradient.narrow(0, tile.begin - s.begin, tile.numel)
+            matrix = part.view(tile.rows, tile.width)
+            destinations = self._destinations(parts)
+            late = []
+            if may_be_late and tile.rows > 1:
+                late = list(zip((block for _, block, _ in parts), destinations, strict=True))
+            per_axis = column_norms is not None or bool(late)
+            norms = self._rank.kernels.route(
+                matrix, destinations, per_axis=per_axis, copies=self._rank.d2h.behind(reads=matrix)
+            )
+            self._rank.telemetry.d2h_bytes += matrix.nbytes
+            squared_norms.append(norms.parts)
+            if column_norms is not None:
+                column_norms.of_parameter[s.parameter].narrow(0, tile.first_column, tile.width).add_(norms.columns)
+            if late:
+                late_gradient = LateGradient(slice=index, gradient=matrix, squared_norms=norms, tiles=late)
+        return squared_norms, late_gradient
+
+    def route_zeros(self, index: int) -> None:
+        """Routes a slice without any gradient in the step."""
+        for _, parts in self._rectangles[index]:
+            for destination in self._destinations(parts):
+                # From the device: in the order of its streams, the slot may still be read for an update that is reapplied.
+                destination.slot.copy_(self._zero.expand_as(destination.slot), non_blocking=True)
+                for selection in destination.selections:
+                    selection.target.zero_()
+
+    def _destinations(self, parts: Iterable[tuple[int, Block, int]]) -> list[Destination]:
+        return [
+            Destination(begin=begin, slot=self._slots.view(part), selections=self._ownership.selections(part))
+            for part, _, begin in parts
+        ]
+
+
+_LARGEST_NUMEL = 1 << 16
+"""Elements of a slice that is handled here. Kept gradients take device memory, and larger ones are worth a pass of their own."""
+
+
+class VectorGradients:
+    """Owner of one step's gradients of small vectors, concatenated in one tensor on the device.
+
+    A transformer has two to three vectors for every matrix, and the cost of a vector is the calls that are made for it. Here one call is
+    made when its gradient arrives; all others serve many vectors at once, at the end of backward or when their block is submitted. Vectors
+    have no columns to choose from, hence no proxies and no provisional update. A slice without gradient has the gradient zero.
+
+    Attributes:
+        of_slice: for each small vector's slice the step's gradient, once it is there: [slice.numel], model dtype, on the device.
+    """
+
+    def __init__(self, rank: RankState, slots: SlotPool, ownership: Ownership) -> None:
+        self._rank = rank
+        self._slots = slots
+        self._ownership = ownership
+        partition = rank.partition
+        small = {i: s for i, s in enumerate(partition.slices) if not s.is_matrix and s.numel <= _LARGEST_NUMEL}
+        numels = [s.numel for s in small.values()]
+        self._values = torch.zeros(sum(numels), device=rank.device, dtype=rank.dtype)
+        self.of_slice = dict(zip(small, torch.split(self._values, numels), strict=True))
+        end = 0
+        for block in rank.blocks:
+            begin, tiles = end, []
+            for index in (index for index in block.tiles if partition.tiles[index].slice in small):
+                tile = partition.tiles[index]
+                tiles.append((index, self._values.narrow(0, end, tile.numel).view(tile.rows, tile.width)))
+                end += tile.numel
+            slices = {partition.tiles[index].slice for index, _ in tiles}
+            values, runs = self._values.narrow(0, begin, end - begin), partition.runs(index for index, _ in tiles)
+            of_runs = zip(runs, torch.split(values, list(runs.values())), strict=True) if runs else ()
+            block.vectors = Vectors(values=values, tiles=tiles, runs=list(of_runs), slices=slices)
+        assert end == self._values.numel(), "blocks and slices ascend alike"
+
+    def fill(self, blocks: Sequence[Block], arrived: Set[int]) -> Sequence[Tensor]:
+        """Phase *fill* of some blocks, which are submitted next, or of all others at the end of backward.
+
+        Args:
+            blocks: some of them, ascending; all of them are filled in one pass.
+            arrived: slices whose gradients are there.
+
+        Returns:
+            `SquaredNorms.parts`; empty where the blocks have no vectors.
+        """
+        of_blocks = [block.vectors for block in blocks if block.vectors is not None]
+        if len(blocks) == len(self._rank.blocks):
+            return self._fill(of_blocks, self._values, arrived)
+        return [norm for vectors in of_blocks for norm in self._fill([vectors], vectors.values, arrived)]
+
+    def _fill(self, blocks: Sequence[Vectors], values: Tensor, arrived: Set[int]) -> Sequence[Tensor]:
+        """Fills some blocks; `values` is the concatenation of theirs."""
+        if not values.numel():
+            return ()
+        for index in set().union(*(block.slices for block in blocks)) - arrived:
+            self.of_slice[index].zero_()
+        # A copy to the host is a call of its own, so that neighbours are copied as one.
+        runs = [run for block in blocks for run in block.runs]
+        slots = [self._slots.view(first).as_strided((of_run.numel(),), (1,)) for first, of_run in runs]
+        torch._foreach_copy_(slots, [of_run for _, of_run in runs], non_blocking=True)
+        self._rank.telemetry.d2h_bytes += values.nbytes
+        targets, sources = [], []
         for block in blocks:
-            # A block that changes its columns needs its exact state at the end of the step.
-            submits = self._jobs.can_submit_in_backward(block, context.number) and not block.changes_columns
-            if submits := submits and has_factor:
-                self._jobs.acquire([block], context.number)
-                self._norms.add(self._vectors.fill([block], arrived))
-            squared_norm = self._norms.up_to(block.number)
-            if not submits:
-                continue
-            if self._speculates:
-                # Zero, or NaN where the sum is not finite.
-                squared_norm = squared_norm - squared_norm
-            elif inputs.max_norm > 0:
-                squared_norm = self._norms.predict(block.number)
-            if not self._jobs.submitted_in_backward:
-                self._rank.arena.write_hyperparameters(context.number, list(inputs.groups), tentative=True)
-            factor = clip_factor(squared_norm, max_norm=inputs.max_norm, loss_scale=inputs.loss_scale)
-            self._factors.append(factor)
-            self._jobs.submit_in_backward(block, context.number, factor, beta1=mean_beta1(inputs.groups))
-
-    @property
-    def _has_factor(self) -> bool:
-        """Whether there has been a step to predict from, or one to speculate that the next will be like it."""
-        return self._jobs.verification.may_speculate if self._speculates else self._norms.knows_last
-
-    def end_step(self, squared_norm: Tensor, scale: StepScale, context: StepContext) -> None:
-        """Takes the step's own squared norm, 0-D float64 of all ranks, and its scale."""
-        if context.plan.submits_in_backward and context.inputs.max_norm > 0:
-            if not self._speculates:
-                self._norms.end_step(squared_norm, finite=scale.finite, loss_scale=context.inputs.loss_scale)
-            if self._factors and not self.factor_error.is_under_way:
-                self.factor_error.copy((torch.stack(self._factors) / scale.factor - 1).abs().mean())
+            for tile, gradient in block.tiles:
+                for selection in self._ownership.selections(tile):
+                    targets.append(selection.target)
+                    sources.append(gradient)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        # In float64, so that the sum does not depend on which vectors are measured together.
+        return [torch.linalg.vector_norm(values, dim=0, keepdim=True, dtype=torch.float64).square_()]
 
 
 class Fill:
@@ -199,7 +268,7 @@ class Fill:
     Attributes:
         accumulation: sums over earlier micro-batches.
         trained: slices whose gradients are expected.
-        norms: squared norms of it.
+        norms: squared norms of what has arrived.
         in_backward: submission of complete blocks.
     """
 
@@ -261,14 +330,14 @@ class Fill:
         Returns:
             Squared norm of this rank's gradients: 0-D float64 on the device, not finite if any element is not.
         """
-        for index in self.accumulation.pending:
+        for index in sorted(self.accumulation.pending):
             total = self.accumulation.take(index)
             assert total is not None
             self._route(context, index, total)
             # The next step writes to the sum's memory.
             self._rank.d2h.join()
         for index in sorted(self.trained - self.arrived):
-            if index not in self._vectors:
+            if index not in self._vectors.of_slice:
                 self._jobs.acquire(self._rank.blocks.of_slice[index], context.number)
                 self._router.route_zeros(index)
                 self._slice_complete(index)
@@ -287,19 +356,23 @@ class Fill:
         pending = self.accumulation.peek(slice_index)
         if pending is not None:
             return pending
-        is_routed = slice_index in self._arrived
-        if is_routed and slice_index in self._vectors:
-            return self._vectors.gradient(slice_index)
-        return self._router.gradient(slice_index, is_routed=is_routed)
+        if slice_index not in self._arrived:
+            s = self._rank.partition.slices[slice_index]
+            return torch.zeros(s.numel, dtype=self._rank.dtype, device=self._rank.device)
+        if slice_index in self._vectors.of_slice:
+            return self._vectors.of_slice[slice_index]
+        # The copies to the slots.
+        runtime_of(self._rank.device).synchronize()
+        return torch.cat([slot for _, slot in self._jobs.slots.views_of_slice(slice_index)])
 
     def unused(self) -> list[int]:
         """Trained slices without a gradient in the step that is next, ascending."""
-        return sorted(self.trained - self.arrived - set(self.accumulation.pending))
+        return sorted(self.trained - self.arrived - self.accumulation.pending)
 
     def _route(self, context: StepContext, slice_index: int, gradient: Tensor) -> list[Block]:
         """Routes one slice's gradient of the whole step; returns the blocks that are complete with it."""
-        if slice_index in self._vectors:
-            self._vectors.keep(slice_index, gradient)
+        if slice_index in self._vectors.of_slice:
+            self._vectors.of_slice[slice_index].copy_(gradient)
             return self._slice_complete(slice_index)
         self._jobs.acquire(self._rank.blocks.of_slice[slice_index], context.number)
         squared_norms, late = self._router.route(context, slice_index, gradient)

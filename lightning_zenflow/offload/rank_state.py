@@ -21,7 +21,6 @@ from lightning_zenflow.worker.supervisor import Submission, Transaction
 
 if TYPE_CHECKING:
     from lightning_zenflow.offload.columns import DeviceColumns, Incoming
-    from lightning_zenflow.offload.gradient_router import Vectors
     from lightning_zenflow.offload.provisional_update import Update
 
 
@@ -98,6 +97,19 @@ class Owned:
     incoming: "Incoming | None" = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Vectors:
+    """Small vectors of one block, see `VectorGradients`."""
+
+    values: Tensor
+    """[n], a contiguous view, because blocks and slices ascend alike."""
+    tiles: list[tuple[int, Tensor]]
+    """Indexes into `Partition.tiles`, with the gradients of the tiles, [rows, width]; views."""
+    runs: list[tuple[int, Tensor]]
+    """First tile of each run of tiles that are adjacent in the partition, with the gradients of the run, flat; views."""
+    slices: set[int]
+
+
 @dataclass(kw_only=True, eq=False)
 class Block:
     """Everything that the phases of `JobQueue` know of one block. Slot, window and jobs are changed within `RankState.records`."""
@@ -123,8 +135,8 @@ class Block:
     """Jobs that are not published yet, in the order of their submission."""
     owned: Owned = field(default_factory=Owned)
     """Its columns that the device owns."""
-    vectors: "Vectors | None" = None
-    """Its small vectors, of `VectorGradients`."""
+    vectors: Vectors | None = None
+    """Its small vectors."""
     exact_for: int | None = None
     """Last step that its weights are exact for, not counting provisional updates; None: no gradient has been late since a flush."""
     kept: "list[Update]" = field(default_factory=list)

@@ -35,7 +35,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import DeviceNumber, runtime_of
-from lightning_zenflow.offload.fill import BackwardSubmission, Fill
+from lightning_zenflow.offload.fill import Fill
+from lightning_zenflow.offload.in_backward import BackwardSubmission
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.ownership import Freezing, Ownership, Selector
 from lightning_zenflow.offload.plan import Planner

@@ -153,7 +153,7 @@ class ZenFlowStep:
         if not self.has_gradients:
             yield
             return
-        arrived, sums = list(self._fill.arrived), self._fill.accumulation.pending
+        arrived, sums = list(self._fill.arrived), sorted(self._fill.accumulation.pending)
         kept = {index: self._fill.gradient(index).to("cpu", copy=True) for index in (*sums, *arrived)}
         micro_batches = self.micro_batches
         try:
@@ -267,7 +267,7 @@ class ZenFlowStep:
 
     def drop_gradients(self) -> None:
         """Drops the gradients since the last step. If the step was complete, a flush undoes what has been done with them."""
-        self._fill.accumulation.clear()
+        self._fill.accumulation.pending.clear()
         if self.is_complete:
             self._flush()
         if self._state == StepState.UNDER_WAY:

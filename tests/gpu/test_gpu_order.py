@@ -17,8 +17,7 @@ from typing_extensions import override
 from gpu_cases import MILLISECOND, RACES, device
 from harness import Case, Run, run_here, workers
 from lightning_zenflow.kernels.base import Kernels
-from lightning_zenflow.offload.fill import Fill
-from lightning_zenflow.offload.gradient_router import GradientRouter
+from lightning_zenflow.offload.fill import Fill, GradientRouter
 from lightning_zenflow.offload.in_flight import Publisher
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.ownership import Ownership

@@ -1,16 +1,112 @@
-"""Phase *verify* of `JobQueue`: no forward pass sees a clip factor other than the true one, although blocks are submitted in backward."""
+"""Blocks that are submitted in backward, where the worker's update hides with d = 0: the clip factor that they show, and phase *verify* of
+`JobQueue`, where no forward pass sees a clip factor other than the true one.
+"""
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from lightning_zenflow.core.device import DeviceNumber
+from lightning_zenflow.core.step_inputs import GradientNorms, StepScale, clip_factor, mean_beta1
 from lightning_zenflow.native import Tentative
 from lightning_zenflow.offload.in_flight import JobsInFlight
 from lightning_zenflow.offload.rank_state import Block, RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker
+
+if TYPE_CHECKING:
+    from lightning_zenflow.offload.fill import VectorGradients
+    from lightning_zenflow.offload.jobs import JobQueue
+    from lightning_zenflow.offload.plan import StepContext
+
+
+class BackwardSubmission:
+    """Phase *submit* of `JobQueue` for single blocks, as soon as the gradients of all of their trained slices have arrived.
+
+    The factor on the gradients (clipping) is known only at the end of backward. A complete block is submitted before, with a factor that
+    decides on nothing but the weights that the next forward pass sees; the exact state always takes the true one, with the block's next
+    job.
+    Without clipping the factor is known, unless a gradient overflows. With clipping it is
+
+    * *predicted* from the gradients so far (`GradientNorms`). The weights differ by at most (1 - beta1) of one normalised update times the
+      factor's error, once; or not at all in place, where blocks with another factor than the true one are published again;
+    * *speculated*, where such blocks would have to wait at the end of the step: as in a step that is not clipped. Behind two applied steps
+      that were clipped no block is submitted in backward.
+
+    `JobQueue` verifies the factor where forward passes must not see another one than the true one. From the first gradient on that is not
+    finite, submitted blocks are published without the step. (A vector's gradient counts when its block is submitted.)
+
+    Args:
+        speculates: whether factors are speculated.
+
+    Attributes:
+        factor_error: mean relative error of the factors in backward in some step since it was read.
+    """
+
+    def __init__(
+        self, rank: RankState, jobs: "JobQueue", norms: GradientNorms, vectors: "VectorGradients", *, speculates: bool
+    ) -> None:
+        self._rank = rank
+        self._jobs = jobs
+        self._norms = norms
+        self._vectors = vectors
+        self._speculates = speculates
+        self._factors: list[Tensor] = []
+        self.factor_error = DeviceNumber()
+
+    def open(self) -> None:
+        """Begins a step."""
+        self._factors.clear()
+
+    def submit(self, blocks: Iterable[Block], arrived: Set[int], context: "StepContext") -> None:
+        """Submits complete blocks whose windows close.
+
+        Args:
+            blocks: those whose last slice has arrived.
+            arrived: slices whose gradients have been routed.
+            context: inputs of the step, which submits in backward.
+        """
+        inputs = context.inputs
+        has_factor = inputs.max_norm == 0 or self._has_factor
+        for block in blocks:
+            # A block that changes its columns needs its exact state at the end of the step.
+            submits = self._jobs.can_submit_in_backward(block, context.number) and not block.changes_columns
+            if submits := submits and has_factor:
+                self._jobs.acquire([block], context.number)
+                self._norms.add(self._vectors.fill([block], arrived))
+            squared_norm = self._norms.up_to(block.number)
+            if not submits:
+                continue
+            if self._speculates:
+                # Zero, or NaN where the sum is not finite.
+                squared_norm = squared_norm - squared_norm
+            elif inputs.max_norm > 0:
+                squared_norm = self._norms.predict(block.number)
+            if not self._jobs.submitted_in_backward:
+                self._rank.arena.write_hyperparameters(context.number, list(inputs.groups), tentative=True)
+            factor = clip_factor(squared_norm, max_norm=inputs.max_norm, loss_scale=inputs.loss_scale)
+            self._factors.append(factor)
+            self._jobs.submit_in_backward(block, context.number, factor, beta1=mean_beta1(inputs.groups))
+
+    @property
+    def _has_factor(self) -> bool:
+        """Whether there has been a step to predict from, or one to speculate that the next will be like it."""
+        return self._jobs.verification.may_speculate if self._speculates else self._norms.knows_last
+
+    def end_step(self, squared_norm: Tensor, scale: StepScale, context: "StepContext") -> None:
+        """Takes the step's own squared norm, 0-D float64 of all ranks, and its scale."""
+        if context.plan.submits_in_backward and context.inputs.max_norm > 0:
+            if not self._speculates:
+                self._norms.end_step(squared_norm, finite=scale.finite, loss_scale=context.inputs.loss_scale)
+            if self._factors and not self.factor_error.is_under_way:
+                self.factor_error.copy((torch.stack(self._factors) / scale.factor - 1).abs().mean())
+
 
 _UNCLIPPED = 1 - 2**-20
 """Smallest clip coefficient of a step without clipping: 1 but for the rounding of the factor."""
