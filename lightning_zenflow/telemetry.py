@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.profiler import record_function
 
-from lightning_zenflow.core.device import Event, runtime_of
+from lightning_zenflow.core.device import DeviceNumber, Event, runtime_of
 
 Cause = Literal[
     "publish_wait", "slot", "correction", "publish_buffer", "select", "flush", "restart", "reserve", "loss_scale"
@@ -30,6 +31,9 @@ Cause = Literal[
 """
 
 CAUSES: tuple[Cause, ...] = get_args(Cause)
+
+_WATCHED = 16
+"""Steps that are looked at one by one for skipped ones, and then the interval between two looks."""
 
 
 class Telemetry:
@@ -53,6 +57,10 @@ class Telemetry:
         """Seconds of computation of the worker since the start."""
         self.steps = 0
         """Optimizer steps."""
+        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+        """On the device: those of them that changed nothing because their gradient norm was not finite."""
+        self._n_skipped = DeviceNumber()
+        self._has_warned = False
         self.worker_restarts = 0
         """Restarts of a worker that a signal had killed."""
         # Bytes since the start. On a CPU device: bytes that would cross PCIe beside a GPU.
@@ -61,6 +69,22 @@ class Telemetry:
         self.h2d_bytes = 0
         """Host to device: published weights, sums over micro-batches, gradients that are reapplied after a publish, state of device-owned
         entries."""
+
+    def read_skipped(self) -> int:
+        """`skipped` as of an earlier call. Never waits."""
+        self._n_skipped.copy(self.skipped)
+        return int(self._n_skipped.read() or 0)
+
+    def warn_of_skipped(self, step: int) -> None:
+        """Warns once, soon after the first step that changed nothing; not to be called where a loss scale is searched for."""
+        if self._has_warned or (step > _WATCHED and step % _WATCHED):
+            return
+        if n := self.read_skipped():
+            self._has_warned = True
+            rank_zero_warn(
+                f"ZenFlow: {n} of {step} steps so far were skipped, as their gradient was not finite: they changed no weight. Look for"
+                " NaN in batches and loss, or lower the learning rate"
+            )
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -14,7 +14,7 @@ columns, then its state: 12 bytes for each entry that the block can own at most.
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -224,6 +224,8 @@ class DeviceColumns:
         partition = rank.partition
         self._rank = rank
         self._source = source
+        # Steps that the requested state does not have.
+        self._later: list[tuple[Sequence[GroupHyperparameters], StepScale, list[Tensor]]] = []
         self._tiles: list[OwnedTile] = []
         self._numels = [0] * len(partition.group_begins)
         for tile_index in partition.blocks[block].tiles:
@@ -262,36 +264,21 @@ class DeviceColumns:
         Args:
             cause: of a wait for an earlier request.
         """
+        self._later.clear()
         self._source.request(self._tiles, cause)
 
+    def record(self, groups: Sequence[GroupHyperparameters], scale: StepScale) -> None:
+        """Keeps hyperparameters, scale and gathered gradients of a step that the requested state does not have."""
+        self._later.append((groups, scale, [staging.clone() for staging in self._staging]))
+
     def load(self, cause: Cause) -> None:
-        """Takes over the requested state, in stream order. A stall only if the worker has not exported it yet."""
+        """Takes over the requested state and applies the steps since, in stream order. A stall only if the worker has not exported it."""
         self._source.load(self._tiles, self._states, cause)
         for state, staging in zip(self._states, self._staging, strict=True):
             staging.copy_(state[0])
-
-    def gradients(self) -> list[Tensor]:
-        """Copy of the gathered gradients of each parameter group, for a later `step`."""
-        return [staging.clone() for staging in self._staging]
-
-    def step(self, groups: Sequence[GroupHyperparameters], scale: StepScale, gradients: Sequence[Tensor]) -> None:
-        """One exact AdamW step of the block's entries, for a step that is over.
-
-        Args:
-            groups: hyperparameters of the step, for each parameter group.
-            scale: factor on the gradient and number of applied steps.
-            gradients: an earlier result of `gradients`.
-        """
-        adamw(self._rank, self._states, gradients, self._staging, groups, scale)
-
-
-@dataclass(frozen=True)
-class Incoming:
-    """A block's next columns, before their state has been loaded."""
-
-    columns: DeviceColumns
-    steps: list[tuple[Sequence[GroupHyperparameters], StepScale, list[Tensor]]] = field(default_factory=list)
-    """Hyperparameters, scales and gradients of the steps after the block's last submission, which the arena does not have yet."""
+        for groups, scale, gradients in self._later:
+            adamw(self._rank, self._states, gradients, self._staging, groups, scale)
+        self._later.clear()
 
 
 def adamw(

@@ -309,8 +309,6 @@ class Fill:
         self._jobs.open(context.number)
         self._arrived.clear()
         self._new.clear()
-        for block in self._rank.blocks:
-            block.missing = block.slices & self.trained
         self.norms.open(context.inputs.loss_scale)
         self.in_backward.open()
         self._provisional.open(context.inputs.loss_scale)
@@ -388,10 +386,7 @@ class Fill:
         """Notes that a slice's gradient of the whole step has been routed; returns the blocks that are complete with it, ascending."""
         self._arrived[index] = None
         self._new.add(index)
-        blocks = self._rank.blocks.of_slice[index]
-        for block in blocks:
-            block.missing.discard(index)
-        return [block for block in blocks if not block.missing]
+        return [block for block in self._rank.blocks.of_slice[index] if block.slices & self.trained <= self.arrived]
 
     def _poll(self, step: int) -> None:
         new, self._new = self._new, set()

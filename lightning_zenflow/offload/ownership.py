@@ -17,7 +17,7 @@ from lightning_zenflow.core.device import AsyncHostCopy
 from lightning_zenflow.core.partition import Partition, column_count
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import Selection
-from lightning_zenflow.offload.columns import Columns, DeviceColumns, ExportRegion, Incoming, adamw, region_sizes
+from lightning_zenflow.offload.columns import Columns, DeviceColumns, ExportRegion, adamw, region_sizes
 from lightning_zenflow.offload.rank_state import Block, Owned, RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 
@@ -289,28 +289,26 @@ class Ownership:
             # The segment's own has gradients of the present columns.
             columns = self._columns_of(block, owned.wanted, states, [torch.zeros_like(t) for t in staging])
             columns.request("select")
-            owned.incoming, owned.selection = Incoming(columns), owned.wanted
+            owned.incoming, owned.selection = columns, owned.wanted
 
     def published(self, blocks: Iterable[Block]) -> None:
         """Phase *publish* for blocks whose job is done; no other job of theirs may be in flight."""
         for block in blocks:
             if (incoming := block.owned.incoming) is not None:
                 self._settle(block, incoming)
-                incoming.columns.load("select")
-                for past in incoming.steps:
-                    incoming.columns.step(*past)
+                incoming.load("select")
 
     def reload(self) -> None:
         """Copies the state of every entry from the arena, after a flush; pending changes of columns are complete then."""
         for block in self._rank.blocks:
-            if block.owned.incoming is not None:
-                self._settle(block, block.owned.incoming)
+            if (incoming := block.owned.incoming) is not None:
+                self._settle(block, incoming)
         self._load_current()
 
     def selections(self, tile_index: int) -> list[Selection]:
         """Columns of a tile's gradient that `step` needs, and their destinations: present columns, and those to come."""
         owned = self._rank.blocks.of_tile[tile_index].owned
-        of_block = owned.current, None if owned.incoming is None else owned.incoming.columns
+        of_block = owned.current, owned.incoming
         return [c.selections[tile_index] for c in of_block if c is not None and tile_index in c.selections]
 
     def step(self, groups: Sequence[GroupHyperparameters], scale: StepScale) -> None:
@@ -319,7 +317,7 @@ class Ownership:
             adamw(self._rank, self._states, self._staging, self._staging, groups, scale)
         for block in self._rank.blocks:
             if (incoming := block.owned.incoming) is not None:
-                incoming.steps.append((groups, scale, incoming.columns.gradients()))
+                incoming.record(groups, scale)
 
     def write_weights(self) -> None:
         """Writes the owned entries into the model's weights, over published ones."""
@@ -359,12 +357,12 @@ class Ownership:
         for columns in current:
             columns.load("flush")
 
-    def _settle(self, block: Block, incoming: Incoming) -> None:
+    def _settle(self, block: Block, incoming: DeviceColumns) -> None:
         """Makes columns to come a block's present ones, in its segment; their state is to be loaded."""
         _, staging = self._segments(block)
-        incoming.columns.gather_into(staging)
+        incoming.gather_into(staging)
         self._write = None
-        block.owned.current, block.owned.incoming = incoming.columns, None
+        block.owned.current, block.owned.incoming = incoming, None
 
     def _segments(self, block: Block) -> tuple[list[Tensor], list[Tensor]]:
         """The block's segments of states and staging, for each parameter group; makes the arrays first if there are none."""

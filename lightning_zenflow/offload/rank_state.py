@@ -20,7 +20,7 @@ from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.supervisor import Submission, Transaction
 
 if TYPE_CHECKING:
-    from lightning_zenflow.offload.columns import DeviceColumns, Incoming
+    from lightning_zenflow.offload.columns import DeviceColumns
     from lightning_zenflow.offload.provisional_update import Update
 
 
@@ -94,7 +94,8 @@ class Owned:
     selection: int | None = None
     """Selection of the columns that were requested last."""
     current: "DeviceColumns | None" = None
-    incoming: "Incoming | None" = None
+    incoming: "DeviceColumns | None" = None
+    """Its next columns, before their state has been loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +126,6 @@ class Block:
     """Slices that have tiles in the block."""
     published: dict[int, list[int]] = field(default_factory=dict)
     """For each trained slice of the block, its tiles there, which a publish copies; none in place."""
-    missing: set[int] = field(default_factory=set)
-    """Trained slices whose gradient has not arrived in the open step."""
     slot: int | None = None
     """Slot of the gradient of the open or next step, once the block has acquired it."""
     window: Window | None = None

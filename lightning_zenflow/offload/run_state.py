@@ -30,9 +30,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
-
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import DeviceNumber, runtime_of
 from lightning_zenflow.offload.fill import Fill
@@ -51,15 +48,11 @@ CHECKPOINT_KEY = "zenflow"
 VERSION = 5
 """Number of the layout; a checkpoint of another one is refused."""
 
-_WATCHED = 16
-"""Steps that are looked at one by one, and then the interval between two looks."""
-
 
 class CounterReader:
     """Reads the counters without waiting for the device: device values are copied asynchronously and read at a later call.
 
     Attributes:
-        skipped: 0-D int64 on the device: steps that changed nothing because their gradient norm was not finite.
         owned_norm_share: share of the squared norm of the gradient that lies in device-owned columns, copied where it is measured.
     """
 
@@ -69,26 +62,10 @@ class CounterReader:
         self._jobs = jobs
         self._in_backward = in_backward
         self._ownership = ownership
-        self.skipped = torch.zeros((), dtype=torch.int64, device=rank.device)
-        self._n_skipped = DeviceNumber()
-        self._has_warned = False
         self.owned_norm_share = DeviceNumber()
-
-    def warn_of_skipped(self, step: int) -> None:
-        """Warns once, soon after the first step that changed nothing; not to be called where a loss scale is searched for."""
-        if self._has_warned or (step > _WATCHED and step % _WATCHED):
-            return
-        self._n_skipped.copy(self.skipped)
-        if n := int(self._n_skipped.read() or 0):
-            self._has_warned = True
-            rank_zero_warn(
-                f"ZenFlow: {n} of {step} steps so far were skipped, as their gradient was not finite: they changed no weight. Look for"
-                " NaN in batches and loss, or lower the learning rate"
-            )
 
     def read(self) -> Reading:
         """Present values; those of the device are from an earlier step."""
-        self._n_skipped.copy(self.skipped)
         runtime, telemetry = runtime_of(self._rank.device), self._rank.telemetry
         jobs, schedule = self._jobs.in_flight, self._jobs.schedule
         return Reading(
@@ -97,7 +74,7 @@ class CounterReader:
             device_stall_s=telemetry.device_seconds,
             worker_busy_s=telemetry.worker_busy_s,
             worker_restarts=telemetry.worker_restarts,
-            skipped_steps=int(self._n_skipped.read() or 0),
+            skipped_steps=telemetry.read_skipped(),
             d2h_bytes=telemetry.d2h_bytes,
             h2d_bytes=telemetry.h2d_bytes,
             model_bytes=self._numel * self._rank.dtype.itemsize,
@@ -162,7 +139,7 @@ class RunState:
             "version": VERSION,
             "layout": self.layout,
             "step": step,
-            "skipped": int(parts.counters.skipped),
+            "skipped": int(parts.rank.telemetry.skipped),
             "trained": self._freezing.trained,
             "ownership": parts.ownership.state_dict(),
             "planner": parts.planner.state_dict(),

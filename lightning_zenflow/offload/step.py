@@ -53,7 +53,6 @@ class ZenFlowStep:
         micro_batches: backward passes since the last step.
         count: 0-D float64 on the device: number of applied steps.
         layout: `RunState.layout`.
-        skipped: 0-D int64 on the device: steps that changed nothing because their gradient norm was not finite.
     """
 
     def __init__(
@@ -77,7 +76,6 @@ class ZenFlowStep:
         self._jobs, self._fill, self._ownership = parts.jobs, parts.fill, parts.ownership
         self._planner, self._selector, self._provisional = parts.planner, parts.selector, parts.provisional
         self.count = torch.zeros((), dtype=torch.float64, device=parts.rank.device)
-        self.skipped = parts.counters.skipped
         self._state = StepState.IDLE
         self._context: StepContext | None = None  # from OPEN on
         self._squared_norm: Tensor | None = None  # from REDUCED on
@@ -207,7 +205,7 @@ class ZenFlowStep:
         with self._rank.records:
             # From here on a flush applies the step; after an exception before, it drops it.
             self.number, self.count = number, scale.count
-            self.skipped.add_(~scale.finite)
+            self._telemetry.skipped.add_(~scale.finite)
         # update
         with record_function("zenflow update"):
             self._ownership.step(groups, scale)
@@ -238,7 +236,7 @@ class ZenFlowStep:
         self._telemetry.steps += 1
         self._planner.end_step(number, plan)
         if not copies_finite:
-            self._counters.warn_of_skipped(number)
+            self._telemetry.warn_of_skipped(number)
         self._end_micro_batches()
         return scale, finite
 
@@ -321,7 +319,7 @@ class ZenFlowStep:
         difference = "it is not one of ZenFlow" if saved is None else self._run_state.difference_of(saved["layout"])
         if saved is not None:
             self.number = self._flushed_number = saved["step"]
-            self.skipped.fill_(saved["skipped"])
+            self._telemetry.skipped.fill_(saved["skipped"])
         self._rank.arena.resolved = (self.number, count)
         if saved is None or difference:
             self.start_over(count)

@@ -234,7 +234,7 @@ def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
                 direct.save(case.checkpoint)
         step.flush()
         run.weights, run.untrained = snapshot(model), untrained(model)
-        run.skipped = int(step.skipped)
+        run.skipped = int(traffic.skipped)
         run.in_backward_jobs = direct.parts.counters.read().in_backward_jobs
         run.counts = [direct.count] * len(direct.masters)
         return run, direct.flat_state()

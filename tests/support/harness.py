@@ -216,7 +216,7 @@ def read_state(run: Run, optimizer: ZenFlowOptimizer | None) -> list[list[Tensor
     """Puts counts into a run, and returns this rank's flat state: [master, exp_avg, exp_avg_sq] of each flat partition."""
     if optimizer is None:
         return []
-    run.skipped = int(optimizer.zenflow_step.skipped)
+    run.skipped = int(optimizer.telemetry.skipped)
     partitions = []
     counts: dict[int, float] = {}
     assert isinstance(optimizer, ZenFlowZeroOptimizer | ZenFlowZero3Optimizer)
