@@ -17,7 +17,7 @@ from lightning_zenflow.offload.in_backward import BackwardSubmission
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.ownership import Ownership
 from lightning_zenflow.offload.plan import StepContext
-from lightning_zenflow.offload.provisional_update import LateGradient, ProvisionalUpdate
+from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
 from lightning_zenflow.offload.rank_state import Block, RankState, SlotPool, Vectors
 
 _log = logging.getLogger(__name__)
@@ -132,8 +132,9 @@ class GradientRouter:
             for index, s in enumerate(partition.slices)
         ]
 
-    def route(self, context: StepContext, index: int, gradient: Tensor) -> tuple[list[Tensor], LateGradient | None]:
-        """Copies one slice's gradient to its destinations and measures it; in stream order behind its reduction.
+    def route(self, context: StepContext, index: int, gradient: Tensor) -> list[Tensor]:
+        """Copies one slice's gradient to its destinations, measures it, and updates weights provisionally where some forward pass will lack
+        it; in stream order behind its reduction.
 
         Args:
             context: inputs of the step; squared norms of columns are added to it.
@@ -141,12 +142,12 @@ class GradientRouter:
             gradient: [slice.numel], model dtype, on the device; of the whole step.
 
         Returns:
-            `SquaredNorms.parts`; and what some forward pass will lack, None: nothing, or nothing that is updated provisionally.
+            `SquaredNorms.parts`.
         """
         s = self._rank.partition.slices[index]
         column_norms = context.column_norms if s.is_matrix else None
         may_be_late = self._provisional.applies_to(index) and not context.plan.shows_exact_weights
-        squared_norms, late_gradient = [], None
+        parts_of_norm, update = [], None
         for tile, parts in self._rectangles[index]:
             # Most slices are one rectangle.
             part = gradient if tile.numel == s.numel else gradient.narrow(0, tile.begin - s.begin, tile.numel)
@@ -160,12 +161,14 @@ class GradientRouter:
                 matrix, destinations, per_axis=per_axis, copies=self._rank.d2h.behind(reads=matrix)
             )
             self._rank.telemetry.d2h_bytes += matrix.nbytes
-            squared_norms.append(norms.parts)
+            parts_of_norm.append(norms.parts)
             if column_norms is not None:
                 column_norms.of_parameter[s.parameter].narrow(0, tile.first_column, tile.width).add_(norms.columns)
             if late:
-                late_gradient = LateGradient(slice=index, gradient=matrix, squared_norms=norms, tiles=late)
-        return squared_norms, late_gradient
+                update = matrix, norms, late
+        if update is not None:
+            self._provisional.apply_gradient(context, index, *update)
+        return parts_of_norm
 
     def route_zeros(self, index: int) -> None:
         """Routes a slice without any gradient in the step."""
@@ -373,11 +376,7 @@ class Fill:
             self._vectors.of_slice[slice_index].copy_(gradient)
             return self._slice_complete(slice_index)
         self._jobs.acquire(self._rank.blocks.of_slice[slice_index], context.number)
-        squared_norms, late = self._router.route(context, slice_index, gradient)
-        self.norms.add(squared_norms)
-        if late is not None:
-            hyperparameters = context.inputs.groups[self._rank.partition.slices[slice_index].param_group]
-            self._provisional.apply_gradient(context.number, late, hyperparameters, context.schedule)
+        self.norms.add(self._router.route(context, slice_index, gradient))
         complete = self._slice_complete(slice_index)
         self._poll(context.number)
         return complete

@@ -73,11 +73,13 @@ class BackwardSubmission:
             context: inputs of the step, which submits in backward.
         """
         inputs = context.inputs
-        has_factor = inputs.max_norm == 0 or self._has_factor
+        # Whether there has been a step to predict from, or one to speculate that the next will be like it.
+        knows_factor = self._jobs.verification.may_speculate if self._speculates else self._norms.knows_last
+        has_factor = inputs.max_norm == 0 or knows_factor
         for block in blocks:
             # A block that changes its columns needs its exact state at the end of the step.
-            submits = self._jobs.can_submit_in_backward(block, context.number) and not block.changes_columns
-            if submits := submits and has_factor:
+            can_submit = self._jobs.can_submit_in_backward(block, context.number) and not block.changes_columns
+            if submits := can_submit and has_factor:
                 self._jobs.acquire([block], context.number)
                 self._norms.add(self._vectors.fill([block], arrived))
             squared_norm = self._norms.up_to(block.number)
@@ -93,11 +95,6 @@ class BackwardSubmission:
             factor = clip_factor(squared_norm, max_norm=inputs.max_norm, loss_scale=inputs.loss_scale)
             self._factors.append(factor)
             self._jobs.submit_in_backward(block, context.number, factor, beta1=mean_beta1(inputs.groups))
-
-    @property
-    def _has_factor(self) -> bool:
-        """Whether there has been a step to predict from, or one to speculate that the next will be like it."""
-        return self._jobs.verification.may_speculate if self._speculates else self._norms.knows_last
 
     def end_step(self, squared_norm: Tensor, scale: StepScale, context: "StepContext") -> None:
         """Takes the step's own squared norm, 0-D float64 of all ranks, and its scale."""

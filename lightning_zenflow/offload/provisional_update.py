@@ -10,26 +10,13 @@ from torch import Tensor
 from lightning_zenflow.core.device import has_room, runtime_of
 from lightning_zenflow.core.partition import Slice
 from lightning_zenflow.core.schedule import StaggeredSchedule, StalenessCompensation, UpdateSchedule
-from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
+from lightning_zenflow.core.step_inputs import StepScale
 from lightning_zenflow.kernels.base import Destination, SquaredNorms
 from lightning_zenflow.kernels.factored import Factors, RoundingNoise, SecondMoment
+from lightning_zenflow.offload.plan import StepContext
 from lightning_zenflow.offload.rank_state import Block, RankState
 
 _SEED = 20251205
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LateGradient:
-    """Gradient of a slice's full rows, which some forward pass will see without the gradient in some of their tiles."""
-
-    slice: int
-    """Index into `Partition.slices`; one that `ProvisionalUpdate.applies_to`."""
-    gradient: Tensor
-    """[rows, columns], model dtype, on the device."""
-    squared_norms: SquaredNorms
-    """With those of rows and columns."""
-    tiles: Sequence[tuple[Block, Destination]]
-    """Of each late tile the block, and the position in the full rows with the gradient's slot in host memory."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,7 +46,7 @@ class Update:
             finite=self.factors.finite,
         )
         weights, gradient = place.part_of(self.weights), place.part_of(self.gradient)
-        return Update(step=self.step, weights=weights, gradient=gradient, factors=factors, beta1=self.beta1)
+        return replace(self, weights=weights, gradient=gradient, factors=factors)
 
 
 class ProvisionalUpdate:
@@ -114,33 +101,42 @@ class ProvisionalUpdate:
         return self._rows[slice_index] is not None
 
     def apply_gradient(
-        self, step: int, late: LateGradient, hyperparameters: GroupHyperparameters, schedule: StaggeredSchedule
+        self,
+        context: StepContext,
+        slice_index: int,
+        gradient: Tensor,
+        squared_norms: SquaredNorms,
+        late: Sequence[tuple[Block, Destination]],
     ) -> None:
         """Updates the weights of late tiles: now, once more after the publish of a job in flight, or only then.
 
         Args:
-            step: number of the step.
-            late: gradient of the step; its memory may be reused after the work that this call enqueues.
-            hyperparameters: of the slice's parameter group.
-            schedule: present S and d.
+            context: inputs of the step.
+            slice_index: a slice that the update `applies_to`.
+            gradient: of its full rows, [rows, columns], model dtype, on the device; its memory may be reused after the work that this call
+                enqueues.
+            squared_norms: of the gradient, with those of rows and columns.
+            late: of each tile whose gradient some forward pass will lack, the block, and the position in the full rows with the gradient's
+                slot in host memory.
         """
-        rows, h = self._rows[late.slice], hyperparameters
+        step, schedule = context.number, context.schedule
+        rows, h = self._rows[slice_index], context.inputs.groups[self._rank.partition.slices[slice_index].param_group]
         assert rows is not None
         factors = self._rank.kernels.factored_step_(
-            self._moment(late.slice), late.squared_norms, beta2=h.beta2, lr=h.lr, scale=self._factor
+            self._moment(slice_index), squared_norms, beta2=h.beta2, lr=h.lr, scale=self._factor
         )
-        whole = Update(step=step, weights=rows, gradient=late.gradient, factors=factors, beta1=h.beta1)
+        whole = Update(step=step, weights=rows, gradient=gradient, factors=factors, beta1=h.beta1)
         of_tiles = []
-        for block, _ in late.tiles:
+        for block, _ in late:
             if block.exact_for is None:
                 block.exact_for = step - 1
             # The age: gradients that the block's weights lack, this one included.
             of_tiles.append((step - block.exact_for, block.next_due()))
-        all_late = sum(place.slot.numel() for _, place in late.tiles) == late.gradient.numel()
+        all_late = sum(place.slot.numel() for _, place in late) == gradient.numel()
         if all_late and len(set(of_tiles)) == 1 and of_tiles[0][1] is None:
             self._apply(whole, of_tiles[0][0], schedule)
             return
-        for (block, place), (age, due_step) in zip(late.tiles, of_tiles, strict=True):
+        for (block, place), (age, due_step) in zip(late, of_tiles, strict=True):
             update = whole.part(place)
             # A job that is due in this step overwrites the weights before any forward pass.
             if due_step is None or due_step > step:
