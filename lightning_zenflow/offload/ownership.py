@@ -180,39 +180,34 @@ class Freezing:
         parameters: parameters of the model that required gradients at setup, in the order in which `Slice.parameter` counts them.
 
     Attributes:
-        trained: for each parameter, whether it is trained, as of the last `update`.
+        trained: for each parameter, whether it is trained, as everything else follows it.
     """
 
     def __init__(self, partition: Partition, parameters: Sequence[Tensor]) -> None:
         self._partition = partition
         self._parameters = parameters
-        self.trained = self._followed = [True] * len(parameters)
+        self.trained = [True] * len(parameters)
 
-    def update(self, trained: Sequence[bool] | None = None) -> bool:
-        """Reads `requires_grad` again, or takes other flags; returns whether they have changed since `followed`, alike on every rank."""
-        self.trained = [p.requires_grad for p in self._parameters] if trained is None else list(trained)
-        return self.trained != self._followed
+    def present(self) -> list[bool]:
+        """What `trained` should be by `requires_grad`, alike on every rank."""
+        return [p.requires_grad for p in self._parameters]
 
-    def followed(self) -> None:
-        """Notes that everything follows the present flags."""
-        self._followed = self.trained
-
-    def trained_slices(self) -> Set[int]:
-        """Slices that are not frozen."""
-        return frozenset(index for index, s in enumerate(self._partition.slices) if self.trained[s.parameter])
+    def slices(self, trained: Sequence[bool]) -> Set[int]:
+        """Slices of the parameters that are trained by these flags."""
+        return frozenset(index for index, s in enumerate(self._partition.slices) if trained[s.parameter])
 
     def no_columns(self) -> list[Columns]:
         """For each parameter, no column."""
         none = torch.empty(0, dtype=torch.int64, device="cpu")
         return [Columns(device=none.to(p.device), host=none) for p in self._parameters[:1]] * len(self._parameters)
 
-    def of_slices(self, columns: Sequence[Columns | None] | None = None) -> list[Columns | None]:
+    def of_slices(self, columns: Sequence[Columns | None]) -> list[Columns | None]:
         """For each slice the columns of its parameter; no columns where it is frozen.
 
         Args:
-            columns: for each parameter, columns over the whole row; None, alone or in their place: all.
+            columns: for each parameter, columns over the whole row; None: all.
         """
-        columns, none = columns or [None] * len(self._parameters), self.no_columns()
+        none = self.no_columns()
         return [(columns if self.trained[s.parameter] else none)[s.parameter] for s in self._partition.slices]
 
 

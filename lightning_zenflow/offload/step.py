@@ -242,12 +242,11 @@ class ZenFlowStep:
 
     def follow_freezing(self) -> None:
         """Follows changes of `requires_grad`; between steps, alike on all ranks."""
-        if not self._freezing.update():
+        trained = self._freezing.present()
+        if trained == self._freezing.trained:
             return
         self.flush()
-        self._change_trained()
-        self.start_over(int(self.count))
-        self._freezing.followed()
+        self._change_trained(trained)
         rank_zero_info(
             f"ZenFlow: parameters were frozen or unfrozen before step {self.number + 1}: the selection of columns starts again"
         )
@@ -325,18 +324,19 @@ class ZenFlowStep:
             self.start_over(count)
             return difference
         # Columns are restored for the parameters that were trained at the save; `follow_freezing` compares `requires_grad` with them.
-        if self._freezing.update(saved["trained"]):
-            self._change_trained()
-            self._freezing.followed()
+        if saved["trained"] != self._freezing.trained:
+            self._change_trained(saved["trained"])
         self.start_over(count)
         self._run_state.load_state_dict(saved)
         return ""
 
-    def _change_trained(self) -> None:
-        """Updates the parameters that are trained from now on; right after a flush only."""
-        trained = self._freezing.trained_slices()
-        self._jobs.change_trained(trained)
-        self._fill.trained = trained
+    def _change_trained(self, trained: list[bool]) -> None:
+        """Updates other parameters from now on; right after a flush only. If it is interrupted, `follow_freezing` repeats it."""
+        slices = self._freezing.slices(trained)
+        self._jobs.change_trained(slices)
+        self._fill.trained = slices
+        self.start_over(int(self.count))
+        self._freezing.trained = trained
 
     def _reduce(self, context: StepContext) -> Tensor:
         """Phase *reduce*, once a step; returns the squared norm of all ranks' gradients: 0-D float64 on the device."""
