@@ -91,7 +91,7 @@ def watch(case: Case, *, answers: bool | None = None, more: int = 0) -> Watched:
     def watched_enqueue(self: JobsInFlight, block: Block, window: Window, buffer: int | None, **kwargs: Any) -> None:
         enqueue(self, block, window, buffer, **kwargs)
         watched.buffers = max(watched.buffers, watched.schedule.n_publish_buffers - len(self.free_buffers))
-        watched.written[buffer is not None].add(self._publisher.scratch if buffer is None else buffer)
+        watched.written[buffer is not None].add(self._scratch if buffer is None else buffer)
         watched.causes["job"] += 1
 
     def watched_commit(self: JobQueue, step: int) -> None:
