@@ -133,8 +133,8 @@ class TrainerStrategy(TrainerCheckpoints):
         self._precision_plugin = deepspeed_options.get("precision_plugin")
         self._trainers_plugin: CheckpointIO | None = None
         self._config_without_trainer: dict[str, Any] | None = None
-        # Backward passes in the present closure of `optimizer.step`, and whether the closure before had one only.
-        self._n_in_closure, self._has_single_backward = 0, False
+        # Backward passes in the present closure of `optimizer.step`.
+        self._n_in_closure = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy: configuration and module. What a training has left, DeepSpeed's and the arena, belongs to this process."""
@@ -272,7 +272,6 @@ class TrainerStrategy(TrainerCheckpoints):
     ) -> tuple[Any, Optimizer]:
         # Those of a fit before, which would keep its state in memory.
         self.optimizers: list[Optimizer] = []
-        self._has_single_backward = False
         # Private: calls `deepspeed.initialize`, during which ZenFlow's optimizer takes the place of DeepSpeed's.
         initialize = partial(super()._setup_model_and_optimizer, model, optimizer, lr_scheduler)
         engine: tuple[Any, Optimizer] = self._set_up(initialize, model, optimizer)
@@ -343,15 +342,17 @@ class TrainerStrategy(TrainerCheckpoints):
     @override
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Runs the step's last micro-batches (forward and backward are in its closure, if there is one) and the step."""
+        planner = None if self.zenflow_optimizer is None else self.zenflow_optimizer.parts.planner
         set_boundary = self.deepspeed_engine.set_gradient_accumulation_boundary
-        set_boundary(self.lightning_module.automatic_optimization or self._has_single_backward)
+        hides_first = planner is not None and planner.has_single_backward
+        set_boundary(self.lightning_module.automatic_optimization or hides_first)
         self._n_in_closure = 0
 
         def complete() -> Any:
             output = closure()
             # A step without a closure says nothing about later ones.
-            if self._n_in_closure:
-                self._has_single_backward = self._n_in_closure == 1
+            if self._n_in_closure and planner is not None:
+                planner.has_single_backward = self._n_in_closure == 1
             set_boundary(True)
             return output
 

@@ -198,6 +198,10 @@ class Planner:
         jobs: their schedule is changed.
         control: measures and decides on the schedule; None if S and d are given.
         selector: selects columns.
+
+    Attributes:
+        has_single_backward: in manual optimization, whether the last closure of a step had one backward pass, so that the first one of the
+            next closure is taken for its last.
     """
 
     def __init__(
@@ -208,6 +212,7 @@ class Planner:
         self._control = control
         self._selector = selector
         self._synchronous_until = self._changing_until = 0
+        self.has_single_backward = False
 
     @property
     def _wants_columns(self) -> bool:
@@ -236,6 +241,7 @@ class Planner:
             "changing_until": self._changing_until,
             "selector": self._selector.state_dict(),
             "schedule": None if self._control is None else self._control.state_dict(),
+            "single_backward": self.has_single_backward,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -245,6 +251,8 @@ class Planner:
         if self._control is not None and state["schedule"] is not None:
             self._control.load_state_dict(state["schedule"])
         self.apply_schedule()
+        # Earlier checkpoints do not say.
+        self.has_single_backward = state.get("single_backward", False)
 
     def plan(self, step: int) -> StepPlan:
         """Plan of the next step."""

@@ -15,7 +15,7 @@ Layout 5, of plain numbers, lists and CPU tensors::
         of_block        [block] number of the selection that it has, None before the first one
         wanted          [block] number of the selection that it has, or changes to with its next window
     planner
-        synchronous_until, changing_until
+        synchronous_until, changing_until, single_backward
         selector        owned (positions of selected columns, None before the first selection), next, epoch
         schedule        None for fixed S and d; else update_interval, publish_lag
     provisional         None if weights have no provisional updates; else

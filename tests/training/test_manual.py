@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from callbacks import After, save
 from harness import make_trainer
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.errors import MisconfigurationException
@@ -247,6 +249,27 @@ def test_a_validation_between_backward_and_step(where: str) -> None:
 def test_what_has_no_meaning_is_refused(train: Any, message: str) -> None:
     with pytest.raises(MisconfigurationException, match=message):
         fit(train, ZenFlowStrategy(worker_cores=1, **EXACT))
+
+
+def clipped_in_closure(module: Manual, batch: Tensor, number: int) -> None:
+    optimizer = module.optimizers()
+
+    def closure() -> None:
+        optimizer.zero_grad()
+        module.manual_backward(module.loss(batch))
+        module.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
+
+    optimizer.step(closure)
+
+
+def test_a_resumed_run_hides_its_first_closure(tmp_path: Path) -> None:
+    """By the weights that its second forward pass sees, with a predicted clip factor."""
+    path, whole = tmp_path / "a.ckpt", Manual(clipped_in_closure, scheduled=False)
+    saves = After([12], partial(save, path))
+    make_trainer(ZenFlowStrategy(worker_cores=1), max_steps=16, max_epochs=2, callbacks=[saves]).fit(whole)
+    rest = Manual(clipped_in_closure, scheduled=False)
+    make_trainer(ZenFlowStrategy(worker_cores=1), max_steps=16, max_epochs=2).fit(rest, ckpt_path=path)
+    assert rest.losses == whole.losses[12:]
 
 
 def test_steps_without_gradients_are_not_measured(tmp_path: Path) -> None:
