@@ -38,7 +38,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--params", type=list_of(float), default=[151e6, 600e6], metavar="WEIGHTS,...")
     add("--saves", type=int, default=3, help="in each run")
     add("--between", type=int, default=8, help="steps between two saves, while nothing is written")
-    add("--timeout", type=float, default=600, help="limit of a run in seconds")
+    add("--timeout", type=float, default=1800, help="limit of a run in seconds")
     add("--folder", default=tempfile.gettempdir(), help="on the disk to which checkpoints are written")
     parser.add_results("saves")
     return parser.parse(arguments)

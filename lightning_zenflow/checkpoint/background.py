@@ -1,12 +1,13 @@
 """Saves that go on while training does: what a checkpoint's files have is copied to host memory, from which a thread writes them.
 
-A second process would need memory that both share. The thread has the lowest priority, and `UncachedFile` takes less than half of the
-processor time of an ordinary file.
+A second process would need memory that both share. `UncachedFile` takes a quarter of the processor time of an ordinary file, most of it for
+torch's checksums. The thread pauses instead of having a low priority, which does not count for the disk and holds up who waits for it.
 """
 
 import copy
 import logging
-import os
+import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
@@ -19,14 +20,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
+from lightning_zenflow.checkpoint.files import new_pages
 from lightning_zenflow.core.distributed import all_agree
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
-from lightning_zenflow.worker.machine import free_host_memory
+from lightning_zenflow.worker.machine import allowed_cores, free_host_memory
 
 _log = logging.getLogger(__name__)
 
-_LOWEST_PRIORITY = 19
-"""Of Linux' scheduler: training and the worker come first."""
+_BYTES_PER_CORE_S = 20e6
+"""Bytes per second and allowed core that are written while no call waits: 4 % of the cores where a virtual disk takes 2 s of a core per GB,
+most of it in its host, which no clock here counts.
+"""
 
 
 class BackgroundSaves:
@@ -43,9 +47,11 @@ class BackgroundSaves:
         self._ranks_on_host = ranks_on_host
         # A group of their own: the training thread's collectives have another order on every rank.
         self._group = dist.new_group(backend="gloo", timeout=timeout)
-        # 0: of the calling thread, under Linux.
-        self._thread = ThreadPoolExecutor(1, "zenflow-save", os.setpriority, (os.PRIO_PROCESS, 0, _LOWEST_PRIORITY))
+        self._thread = ThreadPoolExecutor(1, "zenflow-save")
         self._under_way: list[Future[None]] = []
+        # Whether a call waits for the thread; and when its last pause ended.
+        self._is_awaited, self._awake = threading.Event(), 0.0
+        self._rate = _BYTES_PER_CORE_S * len(allowed_cores()) / ranks_on_host
         # By the place of the original: copies of the save before, whose memory is used again, and of the present one. Memory that is new
         # takes four times as long to write.
         self._before: dict[Any, Tensor] = {}
@@ -78,9 +84,16 @@ class BackgroundSaves:
             finish: writes this rank's files and gives the checkpoint its name, in the thread; `group` is for its collectives.
         """
         assert not self._under_way
+        self._is_awaited.clear()
+        self._awake = time.monotonic()
         self._under_way.append(self._thread.submit(finish, group=self._group))
         # At once, too: the training thread raises the error at its next save or flush only.
         self._under_way[0].add_done_callback(_log_error)
+
+    def pause(self, n_bytes: int) -> None:
+        """In the thread, behind a write: sleeps for as long as the write has to take, unless a call waits for the save."""
+        self._is_awaited.wait(n_bytes / self._rate - (time.monotonic() - self._awake))
+        self._awake = time.monotonic()
 
     def behind(self, call: Callable[[], None]) -> None:
         """Calls a function: at once, or after the save that is under way, if that succeeds."""
@@ -96,6 +109,7 @@ class BackgroundSaves:
         Raises:
             OSError: the save has failed, on this rank or on another one.
         """
+        self._is_awaited.set()
         wait(self._under_way)
         if self._present:
             self._before, self._present = self._present, {}
@@ -175,9 +189,7 @@ class _HostCopies(TorchFunctionMode):
         key = spanned.device, spanned.data_ptr(), spanned.dtype, numel
         if key not in self._present and key not in self._to_fill:
             if (memory := self._before.get(key)) is None:
-                # Of which the kernel gives none before it is written. `torch.empty` writes it where torch's runs must repeat.
-                storage = torch.UntypedStorage(spanned.nbytes, device="cpu")  # type: ignore[no-untyped-call]
-                memory = torch.empty(0, dtype=spanned.dtype, device="cpu").set_(storage, 0, (numel,), (1,))
+                memory = new_pages(numel, spanned.dtype)
                 self.n_new_bytes += memory.nbytes
             self._to_fill[key] = memory, spanned
         memory = self._present[key] if key in self._present else self._to_fill[key][0]

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_zenflow.checkpoint.atomic import StagedSave, recover, sync_all
 from lightning_zenflow.checkpoint.background import BackgroundSaves
 from lightning_zenflow.checkpoint.engine_content import load_engine
-from lightning_zenflow.checkpoint.files import CheckpointError, UncachedFile, place_of, read, verify
+from lightning_zenflow.checkpoint.files import CheckpointError, place_of, read, uncached, verify
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint, is_part
 from lightning_zenflow.checkpoint.single_file import SavedFile, as_loaded
 from lightning_zenflow.checkpoint.whole_state import WholeState
@@ -74,14 +74,15 @@ def save_together(
         ending.callback(copies.free)
 
         def put(of_file: Any, write_file: Write, file: Any) -> None:
-            copied = None if background is None else background.copied(of_file, copies)
             opening: Callable[[Any], AbstractContextManager[Any]] = nullcontext
             if isinstance(content, Path):
-                opening = partial(open, mode="wb") if copied is None else UncachedFile
-            if copied is None:
-                _write(write_file, of_file, file, opening)
-            else:
+                opening = partial(open, mode="wb")
+            if background is not None and (copied := background.copied(of_file, copies)) is not None:
+                if isinstance(content, Path):
+                    opening = partial(uncached, pause=background.pause)
                 files.append(partial(_write, write_file, copied, file, opening))
+            else:
+                _write(write_file, of_file, file, opening)
 
         with _saving(path):
             if isinstance(content, Path) and not isinstance(states, WholeState) and not content.is_dir():
@@ -89,39 +90,29 @@ def save_together(
             memory: Any = None if states is None else states.copy_for_save(copies)
         with nullcontext() if states is None else states.saved_as(memory), _saving(path):
             write(content, put)
-        finish = partial(_finish, path, content, files, staged, ending.pop_all(), sync=sync)
-        if background is None:
-            finish()
-        else:
-            background.start(finish)
+        last = ending.pop_all()
+
+    def finish(group: dist.ProcessGroup | None = None) -> None:
+        with last:
+            with _saving(path, group):
+                for write_file in files:
+                    write_file()
+                if sync and isinstance(content, Path):
+                    # Each rank its own, since network storage keeps what has been written with the host that wrote it.
+                    sync_all(content.glob(f"*/*zero_pp_rank_{dist.get_rank()}_mp_rank_*"))
+            with _saving(path, group):
+                if staged is not None:
+                    staged.commit()
+
+    if background is None:
+        finish()
+    else:
+        background.start(finish)
 
 
 def _write(write: Write, content: Any, path: Any, opening: Callable[[Any], AbstractContextManager[Any]]) -> None:
     with opening(path) as file:
         write(content, file)
-
-
-def _finish(
-    path: Path | str,
-    content: Path | str,
-    files: Sequence[Callable[[], None]],
-    staged: StagedSave | None,
-    ending: ExitStack,
-    *,
-    sync: bool,
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Writes the files of this rank that are not written yet, and commits when all ranks have done so. Closes `ending` in any case."""
-    with ending:
-        with _saving(path, group):
-            for write in files:
-                write()
-            if sync and isinstance(content, Path):
-                # Each rank its own, since network storage keeps what has been written with the host that wrote it.
-                sync_all(content.glob(f"*/*zero_pp_rank_{dist.get_rank()}_mp_rank_*"))
-        with _saving(path, group):
-            if staged is not None:
-                staged.commit()
 
 
 @contextmanager
@@ -213,27 +204,22 @@ def read_file_together(path: Any, io: CheckpointIO | None, *, weights_only: bool
     Raises:
         CheckpointError: the checkpoint is missing, incomplete or damaged, or a rank cannot read it.
     """
-    place = place_of(path)
-    if io is None and not _is_file(Path(place)):
+    place, is_file = place_of(path), [True]
+    if io is None:
+        with _loading(place):
+            if dist.get_rank() == 0:
+                recover(Path(place))
+                is_file = [Path(place).is_file() and not is_part(Path(place))]
+                if is_file[0]:
+                    verify(Path(place))
+                else:
+                    SavedCheckpoint(Path(place)).verify_model()
+        dist.broadcast_object_list(is_file, src=0)
+    if not is_file[0]:
         return None
     load = partial(read, Path(place)) if io is None else partial(io.load_checkpoint, path)
     with _loading(place):
         return SavedFile(place, load(weights_only=weights_only))
-
-
-def _is_file(path: Path) -> bool:
-    """Checks a checkpoint, on rank 0 for all ranks, and tells whether the checkpoint is one file. A collective."""
-    found = [False]
-    with _loading(path):
-        if dist.get_rank() == 0:
-            recover(path)
-            found = [path.is_file() and not is_part(path)]
-            if found[0]:
-                verify(path)
-            else:
-                SavedCheckpoint(path).verify_model()
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
 
 
 def one_engine(items: Iterable[Any]) -> DeepSpeedEngine:

@@ -7,22 +7,24 @@ import mmap
 import os
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils.serialization import config
 from typing_extensions import override
 
 from lightning_zenflow.deepspeed.host_state import WithoutConversion
 from lightning_zenflow.offload.run_state import VERSION
 
-_CHUNK_BYTES = 2**22
-"""Read or written at once."""
+_CHUNK_BYTES = 2**20
+"""Read or copied at once, the latter under Python's lock."""
 
-_PIECE_BYTES = 2**18
-"""Copied at once, under Python's lock, by a thread of the lowest priority."""
+_PIECE_BYTES = 2**24
+"""Written at once."""
 
 
 def place_of(path: Any) -> Path | str:
@@ -116,16 +118,38 @@ def read(file: Path, *, mapped: bool = True, weights_only: bool | None = False) 
             raise refusal(file, "this file has Python objects: if you trust it, pass `weights_only=False`") from error
 
 
+def new_pages(numel: int, dtype: torch.dtype) -> Tensor:
+    """[numel] on the CPU, which begins with a page. The kernel gives the memory when it is written first."""
+    if numel == 0:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    pages = mmap.mmap(-1, dtype.itemsize * numel, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype)
+
+
+@contextmanager
+def uncached(path: Any, pause: Callable[[int], None]) -> Iterator["UncachedFile"]:
+    """Context with an `UncachedFile`, in which this thread's `torch.save` has each storage begin with a page of the file."""
+    aligned: AbstractContextManager[Any] = nullcontext()
+    # Not in torch 2.6.
+    if hasattr(config.save, "storage_alignment"):
+        aligned = config.patch({"save.storage_alignment": mmap.PAGESIZE})  # type: ignore[attr-defined]  # torch adds it to the module
+    with aligned, UncachedFile(path, pause) as file:
+        yield file
+
+
 class UncachedFile(io.FileIO):
     """A new file that is written past the page cache: to fill that, and to write its pages to the disk, would take cores from training.
 
+    What begins with a page, in memory (`new_pages`) and in the file (`uncached`), is written from where it is; all else is copied first.
+
     Args:
         path: path of the file.
+        pause: called behind each write, with its bytes.
     """
 
-    def __init__(self, path: Any) -> None:
+    def __init__(self, path: Any, pause: Callable[[int], None]) -> None:
         super().__init__(path, "wb")
-        # Begins with a page, as such writes must.
+        self._pause = pause
         self._chunk = mmap.mmap(-1, _CHUNK_BYTES)
         # File systems in memory refuse.
         with suppress(OSError):
@@ -135,8 +159,12 @@ class UncachedFile(io.FileIO):
     def write(self, data: Any) -> int:
         left = memoryview(data).cast("B")
         n_bytes = left.nbytes
+        if n_bytes >= _CHUNK_BYTES and self._chunk.tell() % mmap.PAGESIZE == 0:
+            self._write_chunk()
+            n_rest = n_bytes % mmap.PAGESIZE
+            left = left[n_bytes - n_rest - self._write_out(left[: n_bytes - n_rest]).nbytes :]
         while left:
-            left = left[self._chunk.write(left[: min(_PIECE_BYTES, _CHUNK_BYTES - self._chunk.tell())]) :]
+            left = left[self._chunk.write(left[: _CHUNK_BYTES - self._chunk.tell()]) :]
             if self._chunk.tell() == _CHUNK_BYTES:
                 self._write_chunk()
         return n_bytes
@@ -150,12 +178,20 @@ class UncachedFile(io.FileIO):
     def _write_chunk(self) -> None:
         left = memoryview(self._chunk)[: self._chunk.tell()]
         self._chunk.seek(0)
-        while left:
-            try:
-                left = left[super().write(left) :]
-            except OSError as error:
-                is_direct = fcntl.fcntl(self, fcntl.F_GETFL) & os.O_DIRECT
-                if not is_direct or error.errno not in (errno.EINVAL, errno.ENOTSUP):
-                    raise
-                # Not even a chunk has the right length, or a part of one was written, so that the rest has not.
-                fcntl.fcntl(self, fcntl.F_SETFL, 0)
+        if left := self._write_out(left):
+            # Not even a chunk has the right length, or a part of one was written, so that the rest has not.
+            fcntl.fcntl(self, fcntl.F_SETFL, 0)
+            self._write_out(left)
+
+    def _write_out(self, left: memoryview) -> memoryview:
+        """Writes memory; returns what the file system refuses to write past the page cache."""
+        try:
+            while left:
+                n_bytes = super().write(left[:_PIECE_BYTES])
+                left = left[n_bytes:]
+                self._pause(n_bytes)
+        except OSError as error:
+            is_direct = fcntl.fcntl(self, fcntl.F_GETFL) & os.O_DIRECT
+            if not is_direct or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+        return left

@@ -16,6 +16,7 @@ from callbacks import After, At, save
 from harness import EVERYTHING, Case, make_trainer, run_here
 from held_saves import Gate, HeldSave
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.checkpoint import background
 from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
 from lightning_zenflow.worker.machine import HOST_MEMORY
 from models import LinearLossModule
@@ -211,6 +212,22 @@ def test_an_exception_in_training_leaves_the_save_complete(tmp_path: Path) -> No
             LinearLossModule(length=6)
         )
     assert torch.load(path, weights_only=True)["global_step"] == 2
+
+
+def test_a_call_that_waits_ends_all_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a rate by which the thread sleeps for a year."""
+    monkeypatch.setattr(background, "_BYTES_PER_CORE_S", 1e-4)
+    paths = [tmp_path / f"{step}.ckpt" for step in (1, 3, 5)]
+    exists: list[bool] = []
+
+    def looks(trainer: pl.Trainer) -> None:
+        exists.extend(path.exists() for path in paths)
+        if trainer.global_step == 6:
+            trainer.strategy.wait_for_checkpoint()
+
+    callbacks = [*(saves(path, step) for path, step in zip(paths, (1, 3, 5), strict=True)), After([2, 4, 6, 7], looks)]
+    make_trainer(strategy(), max_steps=8, callbacks=callbacks).fit(LinearLossModule(length=8))
+    assert exists == [*(False, False, False), *(True, False, False), *(True, True, False), *(True, True, True)]
 
 
 def test_fabric(tmp_path: Path) -> None:

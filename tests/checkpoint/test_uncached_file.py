@@ -3,17 +3,23 @@
 import errno
 import fcntl
 import io
+import mmap
 import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typing_extensions import override
 
 from lightning_zenflow.checkpoint import files
-from lightning_zenflow.checkpoint.files import UncachedFile
+from lightning_zenflow.checkpoint.files import UncachedFile, new_pages, uncached
 from processes import leaves_no_file_open
+
+
+def pause(n_bytes: int) -> None:
+    """Not at all."""
 
 
 class Refusing(io.FileIO):
@@ -30,22 +36,29 @@ class Refusing(io.FileIO):
 
 @pytest.mark.parametrize("code", [None, errno.EINVAL, errno.ENOSPC])
 @pytest.mark.parametrize("zipped", [True, False])
-def test_more_than_a_chunk(code: int | None, zipped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("from_page", [True, False])
+def test_more_than_a_chunk(
+    code: int | None, zipped: bool, from_page: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "_CHUNK_BYTES", 2**16)
+    monkeypatch.setattr(files, "_PIECE_BYTES", 2**17)
     monkeypatch.setattr(Refusing, "code", code)
 
     class File(UncachedFile, Refusing):
         """The order of the bases is as in `UncachedFile`, with the disk's doing before `FileIO`."""
 
+    monkeypatch.setattr(files, "UncachedFile", File)
     data, path = torch.arange(100_003, dtype=torch.int32), tmp_path / "file"
+    if from_page:
+        data = new_pages(len(data), data.dtype).copy_(data)
 
     def save() -> None:
-        with File(path) as file:
+        with uncached(path, pause) as file:
             torch.save(data, file, _use_new_zipfile_serialization=zipped)
 
     with leaves_no_file_open():
         is_direct = False
-        with File(path) as file:
+        with File(path, pause) as file:
             is_direct = bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
         # The former format is written to the descriptor itself, behind a flush.
         if code == errno.ENOSPC and is_direct and zipped:
@@ -57,3 +70,24 @@ def test_more_than_a_chunk(code: int | None, zipped: bool, tmp_path: Path, monke
             save()
             torch.testing.assert_close(torch.load(path), data, rtol=0, atol=0)
             assert not zipped or torch.equal(torch.load(path, mmap=True), data)
+
+
+def test_what_begins_with_a_page_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = new_pages(2**20 + 5, torch.float32).normal_()
+    begin, path, sizes = data.data_ptr(), tmp_path / "file", list[int]()
+
+    class Recording(io.FileIO):
+        @override
+        def write(self, data: Any) -> int:
+            if begin <= np.frombuffer(data, np.uint8).ctypes.data < begin + 2**22:
+                sizes.append(len(data))
+            return super().write(data)
+
+    class File(UncachedFile, Recording):
+        """See above."""
+
+    monkeypatch.setattr(files, "UncachedFile", File)
+    with uncached(path, pause) as file:
+        torch.save({"small": torch.ones(3), "large": data}, file)
+    assert sum(sizes) == data.nbytes // mmap.PAGESIZE * mmap.PAGESIZE
+    assert torch.equal(torch.load(path)["large"], data)
