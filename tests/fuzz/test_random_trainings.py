@@ -223,6 +223,11 @@ def knows_every_step(case: Case) -> bool:
     is_exact = not any(options.get(key, 0) for key in KEYS) and "moments_dtype" not in options
     # Adam adds the decayed weights to the gradients: where these are next to nothing, their signs are those of rounding errors.
     is_exact = is_exact and case.optimizer.kind == "AdamW"
+    # Nor does it know of squares that are not in float32, which `assert_is_adamw` does.
+    numbers = [*case.model_options.get("not_finite", {}).values(), *case.model_options.get("factors", {}).values()]
+    is_exact = is_exact and not {3e38, 3e18} & {*numbers}
+    # Where nothing overlaps, the lag is none.
+    is_exact = is_exact and (options.get("overlap_step", True) or case.publish_lag == 0)
     return is_exact and not (case.schedules or options.get("in_place") or is_predicted(case))
 
 
