@@ -15,17 +15,8 @@ from benchmarks.step_time.run import StepResult, StepSpec
 
 @pytest.mark.slow
 def test_step_time_of_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [
-        "--device",
-        "simulated",
-        "--params",
-        "13e6",
-        "--asynchronous",
-        "--ranks",
-        "2",
-        "--worker-shares",
-        "0.5,0.1",
-    ]
+    arguments = ["--device", "simulated", "--params", "13e6", "--asynchronous", "--ranks", "2"]
+    arguments += ["--worker-shares", "0.5,0.1"]
     arguments += ["--repeats", "1", "--steps", "4", "--warm-up", "2", "--methods", "zenflow_exact,zenflow_module_order"]
     assert step_time.main([*arguments, "--results", str(tmp_path), "--name", "ranks"]) == 0, capsys.readouterr().out
     runs = json.loads((tmp_path / "ranks.json").read_text())["runs"][0]
