@@ -1,9 +1,10 @@
 """An interrupt at a chosen line of the package, as Ctrl-C may come."""
 
+import functools
 import sys
 from collections import Counter
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import lightning_zenflow
@@ -14,17 +15,22 @@ Place = tuple[str, int, str]
 """File, line, and whether the line begins ("line") or a function returns from it ("return")."""
 
 
+@functools.cache
+def _lines(code: CodeType) -> frozenset[int | None]:
+    return frozenset(line for *_, line in code.co_lines())
+
+
 class Interrupt:
     """Context that counts how often each place of the package is passed, and that `KeyboardInterrupt` ends, which the package raises then.
 
     Args:
-        place: that raises it; None: none does.
+        place: that raises it, and is counted alone; None: none does, and all are counted.
         time: of those that it is passed, counted from 1.
     """
 
     def __init__(self, place: Place | None = None, time: int = 0) -> None:
         self.counts: Counter[Place] = Counter()
-        self._at = place, time
+        self._place, self._time = place, time
         self._raised = False
 
     def __enter__(self) -> "Interrupt":
@@ -42,12 +48,18 @@ class Interrupt:
         return every[stride // 2 :: stride]
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(_PACKAGE):
+        if event == "call" and not self._traces(frame.f_code):
             return None
-        if event in ("line", "return"):
-            place = frame.f_code.co_filename[len(_PACKAGE) + 1 :], frame.f_lineno, event
+        place = frame.f_code.co_filename[len(_PACKAGE) + 1 :], frame.f_lineno, event
+        if event in ("line", "return") and self._place in (None, place):
             self.counts[place] += 1
-            if not self._raised and (place, self.counts[place]) == self._at:
+            if place == self._place and self.counts[place] == self._time:
                 self._raised = True
                 raise KeyboardInterrupt
         return self._trace
+
+    def _traces(self, code: CodeType) -> bool:
+        """Tracing every line of a step takes as long as the step."""
+        if not code.co_filename.startswith(_PACKAGE):
+            return False
+        return self._place is None or (code.co_filename.endswith(self._place[0]) and self._place[1] in _lines(code))
