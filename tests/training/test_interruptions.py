@@ -43,9 +43,8 @@ DIRECT: dict[str, dict[str, Any]] = {
 }
 """Where DeepSpeed has no part."""
 EXACT = {"update_interval": 1, "publish_lag": 0, "overlap_step": False, "topk_ratio": 0.0}
-BEFORE = 2
-"""Steps before each interrupted one, so that windows are open and jobs in flight. With the interrupted one they have no period in common
-with S or with clipped steps."""
+BEFORE = 3
+"""Steps before each interrupted one, so that windows are open and jobs in flight."""
 MOST_LOST = 0.2
 """Share of the lines at which the state may be lost: those of changes of records, during which nothing waits."""
 
@@ -90,8 +89,8 @@ class Twins:
         self.control.close()
 
     def train(self, direct: DirectStep) -> None:
-        """One step; its gradients are a function of the steps before. Every second one is clipped."""
-        direct.max_norm = 3.0 if int(direct.step.count) % 2 == 0 else 1e6
+        """One step; its gradients are a function of the steps before. Every third one is clipped."""
+        direct.max_norm = 3.0 if int(direct.step.count) % 3 == 0 else 1e6
         direct.backward(random(100 + int(direct.step.count)))
         direct.step.step()
 
