@@ -13,8 +13,7 @@ from typing_extensions import override
 from lightning_zenflow.checkpoint.collective import load_file_together, load_together, one_engine, read_file_together
 from lightning_zenflow.checkpoint.engine_content import to_save
 from lightning_zenflow.checkpoint.files import place_of
-from lightning_zenflow.checkpoint.single_file import FILE_KEY, SavedFile
-from lightning_zenflow.checkpoint.whole_state import WholeState
+from lightning_zenflow.checkpoint.single_file import FILE_KEY, SavedFile, WholeState
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.parameters import load_whole

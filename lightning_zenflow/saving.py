@@ -13,8 +13,7 @@ from typing_extensions import override
 from lightning_zenflow.checkpoint.background import BackgroundSaves
 from lightning_zenflow.checkpoint.collective import Put, deepspeed_files, save_together
 from lightning_zenflow.checkpoint.files import place_of
-from lightning_zenflow.checkpoint.single_file import FILE_KEY
-from lightning_zenflow.checkpoint.whole_state import WholeState
+from lightning_zenflow.checkpoint.single_file import FILE_KEY, WholeState
 from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.release import as_in_training, pickled_as_before

@@ -17,8 +17,7 @@ from lightning_zenflow.checkpoint.background import BackgroundSaves
 from lightning_zenflow.checkpoint.collective import load_file_together, load_together, read_file_together
 from lightning_zenflow.checkpoint.engine_content import AVERAGED, CURRENT, as_lightning_saved, to_save
 from lightning_zenflow.checkpoint.files import place_of
-from lightning_zenflow.checkpoint.single_file import SavedFile
-from lightning_zenflow.checkpoint.whole_state import WholeState
+from lightning_zenflow.checkpoint.single_file import SavedFile, WholeState
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.parameters import is_in_pieces, load_whole
 from lightning_zenflow.saving import Saving

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import deepspeed.runtime.engine as engine_module
+import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from lightning.fabric.plugins import CheckpointIO
@@ -20,13 +21,12 @@ from lightning_zenflow.checkpoint.background import BackgroundSaves
 from lightning_zenflow.checkpoint.engine_content import load_engine
 from lightning_zenflow.checkpoint.files import CheckpointError, place_of, read, uncached, verify
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint, is_part
-from lightning_zenflow.checkpoint.single_file import SavedFile, as_loaded
-from lightning_zenflow.checkpoint.whole_state import WholeState
+from lightning_zenflow.checkpoint.single_file import SavedFile, WholeState
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.parameters import is_in_pieces, load_whole, whole_shapes
+from lightning_zenflow.deepspeed.parameters import is_divided, is_in_pieces, load_whole, whole_shapes
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 from lightning_zenflow.worker.process import WorkerError
 
@@ -318,6 +318,19 @@ def load_file_together(
         state[CHECKPOINT_KEY] = saved.run_state_for(optimizer)
     with optimizer.loading(), _loading(saved.path):
         load_whole(engine.module, weights, strict=strict)
-        optimizer.load_full_state(as_loaded(masters, optimizer), state)
+        optimizer.load_full_state(_as_loaded(masters, optimizer), state)
         if state is not None:
             saved.restore_engine(engine)
+
+
+def _as_loaded(masters: Mapping[str, Tensor], optimizer: ZenFlowOptimizer) -> dict[str, Tensor]:
+    """The master weights where the module shows them after loading; otherwise those that its loader has made of the file's, or left."""
+    loaded = {}
+    for name, p in optimizer.full_state.parameters.items():
+        master = masters.get(name)
+        if is_divided(p) or (master is not None and torch.equal(p.detach().cpu(), master.cpu().to(p.dtype))):
+            assert master is not None
+            loaded[name] = master
+        else:
+            loaded[name] = p.detach().to("cpu", torch.float32)
+    return loaded
