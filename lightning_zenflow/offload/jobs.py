@@ -264,7 +264,7 @@ class JobQueue:
             self._drop_open_step(step)
         self.in_flight.forget_overwritable()
         if self._rank.in_place:
-            self._wait_for_device()
+            self._wait_for_readers()
         for block in self._rank.blocks:
             self._submit(block, due_step=step, cause="flush")
         self.in_flight.publish(step, "flush", due_only=False)
@@ -285,12 +285,14 @@ class JobQueue:
 
     def _forget_words(self, step: int) -> None:
         """Forgets words of a step whose backward pass or end was interrupted: they would match when the step is repeated."""
-        # One that no job has waited for may still be on its way.
-        self._wait_for_device()
+        with self._rank.telemetry.measure("flush"):
+            # One that no job has waited for may still be on its way.
+            runtime_of(self._rank.device).synchronize()
         self._rank.arena.block_words.reset()
         self._rank.arena.step_words[step].zero_()
 
-    def _wait_for_device(self) -> None:
+    def _wait_for_readers(self) -> None:
+        """Waits until the worker may write to free buffers without a word of the device that orders it behind their readers."""
         with self._rank.telemetry.measure("flush"):
             runtime_of(self._rank.device).synchronize()
 

@@ -258,7 +258,7 @@ def not_behind(side: Any, event: Any = None, *, reads: Any = None) -> Iterator[N
 
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a word that is not behind the gradients": lambda patch: patch.setattr(SideStream, "behind", not_behind),
-    "a flush during a forward pass": lambda patch: patch.setattr(JobQueue, "_wait_for_device", lambda _: None),
+    "a flush during a forward pass": lambda patch: patch.setattr(JobQueue, "_wait_for_readers", lambda _: None),
 }
 
 
