@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -23,7 +24,7 @@ from typing_extensions import override
 from lightning_zenflow.checkpoint.files import new_pages
 from lightning_zenflow.core.distributed import all_agree
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
-from lightning_zenflow.worker.machine import allowed_cores, free_host_memory
+from lightning_zenflow.worker.machine import allowed_cores, cpu_limit, free_host_memory
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +32,9 @@ _BYTES_PER_CORE_S = 20e6
 """Bytes per second and allowed core that are written while no call waits: 4 % of the cores where a virtual disk takes 2 s of a core per GB,
 most of it in its host, which no clock here counts.
 """
+
+_LONGEST_PAUSES_S = 300.0
+"""From the start of a save, after which it goes at full speed, as other ranks may wait for this one; at most a quarter of their limit."""
 
 
 class BackgroundSaves:
@@ -49,9 +53,12 @@ class BackgroundSaves:
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._thread = ThreadPoolExecutor(1, "zenflow-save")
         self._under_way: list[Future[None]] = []
-        # Whether a call waits for the thread; and when its last pause ended.
-        self._is_awaited, self._awake = threading.Event(), 0.0
-        self._rate = _BYTES_PER_CORE_S * len(allowed_cores()) / ranks_on_host
+        # Whether a call waits for the thread; when its last pause ended, and when they all end.
+        self._is_awaited, self._awake, self._last_pause = threading.Event(), 0.0, 0.0
+        # Private: an interpreter that ends waits for the thread before it calls what `atexit` has.
+        threading._register_atexit(self._is_awaited.set)  # type: ignore[attr-defined]
+        self._rate = _BYTES_PER_CORE_S * min(len(allowed_cores()), cpu_limit()) / ranks_on_host
+        self._longest_pauses_s = min(_LONGEST_PAUSES_S, (timeout or default_pg_timeout).total_seconds() / 4)
         # By the place of the original: copies of the save before, whose memory is used again, and of the present one. Memory that is new
         # takes four times as long to write.
         self._before: dict[Any, Tensor] = {}
@@ -86,13 +93,14 @@ class BackgroundSaves:
         assert not self._under_way
         self._is_awaited.clear()
         self._awake = time.monotonic()
+        self._last_pause = self._awake + self._longest_pauses_s
         self._under_way.append(self._thread.submit(finish, group=self._group))
         # At once, too: the training thread raises the error at its next save or flush only.
         self._under_way[0].add_done_callback(_log_error)
 
     def pause(self, n_bytes: int) -> None:
-        """In the thread, behind a write: sleeps for as long as the write has to take, unless a call waits for the save."""
-        self._is_awaited.wait(n_bytes / self._rate - (time.monotonic() - self._awake))
+        """In the thread, behind a write: sleeps for as long as the write has to take, unless a call or another rank waits for the save."""
+        self._is_awaited.wait(min(self._awake + n_bytes / self._rate, self._last_pause) - time.monotonic())
         self._awake = time.monotonic()
 
     def behind(self, call: Callable[[], None]) -> None:

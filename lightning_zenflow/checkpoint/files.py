@@ -192,6 +192,6 @@ class UncachedFile(io.FileIO):
                 self._pause(n_bytes)
         except OSError as error:
             is_direct = fcntl.fcntl(self, fcntl.F_GETFL) & os.O_DIRECT
-            if not is_direct or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            if not is_direct or error.errno not in (errno.EFAULT, errno.EINVAL, errno.ENOTSUP):
                 raise
         return left

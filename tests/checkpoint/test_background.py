@@ -1,6 +1,8 @@
 """`async_checkpoints`: a save ends before its file is written, with the same content and the same errors."""
 
 import logging
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,7 @@ from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
 from lightning_zenflow.worker.machine import HOST_MEMORY
 from models import LinearLossModule
 from networks import SmallNet
+from processes import wait_for
 from rank_processes import run_on_ranks
 from same_bits import assert_same_state, assert_same_tensors
 
@@ -228,6 +231,30 @@ def test_a_call_that_waits_ends_all_pauses(tmp_path: Path, monkeypatch: pytest.M
     callbacks = [*(saves(path, step) for path, step in zip(paths, (1, 3, 5), strict=True)), After([2, 4, 6, 7], looks)]
     make_trainer(strategy(), max_steps=8, callbacks=callbacks).fit(LinearLossModule(length=8))
     assert exists == [*(False, False, False), *(True, False, False), *(True, True, False), *(True, True, True)]
+
+
+def test_pauses_have_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for the save."""
+    monkeypatch.setattr(background, "_BYTES_PER_CORE_S", 1e-4)
+    monkeypatch.setattr(background, "_LONGEST_PAUSES_S", 0.1)
+    path = tmp_path / "a.ckpt"
+    callbacks = [saves(path, 1), After([2], lambda _: wait_for(path.exists))]
+    make_trainer(strategy(), max_steps=3, callbacks=callbacks).fit(LinearLossModule(length=3))
+
+
+PAUSES_AT_ITS_END = """
+import torch.distributed as dist
+from lightning_zenflow.checkpoint.background import BackgroundSaves
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+saves = BackgroundSaves(ranks_on_host=1, timeout=None)
+saves.start(lambda group: [saves.pause(10**15), print("written")])
+"""
+
+
+def test_a_program_that_ends_waits_for_the_file_but_not_for_pauses() -> None:
+    """As under Fabric without `teardown`."""
+    done = subprocess.run([sys.executable, "-c", PAUSES_AT_ITS_END], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "written\n"), done.stderr
 
 
 def test_fabric(tmp_path: Path) -> None:
