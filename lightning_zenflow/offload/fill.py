@@ -187,7 +187,7 @@ class GradientRouter:
 
 
 _LARGEST_NUMEL = 1 << 16
-"""Elements of a slice that is handled here. Kept gradients take device memory, and larger ones are worth a pass of their own."""
+"""Elements of a slice that `VectorGradients` handles. Kept gradients take device memory, and larger ones are worth a pass of their own."""
 
 
 class VectorGradients:
@@ -312,6 +312,8 @@ class Fill:
         self._jobs.open(context.number)
         self._arrived.clear()
         self._new.clear()
+        for block in self._rank.blocks:
+            block.missing = block.slices & self.trained
         self.norms.open(context.inputs.loss_scale)
         self.in_backward.open()
         self._provisional.open(context.inputs.loss_scale)
@@ -385,7 +387,10 @@ class Fill:
         """Notes that a slice's gradient of the whole step has been routed; returns the blocks that are complete with it, ascending."""
         self._arrived[index] = None
         self._new.add(index)
-        return [block for block in self._rank.blocks.of_slice[index] if block.slices & self.trained <= self.arrived]
+        blocks = self._rank.blocks.of_slice[index]
+        for block in blocks:
+            block.missing.discard(index)
+        return [block for block in blocks if not block.missing]
 
     def _poll(self, step: int) -> None:
         new, self._new = self._new, set()

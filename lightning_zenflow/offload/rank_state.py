@@ -126,6 +126,8 @@ class Block:
     """Slices that have tiles in the block."""
     published: dict[int, list[int]] = field(default_factory=dict)
     """For each trained slice of the block, its tiles there, which a publish copies; none in place."""
+    missing: set[int] = field(default_factory=set)
+    """Trained slices whose gradient has not arrived in the open step."""
     slot: int | None = None
     """Slot of the gradient of the open or next step, once the block has acquired it."""
     window: Window | None = None

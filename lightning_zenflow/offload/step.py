@@ -331,7 +331,10 @@ class ZenFlowStep:
         return ""
 
     def _change_trained(self, trained: list[bool]) -> None:
-        """Updates other parameters from now on; right after a flush only. If it is interrupted, `follow_freezing` repeats it."""
+        """Updates other parameters from now on; right after a flush only.
+
+        If the call is interrupted, `follow_freezing` repeats it, unless the user has set `requires_grad` back by then.
+        """
         slices = self._freezing.slices(trained)
         self._jobs.change_trained(slices)
         self._fill.trained = slices
