@@ -350,8 +350,8 @@ class TrainerStrategy(TrainerCheckpoints):
 
         def complete() -> Any:
             output = closure()
-            # A step without a closure says nothing about later ones.
-            if self._n_in_closure and planner is not None:
+            # A step without a closure says nothing about later ones, nor does one of automatic optimization.
+            if self._n_in_closure and planner is not None and not self.lightning_module.automatic_optimization:
                 planner.has_single_backward = self._n_in_closure == 1
             set_boundary(True)
             return output
