@@ -16,7 +16,7 @@ from lightning_zenflow.core.schedule import LARGEST_LAG
 from models import SHAPES, OptimizerOptions, decay, hyperparameters
 from networks import TIED_NETS
 from processes import shared_bytes
-from random_modules import FLOAT32_ONLY, NO_WIDER_BUFFERS, PARTS, RandomNet
+from random_modules import FLOAT32_ONLY, NO_WIDER_BUFFERS, PARTS, Part, RandomNet
 from same_bits import assert_is_adamw, compare_with_oracle
 
 GROUPS = st.builds(
@@ -111,6 +111,41 @@ def train_and_check(case: Case) -> None:
     # A second moment that forgets everything may be next to nothing, and multiplies rounding errors.
     atol = 1e-6 + 1e-4 * max(h.lr for h in groups) if all(h.beta2 for h in groups) else math.inf
     assert_is_adamw(case, run, shown=nothing_late, atol=atol)
+
+
+EXACT = {"update_interval": 1, "publish_lag": 0, "overlap_step": False}
+FOUND = {
+    # torch's kernel of a grouped convolution depends on strides of dimensions of one element, which `contiguous` leaves as they are.
+    "frozen grouped convolution in channels_last": Case(
+        model=RandomNet,
+        model_options={"parts": (Part(kind="conv2d in groups", layout="channels_last", frozen="first"),), "seed": 422},
+        steps=1,
+        strategy_options=EXACT,
+    ),
+    # Of a frozen weight in every second place of memory, too.
+    "GRU with a sliced frozen weight": Case(
+        model=RandomNet,
+        model_options={"parts": (Part(kind="GRU", sizes=(13, 1), layout="sliced", frozen="first"),), "seed": 6},
+        steps=1,
+        strategy_options=EXACT,
+    ),
+    # One weight is -2e-5 in the step without a gradient: its update is divided by its decay alone, and multiplies its rounding error.
+    "Adam without memory of squares": Case(
+        model=RandomNet,
+        model_options={"parts": (Part(kind="raw", shape=(7,), used="even steps"),), "seed": 271},
+        optimizer=OptimizerOptions(
+            kind="Adam", scheduler=False, given=[hyperparameters(lr=0.1, beta2=0.0, weight_decay=0.5)]
+        ),
+        steps=3,
+        strategy_options=EXACT,
+    ),
+}
+"""What random trainings have found, as small as it still fails."""
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found(name: str) -> None:
+    train_and_check(FOUND[name])
 
 
 FROZEN = st.dictionaries(st.integers(0, 5), st.tuples(st.integers(0, 8), st.integers(2, 16)), max_size=2)

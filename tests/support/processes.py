@@ -17,7 +17,12 @@ def is_alive(pid: int) -> bool:
 
 def workers() -> list[int]:
     """Process numbers of this process' workers."""
-    return [p.pid for p in psutil.Process().children(recursive=True) if "zenflow-worker" in p.name()]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        # Others end in between.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [process.pid] if "zenflow-worker" in process.name() else []
+    return found
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 20) -> None:

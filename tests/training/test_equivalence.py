@@ -55,9 +55,11 @@ def test_the_state_is_adamws_to_the_bit(name: str) -> None:
     assert_is_adamw(CASES[name], run_here(CASES[name]))
 
 
-def test_lightning_gives_the_same_bits() -> None:
-    """With gradients that are reduced in many small buckets beside parameters that fill a bucket alone."""
-    case, buckets = CASES["everything"], {"reduce_bucket_size": 400, "allgather_bucket_size": 400}
+@pytest.mark.parametrize("bucket", [None, 400])
+def test_lightning_gives_the_same_bits(bucket: int | None) -> None:
+    """With gradients that are reduced together, and in many small buckets beside parameters that fill a bucket alone."""
+    case = CASES["everything"]
+    buckets = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket} if bucket else {}
     assert_same_run(run_here(case), run_here(replace(case, loop="trainer").with_keys(**buckets)))
 
 

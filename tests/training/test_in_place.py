@@ -26,7 +26,7 @@ from processes import wait_for
 from recorded_device.device import RecordedDevice
 from recorded_device.tensors import DEVICE
 from recorded_device.watch import recorded_device
-from same_bits import assert_is_adamw
+from same_bits import assert_is_adamw, assert_same_run
 
 CASE = Case(
     steps=9,
@@ -39,6 +39,17 @@ CASE = Case(
 )
 NETWORK = replace(CASE, model="Perceptron", model_options={"widths": [61, 67, 71, 73, 16]})
 EXACT_KEYS = {"topk_ratio": 0, "update_interval": 1, "publish_lag": 0}
+CLIPPED = {
+    "two blocks, some steps clipped": replace(
+        CASE, max_norm=1e3, model_options={"shapes": ((40, 41), (350,)), "factors": dict.fromkeys((2, 5, 6), 1e6)}
+    ),
+    "clipped, not finite": replace(
+        CASE, max_norm=0.5, model_options={"shapes": SHAPES, "not_finite": {(4, 0): float("inf")}}
+    ),
+    "clipped, moments in bf16": replace(NETWORK, max_norm=0.5, precision="bf16-true").with_keys(
+        moments_dtype="bfloat16"
+    ),
+}
 
 
 @pytest.fixture
@@ -56,6 +67,22 @@ def test_no_weight_is_copied() -> None:
     run = run_here(NETWORK)
     assert_is_adamw(NETWORK, run, shown=True)
     assert not any(map(sum, run.h2d_bytes))
+
+
+@pytest.mark.usefixtures("same_blocks")
+@pytest.mark.parametrize("name", CLIPPED)
+def test_the_bits_of_copies(name: str) -> None:
+    case = CLIPPED[name].with_keys(clip_prediction=True)
+    in_place = run_here(case)
+    assert in_place.in_backward_jobs > 0
+    assert_same_run(in_place, run_here(case.with_keys(in_place=False)))
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_every_forward_pass_sees_the_true_clip_factor(name: str) -> None:
+    run = run_here(CLIPPED[name])
+    assert run.in_backward_jobs > 0
+    assert_same_run(run, run_here(CLIPPED[name].with_keys(overlap_step=False)))
 
 
 @pytest.mark.parametrize("change", ["", "a learning rate", "a norm", "not finite"])

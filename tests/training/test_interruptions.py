@@ -24,11 +24,8 @@ from models import TINY, LinearLossModule
 from recorded_device.tensors import CPU, DEVICE
 from recorded_device.watch import recorded_device
 
-pytestmark = [
-    pytest.mark.usefixtures("no_worker_is_left"),
-    # An interrupt in a generator that is being freed is lost, as Ctrl-C would be.
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+# An interrupt in a generator that is being freed is lost, as Ctrl-C would be.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 SHAPES = ((40, 64), (5,), (17, 70))
 """Of four blocks where weights are in place."""

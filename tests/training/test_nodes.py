@@ -162,7 +162,7 @@ def test_a_node_is_lost_under_slurm(how: str, tasks: Tasks, request: pytest.Fixt
         }
         variables = {**slurm, "MASTER_PORT": str(port), "NODES": "2", "DEVICES": "1"}
         if names:
-            variables |= {"GLOO_SOCKET_IFNAME": CABLE, "TIMEOUT_S": "30"}
+            variables |= {"GLOO_SOCKET_IFNAME": CABLE, "TIMEOUT_S": "60"}
         launcher = ["ip", "netns", "exec", names[node]] if names else []
         tasks.start([*launcher, sys.executable], ENDLESS, "", **variables)
     pids = tasks.saved(ranks=2)

@@ -107,6 +107,7 @@ CASE = Case(steps=12, topk_ratio=0, update_interval=1, publish_lag=0, max_norm=L
 HALF = replace(CASE, model_options=clipped_in(SHARES["half"]))
 NOTHING_LATE = {
     **{name: replace(CASE, model_options=clipped_in(steps)) for name, steps in SHARES.items()},
+    "a network": replace(CASE, model="Perceptron", model_options={"widths": [61, 67, 71, 73, 16]}, max_norm=0.7),
     "accumulated": replace(HALF, accumulate=3),
     "never finite": replace(CASE, model_options=clipped_in((2, 7), factors={4: math.nan, 6: math.inf})),
     # When all other blocks have been shown with it.
