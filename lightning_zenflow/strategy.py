@@ -133,8 +133,7 @@ class TrainerStrategy(TrainerCheckpoints):
         self._precision_plugin = deepspeed_options.get("precision_plugin")
         self._trainers_plugin: CheckpointIO | None = None
         self._config_without_trainer: dict[str, Any] | None = None
-        # Backward passes in the present closure of `optimizer.step`.
-        self._n_in_closure = 0
+        self._n_in_closure = 0  # backward passes in the present closure of `optimizer.step`
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy: configuration and module. What a training has left, DeepSpeed's and the arena, belongs to this process."""
@@ -344,14 +343,14 @@ class TrainerStrategy(TrainerCheckpoints):
         """Runs the step's last micro-batches (forward and backward are in its closure, if there is one) and the step."""
         planner = None if self.zenflow_optimizer is None else self.zenflow_optimizer.parts.planner
         set_boundary = self.deepspeed_engine.set_gradient_accumulation_boundary
-        hides_first = planner is not None and planner.has_single_backward
-        set_boundary(self.lightning_module.automatic_optimization or hides_first)
+        is_automatic = self.lightning_module.automatic_optimization
+        set_boundary(is_automatic or (planner is not None and planner.has_single_backward))
         self._n_in_closure = 0
 
         def complete() -> Any:
             output = closure()
             # A step without a closure says nothing about later ones, nor does one of automatic optimization.
-            if self._n_in_closure and planner is not None and not self.lightning_module.automatic_optimization:
+            if self._n_in_closure and planner is not None and not is_automatic:
                 planner.has_single_backward = self._n_in_closure == 1
             set_boundary(True)
             return output
