@@ -8,6 +8,8 @@ from benchmarks.common.provenance import ROOT
 from benchmarks.common.results import RESULTS, markdown
 from benchmarks.convergence.records import read
 from benchmarks.convergence.report import tables_of
+from benchmarks.glue.__main__ import stored
+from benchmarks.glue.report import group, table
 from benchmarks.step_time.report import tables
 from benchmarks.step_time.run import results_of
 
@@ -20,9 +22,10 @@ class Quote:
 
     document: Path
     table: str
-    """Between `<!-- table TABLE -->` and `<!-- end -->` in the document; of `benchmarks.convergence` the table's name."""
+    """Between `<!-- table TABLE -->` and `<!-- end -->` in the document; of `benchmarks.convergence` the table's name, of
+    `benchmarks.glue` the task."""
     record: str
-    """File in benchmarks/results/."""
+    """File or folder in benchmarks/results/."""
     columns: tuple[str, ...] = ()
     """Empty: all columns."""
     rows: tuple[str, ...] = ()
@@ -45,12 +48,21 @@ QUOTES = (
     ),
     Quote(document=CONVERGENCE, table="delay", record="convergence.jsonl"),
     Quote(document=CONVERGENCE, table="moments", record="convergence_int8.jsonl"),
+    Quote(
+        document=CONVERGENCE,
+        table="SST-2",
+        record="glue",
+        columns=("method", "mean at each lr", "best lr", "min..max", "seeds", "clipped", "steps by schedule"),
+    ),
 )
 
 
 def table_of(quote: Quote) -> str:
     """The whole Markdown table of a record."""
     path = RESULTS / quote.record
+    if path.is_dir():
+        runs = [run for run in stored(path) if run.task == quote.table]
+        return table(group(runs), runs)
     if path.suffix == ".jsonl":
         return tables_of(read(path))[quote.table]
     return tables(results_of(json.loads(path.read_text())))

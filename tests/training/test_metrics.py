@@ -22,10 +22,9 @@ from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 from torch import Tensor
 
 from harness import fit
-from lightning_zenflow import StallMonitor, ZenFlowStrategy
+from lightning_zenflow import StallMonitor, ZenFlowStrategy, telemetry
 from lightning_zenflow.monitor.callbacks import tensorboard_layout
 from lightning_zenflow.monitor.summary import METRICS
-from lightning_zenflow.offload import run_state
 from lightning_zenflow.worker.arena import WORD_BYTES
 from models import LinearLossModule
 from networks import SmallNet
@@ -230,7 +229,7 @@ def test_skipped_steps_are_warned_of_while_training(
     """Once, although all from the third on are; and not in fp16, whose loss scale is found by skipped steps."""
     monkeypatch.setattr(CPU_Accelerator, "is_fp16_supported", lambda self: True)
     said: list[str] = []
-    monkeypatch.setattr(run_state, "rank_zero_warn", said.append)
+    monkeypatch.setattr(telemetry, "rank_zero_warn", said.append)
     model = LinearLossModule(factors=dict.fromkeys(range(2, 10), math.nan))
     fit(model, fixed(stall_monitor=False), steps=10, precision=precision)
     assert [message.partition(" so far")[0] for message in said] == expected

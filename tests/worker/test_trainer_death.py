@@ -40,6 +40,11 @@ class Trainer:
         raise AssertionError("it has ended")
 
 
+@pytest.fixture
+def no_worker_is_left() -> None:
+    """Here all trainers run while each is looked at."""
+
+
 @pytest.fixture(scope="module")
 def trainers() -> Iterator[dict[signal.Signals | str, Trainer]]:
     """A trainer for each signal, with two loaders, one whose fits end early, and one under Fabric."""
