@@ -25,7 +25,7 @@ def workers() -> list[int]:
     return found
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 120) -> None:
     """Waits until `condition()` is true. The timeout only ends a test that has failed."""
     deadline = time.monotonic() + timeout_s
     while not condition():
