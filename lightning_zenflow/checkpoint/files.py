@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.serialization import config
 from typing_extensions import override
 
 from lightning_zenflow.deepspeed.host_state import WithoutConversion
@@ -131,8 +130,11 @@ def uncached(path: Any, pause: Callable[[int], None]) -> Iterator["UncachedFile"
     """Context with an `UncachedFile`, in which this thread's `torch.save` has each storage begin with a page of the file."""
     aligned: AbstractContextManager[Any] = nullcontext()
     # Not in torch 2.6.
-    if hasattr(config.save, "storage_alignment"):
-        aligned = config.patch({"save.storage_alignment": mmap.PAGESIZE})  # type: ignore[attr-defined]  # torch adds it to the module
+    with suppress(ImportError):
+        from torch.utils.serialization import config
+
+        if hasattr(config.save, "storage_alignment"):
+            aligned = config.patch({"save.storage_alignment": mmap.PAGESIZE})  # type: ignore[attr-defined]  # torch adds it to the module
     with aligned, UncachedFile(path, pause) as file:
         yield file
 
