@@ -61,8 +61,7 @@ def table_of(quote: Quote) -> str:
     """The whole Markdown table of a record."""
     path = RESULTS / quote.record
     if path.is_dir():
-        runs = [run for run in stored(path) if run.task == quote.table]
-        return table(group(runs), runs)
+        return table(group(run for run in stored(path) if run.task == quote.table))
     if path.suffix == ".jsonl":
         return tables_of(read(path))[quote.table]
     return tables(results_of(json.loads(path.read_text())))

@@ -28,7 +28,7 @@ def write_report(records: Sequence[Record], folder: Path) -> str:
         ValueError: runs of a task and seed began with other weights.
     """
     by_task = {task: group([r for r in records if r.task == task]) for task in TASKS}
-    parts = [f"{task}\n\n{table(methods, records)}" for task, methods in by_task.items() if methods]
+    parts = [f"{task}\n\n{table(methods)}" for task, methods in by_task.items() if methods]
     text = "\n\n".join([*parts, origin(records)])
     (folder / "glue.md").write_text(f"{text}\n")
     with rc_context({**STYLE, "svg.fonttype": "none"}):
@@ -61,7 +61,7 @@ def mean_score(runs: Iterable[Record]) -> float:
     return mean(run.score for run in runs if run.score is not None)
 
 
-def table(methods: Mapping[str, ByLr], records: Iterable[Record]) -> str:
+def table(methods: Mapping[str, ByLr]) -> str:
     """The Markdown table of a task; scores are 100 times GLUE's metric."""
     rows = []
     for method, by_lr in methods.items():
