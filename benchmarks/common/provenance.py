@@ -40,11 +40,14 @@ STEP_CODE = (*_CODE, "examples/data", "benchmarks/step_time", "benchmarks/gpu")
 GLUE_CODE = (*_CODE, "benchmarks/glue", "conf/glue_minilm.yaml", "examples/common", "examples/glue_task")
 """The same for fine-tuning on GLUE."""
 
+PACKED_CODE = (*STEP_CODE, *GLUE_CODE)
+"""What a checkout outside git has of the commit that was packed."""
+
 
 def commit_of_code(code: Sequence[str] = _CODE) -> str:
     """The last commit that changed files or folders of the repository, "+" and a hash of uncommitted changes.
 
-    Outside git it is the one that was packed, "+" and a hash of `STEP_CODE` if that has changed since; "unknown" if none was.
+    Outside git it is the one that was packed, "+" and a hash of `PACKED_CODE` if that has changed since; "unknown" if none was.
     """
     try:
         commit = _git("log", "-1", "--format=%h", "--abbrev=12", "--", *code)
@@ -57,7 +60,7 @@ def commit_of_code(code: Sequence[str] = _CODE) -> str:
 def _packed_commit() -> str:
     if not PACKED.exists():
         return "unknown"
-    packed, code = json.loads(PACKED.read_text()), digest_of_code(STEP_CODE)
+    packed, code = json.loads(PACKED.read_text()), digest_of_code(PACKED_CODE)
     return str(packed["commit"]) + ("" if packed["code"] == code else f"+{code[:8]}")
 
 

@@ -23,7 +23,7 @@ Family = Literal["AdamW", "ZenFlowStrategy", "ZenFlowStrategy, switched off in p
 class Method:
     """A training strategy under comparison."""
 
-    make_strategy: Callable[[], Strategy]
+    make_strategy: Callable[[], Strategy | str]
     title: str
     family: Family
     """Its colour in the plots."""

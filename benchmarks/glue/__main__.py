@@ -1,6 +1,6 @@
 """Does fine-tuning a pretrained model on GLUE reach the scores of torch's AdamW? Trains with every method and tabulates the results.
 
-    python -m benchmarks.glue --data-dir FOLDER --pretrained FOLDER      # everything: half a day on two cores
+    python -m benchmarks.glue --data-dir FOLDER --pretrained FOLDER      # everything: half a day on two cores, an hour on a GPU
     python -m benchmarks.glue --data-dir FOLDER --pretrained FOLDER --tasks RTE --methods auto,zenflow --seeds 1
     python -m benchmarks.glue --report-only
 
@@ -8,16 +8,20 @@ FOLDER are GLUE's TSV files in a subfolder for each task, and the model, such as
 Runs follow one another, task by task. The first seed tries all learning rates, the others take the best that each method had there: the
 score of a method is chosen alike for all, by one seed of three. Each run is a process of its own and leaves one file
 below RESULTS/glue when it has ended, whose run is not repeated: an interrupted comparison continues, and a file that is removed is made
-again. The training is that of conf/glue_minilm.yaml, which is validated after the last step alone.
+again. Programs with other tasks or methods may run beside this one. The training is that of conf/glue_minilm.yaml, on a GPU if there is
+one, and is validated after the last step alone.
 """
 
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 from benchmarks.common import provenance
 from benchmarks.common.command_line import CommandLine, list_of, one_of
@@ -76,9 +80,9 @@ def run_all(records: Sequence[Record], options: argparse.Namespace, folder: Path
     begin = time.perf_counter()
     for number, record in enumerate(missing, start=1):
         # A run that ends without a result, since something has killed it, ends the program and leaves no file.
-        done = run_process(
-            run, record, data_dir, pretrained, options.threads, timeout=options.timeout, CUDA_VISIBLE_DEVICES=""
-        )
+        arguments = record, data_dir, pretrained, options.threads
+        # A fork saves the imports, most of a run on a GPU; one of a process that has used OpenMP would hang on a CPU.
+        done = run_process(run, *arguments, timeout=options.timeout, forks=torch.cuda.is_available())
         part = folder / f"{record.name}.part"
         part.write_text(json.dumps(dataclasses.asdict(done)))
         part.rename(folder / f"{record.name}.json")
@@ -91,6 +95,8 @@ def run_all(records: Sequence[Record], options: argparse.Namespace, folder: Path
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
+    # Of torch: asks for devices without using them, so that forks of this process can use them.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     options = parse_arguments(arguments)
     folder = options.results / "glue"
     if not options.report_only:

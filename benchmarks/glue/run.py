@@ -84,6 +84,7 @@ def train(record: Record, data_dir: Path, pretrained: Path) -> None:
         callbacks.append(schedules)
     training = TASKS[record.task]
     trainer = quiet_trainer(
+        accelerator="auto",
         strategy=METHODS[record.method].make_strategy(),
         max_epochs=training.epochs,
         limit_train_batches=training.batches,
@@ -108,7 +109,8 @@ def run(record: Record, data_dir: Path, pretrained: Path, threads: int) -> Recor
     torch.set_num_threads(threads)
     try:
         provenance.check_origin()
-        for name, value in provenance.origin(code=provenance.GLUE_CODE).items():
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        for name, value in provenance.origin(device, provenance.GLUE_CODE).items():
             setattr(record, name, value)
         train(record, data_dir, pretrained)
     except Exception as error:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from benchmarks.common.provenance import PACK, PACKED, ROOT, STEP_CODE, commit_of_code, digest_of_code
+from benchmarks.common.provenance import PACK, PACKED, PACKED_CODE, ROOT, commit_of_code, digest_of_code
 
 _BUILT = "deepspeed"
 """Has no wheels. Without its compiled operations it is pure Python."""
@@ -46,7 +46,11 @@ def pack(python: str) -> None:
     built = build_worker()
     for name in (_WORKER, _LIBRARY):
         shutil.copy2(built.with_name(name), PACK)
-    about = {"commit": commit_of_code(STEP_CODE), "code": digest_of_code(STEP_CODE), "csrc": digest_of_code(["csrc"])}
+    about = {
+        "commit": commit_of_code(PACKED_CODE),
+        "code": digest_of_code(PACKED_CODE),
+        "csrc": digest_of_code(["csrc"]),
+    }
     PACKED.write_text(json.dumps(about))
     files = sorted(PACK.iterdir())
     print(*(f"{path.stat().st_size / 1e6:8.2f} MB  {path.name}" for path in files), sep="\n")
