@@ -15,13 +15,10 @@ one, and is validated after the last step alone.
 import argparse
 import dataclasses
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 from benchmarks.common import provenance
 from benchmarks.common.command_line import CommandLine, list_of, one_of
@@ -80,9 +77,7 @@ def run_all(records: Sequence[Record], options: argparse.Namespace, folder: Path
     begin = time.perf_counter()
     for number, record in enumerate(missing, start=1):
         # A run that ends without a result, since something has killed it, ends the program and leaves no file.
-        arguments = record, data_dir, pretrained, options.threads
-        # A fork saves the imports, most of a run on a GPU; one of a process that has used OpenMP would hang on a CPU.
-        done = run_process(run, *arguments, timeout=options.timeout, forks=torch.cuda.is_available())
+        done = run_process(run, record, data_dir, pretrained, options.threads, timeout=options.timeout)
         part = folder / f"{record.name}.part"
         part.write_text(json.dumps(dataclasses.asdict(done)))
         part.rename(folder / f"{record.name}.json")
@@ -95,8 +90,6 @@ def run_all(records: Sequence[Record], options: argparse.Namespace, folder: Path
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    # Of torch: asks for devices without using them, so that forks of this process can use them.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     options = parse_arguments(arguments)
     folder = options.results / "glue"
     if not options.report_only:
