@@ -48,11 +48,14 @@ QUOTES = (
     ),
     Quote(document=CONVERGENCE, table="delay", record="convergence.jsonl"),
     Quote(document=CONVERGENCE, table="moments", record="convergence_int8.jsonl"),
-    Quote(
-        document=CONVERGENCE,
-        table="SST-2",
-        record="glue",
-        columns=("method", "mean at each lr", "best lr", "min..max", "seeds", "clipped", "steps by schedule"),
+    *(
+        Quote(
+            document=CONVERGENCE,
+            table=task,
+            record="gpu_h200/glue",
+            columns=("method", "mean at each lr", "best lr", "min..max", "seeds", "clipped", "steps by schedule"),
+        )
+        for task in ("SST-2", "RTE")
     ),
 )
 

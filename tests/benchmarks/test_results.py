@@ -48,9 +48,9 @@ def test_every_record_is_known() -> None:
 
 
 def test_the_report_on_glue_has_every_stored_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for folder in results.RESULTS.glob("glue"):
-        shutil.copytree(folder, tmp_path / "glue")
-        assert glue.main(["--report-only", "--results", str(tmp_path)]) == 0
+    for folder in results.RESULTS.rglob("glue"):
+        shutil.copytree(folder, tmp_path / folder.parent.name / "glue")
+        assert glue.main(["--report-only", "--results", str(tmp_path / folder.parent.name)]) == 0
         printed = capsys.readouterr().out
         for run in (Record(**json.loads(file.read_text())) for file in folder.glob("*.json")):
             if run.error is not None:
