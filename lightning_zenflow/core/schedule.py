@@ -71,9 +71,10 @@ class UpdateSchedule:
         return sum(range(max(0, d - s) + 1, d + 1)) / s
 
 
-_LEAST_BLOCKS, _MOST_BLOCKS, _BLOCK = 16, 64, 1 << 22
-"""Where each block is submitted in backward, the worker's time for the last one is not hidden: so many of them at least and at most, and
-the elements of one in between. A block takes the training thread 0.2 to 0.3 ms a step, and the worker 1.3 to 2 ms at 60 to 100 GB/s."""
+_FEW_BLOCKS, _MANY_BLOCKS, _MOST_BLOCKS, _SMALL_BLOCK, _BLOCK = 8, 16, 64, 1 << 19, 1 << 22
+"""Where each block is submitted in backward, the worker's time for the last one is not hidden, so there are many: 16, beyond that one for
+2^22 elements, at most 64. A block takes the training thread 0.2 to 0.3 ms a step, and the worker 1.3 to 2 ms for 2^22 elements at 60 to 100
+GB/s, for 2^19 no longer than the training thread: none is smaller, unless there are only 8."""
 
 
 def blocks_wanted(
@@ -89,7 +90,8 @@ def blocks_wanted(
             smaller ones make the wait shorter.
     """
     finer = 1 + awaited_singly
-    of_backward = min(max(-(-finer * numel // _BLOCK), _LEAST_BLOCKS), finer * _MOST_BLOCKS) if in_backward else 1
+    fewest = min(max(numel // _SMALL_BLOCK, _FEW_BLOCKS), _MANY_BLOCKS)
+    of_backward = min(max(-(-finer * numel // _BLOCK), fewest), finer * _MOST_BLOCKS) if in_backward else 1
     return max(*update_intervals, of_backward)
 
 

@@ -45,7 +45,7 @@ def test_the_state_is_adamws(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("case", "n_blocks"),
-    [(TIED, 16), (replace(TIED, publish_lag=1), 0), (TIED.with_keys(overlap_step=False), 0)],
+    [(TIED, 8), (replace(TIED, publish_lag=1), 0), (TIED.with_keys(overlap_step=False), 0)],
     ids=["d=0", "d=1", "synchronous"],
 )
 def test_all_blocks_are_submitted_in_backward_or_none(case: Case, n_blocks: int) -> None:

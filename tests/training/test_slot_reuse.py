@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from harness import APPROXIMATE, AUTO, EVERYTHING, RESELECTING, Case, Run, run_here
+from lightning_zenflow.core import schedule as of_schedules
 from lightning_zenflow.core.schedule import StaggeredSchedule
 from lightning_zenflow.offload.in_flight import JobsInFlight
 from lightning_zenflow.offload.jobs import JobQueue
@@ -99,6 +100,8 @@ def watch(case: Case, *, answers: bool | None = None, more: int = 0) -> Watched:
         commit(self, step)
 
     with pytest.MonkeyPatch.context() as patch:
+        # With fewer, slots suffice in more cases.
+        patch.setattr(of_schedules, "_FEW_BLOCKS", 16)
         patch.setattr(SlotPool, "acquire", watched_acquire)
         patch.setattr(JobQueue, "set_schedule", watched_set)
         patch.setattr(JobsInFlight, "enqueue", watched_enqueue)

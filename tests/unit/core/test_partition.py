@@ -125,7 +125,8 @@ def test_nothing_but_padding(sizes: list[int]) -> None:
 @pytest.mark.parametrize(
     ("intervals", "in_backward", "numel", "blocks"),
     [
-        ([1], True, 0, 16),
+        ([1], True, 0, 8),
+        ([1], True, 11 << 19, 11),
         ([1, 2], True, 16 << 22, 16),
         ([1], True, (16 << 22) + 1, 17),
         ([1], True, 7_000_000_000, 64),

@@ -12,7 +12,7 @@ import torch
 from lightning_zenflow.cli import main
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Slice, build_partition
-from lightning_zenflow.core.schedule import StaggeredSchedule
+from lightning_zenflow.core.schedule import StaggeredSchedule, blocks_wanted
 from lightning_zenflow.estimate import Cost, Setup, as_text, costs
 from lightning_zenflow.offload.columns import export_bytes
 from lightning_zenflow.worker.arena import ArenaSizes, arena_bytes
@@ -101,8 +101,9 @@ def test_host_memory_is_the_arena(s: int, d: int) -> None:
         numel = torch.Size(shape).numel()
         slices.append(Slice.of(shape, parameter=number, param_group=0, begin=begin, start=0, numel=numel))
         begin += numel
-    partition = build_partition(slices, [begin], 16)
-    staggered = StaggeredSchedule(n_blocks=16, update_interval=s, publish_lag=d, in_backward=d == 0)
+    n_blocks = blocks_wanted([s], in_backward=d == 0, numel=begin)
+    partition = build_partition(slices, [begin], n_blocks)
+    staggered = StaggeredSchedule(n_blocks=n_blocks, update_interval=s, publish_lag=d, in_backward=d == 0)
     config = ZenFlowConfig(update_interval=s, publish_lag=d, topk_ratio=0.1)
     sizes = ArenaSizes(
         n_param_groups=1,
