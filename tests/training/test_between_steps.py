@@ -159,9 +159,7 @@ class TestGradients:
     @pytest.mark.parametrize("how", ["in backward", "late", "in host memory"])
     def test_left_from_a_step_before(self, how: str) -> None:
         """torch would add to them."""
-        with pytest.raises(
-            MisconfigurationException, match="optimizer_zero_grad`.* must call .*accumulate_grad_batches"
-        ):
+        with pytest.raises(MisconfigurationException, match="optimizer_zero_grad`.* must call .*accumulate_grad_b"):
             fit(LeavesGradients(), ZenFlowStrategy(**HOW[how]))
         ours, theirs = (LeavesGradients(accumulates=False) for _ in range(2))
         fit(ours, ZenFlowStrategy(**{**HOW[how], "clip_prediction": False}))
@@ -215,8 +213,7 @@ class TestClipping:
 
     @pytest.mark.parametrize("how", ["nothing late", "in backward"])
     def test_by_the_module(self, how: str) -> None:
-        keys = {**HOW[how], "clip_prediction": False}
-        assert_same(*both(keys, list, ClipsItself))
+        assert_same(*both({**HOW[how], "clip_prediction": False}, list, ClipsItself))
 
     def test_deepspeeds_norm_counts_where_the_trainer_has_none(self) -> None:
         ends = []
@@ -228,17 +225,11 @@ class TestClipping:
 
 
 class StepsItself(SmallNet):
-    """Runs the closure before the step, and leaves steps out.
-
-    Args:
-        left_out: of three steps.
-    """
-
-    left_out = 1
+    """Runs the closure before the step, and leaves out one step of three."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
         closure()
-        if batch_idx % 3 != self.left_out:
+        if batch_idx % 3 != 1:
             optimizer.step()
 
 
@@ -350,23 +341,16 @@ class TestWeights:
         model = OneGroup()
         masters: list[Tensor] = []
 
-        def act(trainer: pl.Trainer) -> None:
-            optimizer = trainer.strategy.zenflow_optimizer
-            if trainer.global_step == 2:
-                masters.append(optimizer.full_state.read("weights.0").clone())
-                with torch.no_grad():
-                    model.weights[0].data[:3] = 0.1
+        def keep(trainer: pl.Trainer) -> None:
+            masters.append(trainer.strategy.zenflow_optimizer.full_state.read("weights.0").clone())
 
-        start = At(
-            "on_before_zero_grad",
-            lambda t: masters.append(t.strategy.zenflow_optimizer.full_state.read("weights.0").clone()),
-        )
-        fit(
-            model,
-            ZenFlowStrategy(**NOTHING_LATE),
-            callbacks=[At("on_train_batch_end", act), start],
-            precision="bf16-true",
-        )
+        def write(trainer: pl.Trainer) -> None:
+            if trainer.global_step == 2:
+                keep(trainer)
+                model.weights[0].data[:3] = 0.1
+
+        callbacks = [At("on_train_batch_end", write), At("on_before_zero_grad", keep)]
+        fit(model, ZenFlowStrategy(**NOTHING_LATE), callbacks=callbacks, precision="bf16-true")
         *_, before, after = masters
         assert torch.equal(after[3:], before[3:])
         assert not torch.equal(after[3:], after[3:].bfloat16().float())
