@@ -8,17 +8,23 @@ FOLDER are GLUE's TSV files in a subfolder for each task, and the model, such as
 Runs follow one another, task by task. The first seed tries all learning rates, the others take the best that each method had there: the
 score of a method is chosen alike for all, by one seed of three. Each run is a process of its own and leaves one file
 below RESULTS/glue when it has ended, whose run is not repeated: an interrupted comparison continues, and a file that is removed is made
-again. Programs with other tasks or methods may run beside this one. The training is that of conf/glue_minilm.yaml, on a GPU if there is
-one, and is validated after the last step alone.
+again. With --jobs several run at once, each on its share of the cores, such as eight on a GPU. The training is that of
+conf/glue_minilm.yaml, on a GPU if there is one, and is validated after the last step alone.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
+
+import numpy
 
 from benchmarks.common import provenance
 from benchmarks.common.command_line import CommandLine, list_of, one_of
@@ -39,6 +45,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--lrs", type=list_of(float), default=[1e-4, 3e-4], metavar="LR,...", help="peak learning rates")
     add("--seeds", type=list_of(int), default=[1, 2, 3], metavar="SEED,...")
     add("--threads", type=int, default=2, help="of torch; the worker of this package takes its share of the cores")
+    add("--jobs", type=int, default=1, help="runs at once")
     add("--timeout", type=float, default=3600, help="limit of a run in seconds")
     parser.add_results()
     options = parser.parse(arguments)
@@ -70,14 +77,21 @@ def stored(folder: Path) -> list[Record]:
 
 
 def run_all(records: Sequence[Record], options: argparse.Namespace, folder: Path) -> None:
-    """Runs those that have no file."""
+    """Runs those that have no file, `--jobs` at once. An interrupt ends this behind the runs in hand."""
     missing = [record for record in records if not (folder / f"{record.name}.json").exists()]
     data_dir, pretrained = options.data_dir.resolve(), options.pretrained.resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    allowed = sorted(os.sched_getaffinity(0))
+    shares = SimpleQueue[list[int]]()
+    for cores in numpy.array_split(allowed, options.jobs):
+        shares.put(cores.tolist() or allowed)
     begin = time.perf_counter()
-    for number, record in enumerate(missing, start=1):
+
+    def run_one(number: int, record: Record) -> None:
+        cores = shares.get()
         # A run that ends without a result, since something has killed it, ends the program and leaves no file.
-        done = run_process(run, record, data_dir, pretrained, options.threads, timeout=options.timeout)
+        done = run_process(run, record, data_dir, pretrained, options.threads, timeout=options.timeout, cores=cores)
+        shares.put(cores)
         part = folder / f"{record.name}.part"
         part.write_text(json.dumps(dataclasses.asdict(done)))
         part.rename(folder / f"{record.name}.json")
@@ -86,6 +100,13 @@ def run_all(records: Sequence[Record], options: argparse.Namespace, folder: Path
         print(
             f"[{number}/{len(missing)}, {minutes:.1f} min] {record.name}: {result} ({done.seconds:.0f} s)", flush=True
         )
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        try:
+            list(pool.map(run_one, itertools.count(1), missing))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
