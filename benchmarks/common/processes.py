@@ -1,4 +1,4 @@
-"""Calls in processes of their own: `python -m benchmarks.common.processes FOLDER` performs the call that FOLDER holds."""
+"""Calls in processes of their own: `python -m benchmarks.common.processes FOLDER PARENT` performs the call that FOLDER holds."""
 
 import contextlib
 import ctypes
@@ -60,7 +60,8 @@ def run_process(
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / _CALL).write_bytes(pickle.dumps((function, arguments)))
-        command, output = [sys.executable, "-m", "benchmarks.common.processes", folder], Path(folder) / _OUTPUT
+        command = [sys.executable, "-m", "benchmarks.common.processes", folder, str(os.getpid())]
+        output = Path(folder) / _OUTPUT
         if forks:
             status = _run_fork(Path(folder), timeout)
         else:
@@ -170,4 +171,6 @@ def _call(folder: Path) -> None:
 
 if __name__ == "__main__":
     _end_with_parent()
-    _call(Path(sys.argv[1]))
+    # The parent may have ended during the imports. That of other ranks is rank 0.
+    if os.getppid() == int(sys.argv[2]) or "LOCAL_RANK" in os.environ:
+        _call(Path(sys.argv[1]))
