@@ -159,13 +159,15 @@ class RunState:
         parts.jobs.verification.n_clipped = saved.get("clipped", parts.jobs.verification.n_clipped)
 
     def difference_of(self, saved: Mapping[str, Any]) -> str:
-        """Reason why this run cannot continue one with another `layout` bit for bit; empty if it can."""
-        if saved["world_size"] != self.layout["world_size"]:
-            return f"it was saved by {saved['world_size']} ranks, these are {self.layout['world_size']}"
-        theirs, ours = saved["config"], self.layout["config"]
+        """Reason why this run cannot continue one with another `layout` or other blocks bit for bit; empty if it can."""
+        layout, n_blocks = saved["layout"], len(saved["ownership"]["of_block"])
+        if layout["world_size"] != self.layout["world_size"]:
+            return f"it was saved by {layout['world_size']} ranks, these are {self.layout['world_size']}"
+        theirs, ours = layout["config"], self.layout["config"]
         for key in {**ours, **theirs}:
             if key not in ours:
                 return f"it was saved with {key}={theirs[key]!r}, a key that no longer exists"
             if theirs.get(key) != ours[key]:
                 return f"it was saved with {key}={theirs.get(key)!r}, now it is {ours[key]!r}"
-        return "" if saved == self.layout else "its partition is another"
+        is_same = layout == self.layout and n_blocks == len(self._parts.rank.blocks)
+        return "" if is_same else "its partition is another"

@@ -315,7 +315,7 @@ class ZenFlowStep:
             Reason why the run does not continue bit for bit; empty if it does.
         """
         self.count = torch.full_like(self.count, count)
-        difference = "it is not one of ZenFlow" if saved is None else self._run_state.difference_of(saved["layout"])
+        difference = "it is not one of ZenFlow" if saved is None else self._run_state.difference_of(saved)
         if saved is not None:
             self.number = self._flushed_number = saved["step"]
             self._telemetry.skipped.fill_(saved["skipped"])

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp3
 from callbacks import At
 from checkpoint_files import RANK_FILE, assert_continues, edit, in_order
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, StockStrategy, run_here
+from lightning_zenflow.core import schedule
 from models import SHAPES
 from rank_processes import run_on_ranks
 from same_bits import assert_same_state, assert_same_tensors
@@ -90,6 +91,15 @@ def test_another_configuration_starts_over_from_adamws_state(tmp_path: Path) -> 
     of_config = "optimizer_state_dict", "zenflow", "layout", "config"
     edit(RANK_FILE, lambda content: reduce(getitem, of_config, content).update(tail="auto"))(path)
     assert_same_state(run_here(resuming(EXACT, path)), whole)
+
+
+def test_other_blocks_start_over_from_adamws_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A former release had more in small models."""
+    case, path = replace(EXACT, update_interval=1, publish_lag=0), tmp_path / "half.ckpt"
+    with monkeypatch.context() as patch:
+        patch.setattr(schedule, "_FEW_BLOCKS", 16)
+        whole = run_here(saving(case, 6, path))
+    assert_same_state(run_here(resuming(case, path)), whole)
 
 
 def test_other_frozen_parameters_start_over_from_adamws_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
