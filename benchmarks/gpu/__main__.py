@@ -4,6 +4,7 @@
     scripts/gpu tests -x tests/gpu          arguments go to pytest
     scripts/gpu bench
     scripts/gpu train --trainer.max_steps=20    arguments go to examples/alpaca.py
+    scripts/gpu glue --jobs 8 ...               arguments go to benchmarks.glue, which is no part of what follows
 
 Each call ends within --minutes and goes on where the last one stopped. Results: benchmarks/results/gpu/.
 """
@@ -51,10 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; the exit status is 0 when nothing is left and nothing has failed."""
     # Of torch: asks for devices without using them, so that forks of this process can use them.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    options = parse_arguments(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = None if given[:1] == ["glue"] else parse_arguments(given)
     worker = find_worker()
     if worker is not None:
         os.environ.setdefault("LIGHTNING_ZENFLOW_WORKER", str(worker))
+    if options is None:
+        return int(importlib.import_module("benchmarks.glue.__main__").main(given[1:]))
     if options.what != "tests":
         # Virtual machines that are lent by the hour may grow with use. A run for which memory does not suffice fails by itself.
         os.environ.setdefault(HOST_MEMORY, "inf")
