@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from direct_step import direct_step
+from eventful_training import random_tensors
 from harness import AUTO, Case, make_trainer, optimizer_of, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.offload.reference import AdamWState
@@ -99,3 +101,13 @@ def test_the_strategy_says_which_epoch_it_is() -> None:
     trainer.fit(SmallNet(length=3))
     assert trainer.global_step == 15
     assert optimizer_of(trainer).parts.selector.state_dict()["next"] == 6  # after epochs 0, 2 and 4
+
+
+def test_the_state_of_selected_columns_counts_as_copied() -> None:
+    """In the step that selects, which publishes all weights as well."""
+    with direct_step([random_tensors(50)], update_interval=4, publish_lag=1, topk_ratio=0.3) as direct:
+        direct.backward(random_tensors(0))
+        direct.step.step()
+        numel, telemetry = sum(s.numel for s in direct.parts.rank.partition.slices), direct.parts.rank.telemetry
+        assert direct.parts.ownership.numel > 0
+        assert telemetry.h2d_bytes == 4 * numel + 12 * direct.parts.ownership.numel
