@@ -164,7 +164,7 @@ class JobQueue:
         self.in_flight.sealed()
 
     def submit_closing(
-        self, step: int, *, beta1: float, synchronous: bool, as_shown: bool = False, loss_scale: float = 1.0
+        self, step: int, *, beta1: float, synchronous: bool, as_shown: bool, loss_scale: float
     ) -> Sequence[Block]:
         """Phase *submit*: the windows that the schedule closes, or all of them in a synchronous step.
 
