@@ -259,14 +259,15 @@ def test_interrupted_backward_passes(s: int, d: int, monkeypatch: pytest.MonkeyP
     states = []
     for interrupted in (range(0), range(100, 120)):
         with recorded_device() as device, direct_step([random(0, DEVICE)], **keys) as direct:
-            steps(direct, range(1, 6))
+            # With a lag, a block of the last parameter is due in the first step that is interrupted.
+            steps(direct, range(1, 8))
             for number in interrupted:
                 steps(direct, [number], first=1)
                 if d > 0:
                     direct.shown[0].clone()
                 direct.step.flush()
             direct.step.flush()
-            steps(direct, range(6, 9))
+            steps(direct, range(8, 11))
             direct.step.flush()
             states.append([t for of_group in direct.flat_state() for t in of_group])
         assert not device.order.races
