@@ -40,7 +40,7 @@ STEP_CODE = (*_CODE, "examples/data", "benchmarks/step_time", "benchmarks/gpu")
 GLUE_CODE = (*_CODE, "benchmarks/glue", "conf/glue_minilm.yaml", "examples/common", "examples/glue_task")
 """The same for fine-tuning on GLUE."""
 
-PACKED_CODE = (*STEP_CODE, *GLUE_CODE)
+PACKED_CODE = tuple(dict.fromkeys((*STEP_CODE, *GLUE_CODE)))
 """What a checkout outside git has of the commit that was packed."""
 
 

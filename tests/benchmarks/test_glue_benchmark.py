@@ -22,18 +22,7 @@ def test_runs_leave_a_file_each_and_are_not_repeated(tmp_path: Path, capsys: pyt
         (tmp_path / "data" / "RTE" / f"{stem}.tsv").write_text(f"{text}\n")
     save_tiny_model(tmp_path / "model", "bert", max_position_embeddings=128)
     arguments = ["--data-dir", str(tmp_path / "data"), "--pretrained", str(tmp_path / "model"), "--tasks", "RTE"]
-    arguments += [
-        "--methods",
-        "auto,zenflow",
-        "--lrs",
-        "0.001",
-        "--seeds",
-        "1",
-        "--jobs",
-        "2",
-        "--results",
-        str(tmp_path),
-    ]
+    arguments += ["--methods", "auto,zenflow", "--lrs", "0.001", "--seeds", "1", "--jobs=2", "--results", str(tmp_path)]
     assert glue.main(arguments) == 0
     assert "[2/2, " in capsys.readouterr().out
     found = [json.loads((tmp_path / "glue" / f"RTE_{m}_0.001_1.json").read_text()) for m in ("auto", "zenflow")]

@@ -12,7 +12,7 @@ import torch
 from lightning_zenflow.cli import main
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Slice, build_partition
-from lightning_zenflow.core.schedule import StaggeredSchedule, blocks_wanted
+from lightning_zenflow.core.schedule import StaggeredSchedule
 from lightning_zenflow.estimate import Cost, Setup, as_text, costs
 from lightning_zenflow.offload.columns import export_bytes
 from lightning_zenflow.worker.arena import ArenaSizes, arena_bytes
@@ -93,15 +93,14 @@ def test_stage_3() -> None:
             cost(**{key: value})
 
 
-@pytest.mark.parametrize(("s", "d"), [(1, 0), (4, 1)])
-def test_host_memory_is_the_arena(s: int, d: int) -> None:
+@pytest.mark.parametrize(("s", "d", "n_blocks"), [(1, 0, 8), (4, 1, 4)])
+def test_host_memory_is_the_arena(s: int, d: int, n_blocks: int) -> None:
     shapes = [(1000, 300), (777, 500), (300,), (2000, 100)] * 3
     slices, begin = [], 0
     for number, shape in enumerate(shapes):
         numel = torch.Size(shape).numel()
         slices.append(Slice.of(shape, parameter=number, param_group=0, begin=begin, start=0, numel=numel))
         begin += numel
-    n_blocks = blocks_wanted([s], in_backward=d == 0, numel=begin)
     partition = build_partition(slices, [begin], n_blocks)
     staggered = StaggeredSchedule(n_blocks=n_blocks, update_interval=s, publish_lag=d, in_backward=d == 0)
     config = ZenFlowConfig(update_interval=s, publish_lag=d, topk_ratio=0.1)
