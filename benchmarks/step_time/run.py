@@ -26,7 +26,7 @@ from benchmarks.step_time.models import COLUMNS, ROWS, SimulatedAccelerator, Tim
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.deepspeed.config import offloads_parameters
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.users import whole_numel
+from lightning_zenflow.deepspeed.parameters import whole_shape
 
 Device = Literal["simulated", "cpu", "cuda"]
 
@@ -160,7 +160,7 @@ class StepTimer(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._result.n_params = sum(map(whole_numel, pl_module.parameters()))
+        self._result.n_params = sum(whole_shape(p).numel() for p in pl_module.parameters())
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:

@@ -26,7 +26,7 @@ from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.parameters import is_divided, is_in_pieces, load_whole, whole_shapes
+from lightning_zenflow.deepspeed.parameters import is_divided, is_in_pieces, load_whole, whole_shape
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 from lightning_zenflow.worker.process import WorkerError
 
@@ -275,7 +275,7 @@ def load_together(
         states, pieces = saved.read_model(0, mapped=False), dict[str, Tensor]()
         if saved.is_stage_3:
             trained = {name for of_group in groups for name in of_group}
-            shapes = {name: shape for name, shape in whole_shapes(engine.module).items() if name not in trained}
+            shapes = {name: whole_shape(p) for name, p in engine.module.named_parameters() if name not in trained}
             pieces = saved.weights_for(rank, shapes, world_size=world_size)
     with nullcontext() if optimizer is None else optimizer.loading(), _loading(path):
         client_state = load_engine(engine, states, pieces, strict=strict)

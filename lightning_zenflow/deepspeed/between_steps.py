@@ -41,12 +41,11 @@ class WrittenWeights:
     Args:
         rank: the rank's weights and master weights.
         names: of all parameters that are trained, in the order in which `Slice.parameter` counts them.
-        in_place: whether the worker writes weights in place. They are written by pieces then, which counters tell.
         group: data-parallel ranks.
     """
 
-    def __init__(self, rank: RankState, names: dict[Any, str], *, in_place: bool, group: dist.ProcessGroup) -> None:
-        self._rank, self._names, self._in_place, self._group = rank, names, in_place, group
+    def __init__(self, rank: RankState, names: dict[Any, str], *, group: dist.ProcessGroup) -> None:
+        self._rank, self._names, self._group = rank, names, group
         self._n_ranks, self._is_divided = dist.get_world_size(group), any(map(is_divided, names))
         self._slices = {s.parameter: s for s in rank.partition.slices}
         self._followed_until = 0
@@ -64,8 +63,9 @@ class WrittenWeights:
         if step is None:
             self.note_gather()
         self._is_followed = step is None or step <= max(self._followed_until, FOLLOWED)
-        # Others by Knuth's multiplicative hash, so that what is written in every n-th step is met.
-        sums = not self._in_place and (self._is_followed or step * 2654435761 % 2**32 < 2**27)  # type: ignore[operator]
+        # Others by Knuth's multiplicative hash, so that what is written in every n-th step is met. In place, weights are written by
+        # pieces, which counters tell.
+        sums = not self._rank.in_place and (self._is_followed or step * 2654435761 % 2**32 < 2**27)  # type: ignore[operator]
         self._sums = self._sum() if sums else None
 
     def note_gather(self) -> None:

@@ -30,7 +30,8 @@ from torch.nn import Module
 from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.schedule import bucket_size
-from lightning_zenflow.deepspeed.users import REQUIRED_OPTIONS, whole_numel
+from lightning_zenflow.deepspeed.parameters import whole_shape
+from lightning_zenflow.deepspeed.users import REQUIRED_OPTIONS
 
 ConfigSource: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | DictConfig | ZenFlowConfig | None
 
@@ -305,7 +306,7 @@ def refuse_options(options: Mapping[str, Any], *, has_config: bool) -> None:
 
 def set_bucket_size(config: dict[str, Any], model: Module) -> None:
     """Sets `zero_optimization.reduce_bucket_size` to suit a model."""
-    trained = sum(whole_numel(p) for p in model.parameters() if p.requires_grad)
+    trained = sum(whole_shape(p).numel() for p in model.parameters() if p.requires_grad)
     config["zero_optimization"]["reduce_bucket_size"] = bucket_size(trained)
 
 

@@ -223,7 +223,7 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
         # Private: DeepSpeed's own way to do the same with its buffers.
         self._restore_from_bit16_weights()
         self.zenflow_step.start_over(int(self.zenflow_step.count))
-        self._weights_change()
+        self._gather_weights()
         self._written.note()
 
     def load_full_state(self, weights: Mapping[str, Tensor], saved: Mapping[str, Any] | None) -> None:
@@ -285,11 +285,6 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
         finally:
             # What has been loaded is not the user's write.
             self._written.note()
-
-    @property
-    @abstractmethod
-    def shapes_by_name(self) -> Sequence[Mapping[str, Sequence[int]]]:
-        """For each parameter group the shapes of its whole parameters, by name."""
 
     @property
     @abstractmethod

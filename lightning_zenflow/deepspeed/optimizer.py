@@ -2,12 +2,13 @@
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar, NoReturn
 
 import torch.distributed as dist
+from deepspeed.runtime.utils import is_optimized_parameter
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -20,7 +21,7 @@ from lightning_zenflow.deepspeed.between_steps import Sleep, TakenGradients, Wri
 from lightning_zenflow.deepspeed.build import RankResources, ZeroPartition, build
 from lightning_zenflow.deepspeed.flat_buffers import slices_of
 from lightning_zenflow.deepspeed.host_state import Checkpointing
-from lightning_zenflow.deepspeed.parameters import FullState
+from lightning_zenflow.deepspeed.parameters import FullState, whole_shape
 from lightning_zenflow.deepspeed.release import restore_process
 from lightning_zenflow.deepspeed.users import read_hyperparameters
 from lightning_zenflow.offload.ownership import Freezing
@@ -53,6 +54,7 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         clip_grad: largest norm of the whole gradient after clipping, DeepSpeed's; also of a step that is complete already. 0: no clipping.
             Infinity: no clipping, which backward passes do not rely on.
         worker_cores: logical cores of the worker.
+        shapes_by_name: for each parameter group the shapes of its whole parameters that are trained, by name.
         zenflow_config: configuration of this training.
         before_step: called before the next step; None: nothing is.
         zenflow_step: the step. Not `zenflow`, which is a flag of the base class.
@@ -86,20 +88,25 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
             raise
         # Lightning's `LearningRateMonitor` reads them, as from torch's.
         self.defaults = dict(self.optimizer.defaults)
+        for name, added in self.full_state.parameters.items():
+            # Private: with the first, `safe_get_full_grad` calls the second, whatever stands in `parameter.grad`.
+            added._hp_grad, added.get_full_hp_grad = True, partial(self.full_state.gradient, name)
 
-    def _build_step(self, shapes: Mapping[Tensor, Sequence[int]], **of_stage: Any) -> None:
+    def _build_step(self, **of_stage: Any) -> None:
         """Replaces DeepSpeed's host buffers by the arena and starts the worker.
 
         Args:
-            shapes: of all whole parameters that are trained, in the order in which `Slice.parameter` counts them.
             **of_stage: what `ZeroPartition` has besides.
         """
-        parameters = list(shapes)
-        names = {p: str(self.param_names[p]) for p in parameters}
-        of_names = dict(zip(names.values(), shapes.values(), strict=True))
+        trained = [list(filter(is_optimized_parameter, of_group)) for of_group in self._of_groups]
+        names = {p: self.param_names[p] for of_group in trained for p in of_group}
+        shapes = {name: whole_shape(p) for p, name in names.items()}
+        self.shapes_by_name = [{names[p]: shapes[names[p]] for p in of_group} for of_group in trained]
+        parameters = list(names)
         zero = ZeroPartition(
             optimizer=self.optimizer,
-            slices=slices_of(self.layouts, of_names, dist.get_rank(group=self.dp_process_group)),
+            slices=slices_of(self.layouts, shapes, dist.get_rank(group=self.dp_process_group)),
+            device=parameters[0].device,
             shapes=list(shapes.values()),
             group=self.dp_process_group,
             **of_stage,
@@ -119,12 +126,9 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
             read_inputs=self._read_inputs,
             gather_weights=self._weights_change,
         )
-        self.full_state = FullState(self, self._host_state.states, names, zero.shapes)
+        self.full_state = FullState(self, self._host_state.states, names, shapes)
         self.taken = TakenGradients(names)
-        self._written = WrittenWeights(self._rank, names, in_place=zero.in_place, group=self.dp_process_group)
-        for name, added in self.full_state.parameters.items():
-            # Private: with the first, `safe_get_full_grad` calls the second, whatever stands in `parameter.grad`.
-            added._hp_grad, added.get_full_hp_grad = True, partial(self.full_state.gradient, name)
+        self._written = WrittenWeights(self._rank, names, group=self.dp_process_group)
         # DeepSpeed's start needs up to 6 bytes a parameter more than a step, which `has_room` would count for ever.
         runtime_of(parts.rank.device).forget_peak()
 
@@ -142,10 +146,6 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
     @abstractmethod
     def _gather_weights(self) -> None:
         """Exchanges the ranks' updated weights, where that is not done when they are used."""
-
-    @abstractmethod
-    def _begin_step(self) -> None:
-        """What a stage does before a step."""
 
     def follow_dropped(self) -> None:
         """Drops the gradients since the last step if the user's code has, by `module.zero_grad()`; Lightning does before a validation."""
@@ -222,7 +222,6 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         Optimizer.profile_hook_step(lambda _: self._step())(self.optimizer)
 
     def _step(self) -> None:
-        self._begin_step()
         # Private: torch's Optimizer.step sets it; schedulers warn without it that they were stepped first.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self.follow_dropped()

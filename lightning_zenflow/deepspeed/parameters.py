@@ -5,7 +5,7 @@ Private attributes of a divided parameter: `ds_shape` (of the whole), `ds_tensor
 `ds_process_group` (of the ranks that share it), `partition_numel` (elements of a piece) and `partition`, which drops gathered weights.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -33,10 +33,10 @@ def is_in_pieces(module: Module) -> bool:
     return any(map(is_divided, module.parameters()))
 
 
-def whole_shapes(module: Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of the whole parameters of a divided module, by their first names."""
-    named: Any = module.named_parameters()
-    return {name: tuple(p.ds_shape) for name, p in named}
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """Shape of a parameter, also of one of which this rank has a piece only."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
 
 
 def piece_of(whole: Tensor, parameter: Any) -> Tensor:
@@ -98,11 +98,11 @@ class FullState:
         optimizer: the rank's optimizer.
         states: `HostState.states`.
         names: of all parameters that are trained, in the order in which `Slice.parameter` counts them.
-        shapes: of the whole parameters.
+        shapes: of the whole parameters, by name.
 
     Attributes:
         parameters: the parameters by name, in the same order.
-        shapes: shapes of the whole parameters by name.
+        names, shapes: as above.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class FullState:
         optimizer: "ZenFlowOptimizer",
         states: Mapping[str | None, Moment],
         names: Mapping[Tensor, str],
-        shapes: Sequence[Sequence[int]],
+        shapes: Mapping[str, torch.Size],
     ) -> None:
         self._optimizer, self._step, self._states = optimizer, optimizer.zenflow_step, states
+        self.names, self.shapes = names, shapes
         self.parameters: dict[str, Any] = {name: p for p, name in names.items()}
-        self.shapes = {name: torch.Size(shape) for name, shape in zip(self.parameters, shapes, strict=True)}
         in_order = list(self.parameters)
         self._slices = {
             in_order[s.parameter]: (index, s) for index, s in enumerate(optimizer.parts.rank.partition.slices)
@@ -233,30 +233,25 @@ class StateAccess(OtherBases):  # type: ignore[misc]
     """
 
     full_state: FullState
-    param_names: Mapping[Tensor, str]
-
-    def _name_of_trained(self, param: Tensor) -> str | None:
-        name = self.param_names.get(param)
-        return name if name in self.full_state.shapes else None
 
     @override
     def get_full_hp_param(self, param: Any, optim_state_key: str | None = None) -> Tensor | None:
-        name = self._name_of_trained(param)
+        name = self.full_state.names.get(param)
         return None if name is None else self.full_state.read(name, optim_state_key)
 
     @override
     def set_full_hp_param(self, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
-        if (name := self._name_of_trained(param)) is not None:
+        if (name := self.full_state.names.get(param)) is not None:
             self.full_state.write(name, value, optim_state_key)
 
     @override
     def get_fp32_grad_for_param(self, param: Any) -> Tensor | None:
-        name = self._name_of_trained(param)
+        name = self.full_state.names.get(param)
         return None if name is None else self.full_state.gradient(name)
 
     @override
     def set_fp32_grad_for_param(self, value: Tensor, param: Any) -> None:
-        if (name := self._name_of_trained(param)) is not None:
+        if (name := self.full_state.names.get(param)) is not None:
             self.full_state.refuse_gradient(name, value)
 
     set_local_grad_for_param = set_fp32_grad_for_param

@@ -43,6 +43,12 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         super().__init__(*args, **{**kwargs, "round_robin_gradients": True})
         # Private: DeepSpeed links the moments to the parameters after its own first step; ours exist already.
         self._lazy_init_hp_params_optimizer_state()
+        # Private: what `deepspeed.utils.safe_get_full_fp32_param` and the like call. DeepSpeed's read views of the arena, which may be some
+        # updates behind, and become None when the optimizer is destroyed.
+        for name, added in self.full_state.parameters.items():
+            added.get_full_hp_param = partial(self.full_state.read, name)
+            added.set_full_hp_param = partial(self.full_state.write, name)
+            added.set_full_hp_grad = partial(self.full_state.refuse_gradient, name)
 
     @override
     def _round_robin_reorder(
@@ -75,23 +81,7 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
                 self.parallel_partitioned_bit16_groups, self.real_dp_process_group, strict=True
             )
         ]
-        self._build_step(
-            {p: p.shape for group in self.bit16_groups for p in group},
-            masters=self.single_partition_of_fp32_groups,
-            weights=weights,
-            device=weights[0].device,
-        )
-
-    @override
-    def _link_all_hp_params(self) -> None:
-        # Private: adds to each parameter what `deepspeed.utils.safe_get_full_fp32_param` and the like call.
-        super()._link_all_hp_params()
-        # DeepSpeed's read views of the arena, which may be some updates behind, and become None when the optimizer is destroyed.
-        for name, added in self.full_state.parameters.items():
-            added.get_full_hp_param = partial(self.full_state.read, name)
-            added.set_full_hp_param = partial(self.full_state.write, name)
-            added.get_full_hp_grad = partial(self.full_state.gradient, name)
-            added.set_full_hp_grad = partial(self.full_state.refuse_gradient, name)
+        self._build_step(masters=self.single_partition_of_fp32_groups, weights=weights)
 
     @override
     def copy_grads_in_partition(self, param: Tensor, group_idx: int | None = None) -> None:
@@ -145,8 +135,9 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         super().offload_states(*args, **kwargs)
 
     @override
-    def _begin_step(self) -> None:
+    def _step(self) -> None:
         self._refuse_moved()
+        super()._step()
 
     def _refuse_moved(self) -> None:
         """Refuses weights that are not in the flat buffers any more, where updates reach them."""
@@ -210,11 +201,6 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
                 yield
             finally:
                 self.round_robin_bit16_groups = ours
-
-    @property
-    @override
-    def shapes_by_name(self) -> list[dict[str, Sequence[int]]]:
-        return [{self.param_names[p]: p.shape for p in group} for group in self.bit16_groups]
 
     @property
     @override

@@ -94,16 +94,12 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         refuse_features_of_stage_3(self)
         # Private: copies the weights to `fp32_partitioned_groups_flat`.
         self._create_fp32_partitions()
-        parameters = [p for sub_group in self.fp16_groups for p in sub_group]
         self._build_step(
-            {p: p.ds_shape for p in parameters},
             masters=self.fp32_partitioned_groups_flat,
             # In place, memory of their own would be held until the worker has started.
             weights=[
                 _without_memory(f) if self.offload_param else f.detach() for f in self.fp16_partitioned_groups_flat
             ],
-            # On which they are gathered; that of no piece.
-            device=parameters[0].device,
             in_place=self.offload_param,
             release_weights=self._release_weights,
         )
@@ -265,10 +261,11 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         return replace(inputs, groups=groups)
 
     @override
-    def _begin_step(self) -> None:
+    def _step(self) -> None:
         # Private: DeepSpeed's own begin of a step, which empties buckets that an interrupted backward pass has left.
         self._pre_step()
         self._wait_for_fetches()
+        super()._step()
 
     @property
     def _fetches(self) -> Stream | None:
@@ -352,14 +349,6 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         """As DeepSpeed's, which gathers; nothing in `_gathered_afterwards`."""
         if not self._gathers_afterwards:
             super().checkpoint_event_epilogue()
-
-    @property
-    @override
-    def shapes_by_name(self) -> list[dict[str, Sequence[int]]]:
-        groups: list[dict[str, Sequence[int]]] = [{} for _ in self.optimizer.param_groups]
-        for index, sub_group in enumerate(self.fp16_groups):
-            groups[self.sub_group_to_group_id[index]] |= {self.param_names[p]: p.ds_shape for p in sub_group}
-        return groups
 
     @property
     @override

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
-from lightning_zenflow.deepspeed.parameters import is_in_pieces
+from lightning_zenflow.deepspeed.parameters import is_in_pieces, whole_shape
 
 _SUPPORTED: dict[type, str] = {
     torch.optim.AdamW: "torch.optim.AdamW",
@@ -118,7 +118,7 @@ def validate_optimizer(optimizer: Optimizer, module: Module, *, scheduled: bool)
             if bool(value) != required:
                 raise MisconfigurationException(f"{_place(optimizer, index)}{option} must be {required}, got {value!r}")
         params = group["params"]
-        if (params or scheduled or divided) and not any(p.requires_grad and whole_numel(p) > 0 for p in params):
+        if (params or scheduled or divided) and not any(p.requires_grad and whole_shape(p).numel() for p in params):
             raise MisconfigurationException(
                 f"{_place(optimizer, index)}params must be a list with a trainable parameter, got {len(params)} frozen or empty ones;"
                 " remove the group: DeepSpeed cannot hold one that trains nothing at setup, and drops one of no parameters, which a"
@@ -160,12 +160,6 @@ def read_hyperparameters(optimizer: Optimizer) -> list[GroupHyperparameters]:
             numbers[key] = float(number)
         result.append(GroupHyperparameters(**numbers, decoupled=_is_decoupled(optimizer, group)))
     return result
-
-
-def whole_numel(parameter: Tensor) -> int:
-    """Elements of a parameter, also of one of which this rank has a piece only."""
-    # Private: stage 3's, after `zero.Init`.
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
