@@ -218,20 +218,18 @@ class TakenGradients:
 
     def __init__(self, names: Mapping[Tensor, str]) -> None:
         self._names = names
-        self._shapes: list[torch.Size] = []
-        self._marks: list[Tensor] = []
+        self._of_shape: dict[torch.Size, TakenGradient] = {}
         self._are_put = self._are_shown = False
 
     def mark(self) -> None:
         """Puts them into the parameters, after a backward pass."""
-        # Under stage 3 parameters have another shape where they are gathered.
-        if (shapes := [p.shape for p in self._names]) != self._shapes:
-            of_shape = {shape: TakenGradient(p) for shape, p in {p.shape: p for p in self._names}.items()}
-            self._shapes, self._marks = shapes, [of_shape[shape] for shape in shapes]
         # First: who is interrupted below removes what has been put in.
         self._are_put = True
-        for p, mark in zip(self._names, self._marks, strict=True):
-            p.grad = mark
+        for p in self._names:
+            # Under stage 3 parameters have another shape where they are gathered.
+            if p.shape not in self._of_shape:
+                self._of_shape[p.shape] = TakenGradient(p)
+            p.grad = self._of_shape[p.shape]
         self._are_shown = True
 
     def show(self) -> None:
@@ -254,8 +252,9 @@ class TakenGradients:
 
     def are_dropped(self) -> bool:
         """Whether the user's code has dropped them, by `module.zero_grad()`; refuses gradients that it has put in their place."""
-        marked = zip(self._names.items(), self._marks, strict=False) if self._are_shown else ()
-        replaced = [name for (p, name), mark in marked if p.grad is not mark]
+        if not self._are_shown:
+            return False
+        replaced = [name for p, name in self._names.items() if not isinstance(p.grad, TakenGradient)]
         if replaced and any(p.grad is not None for p in self._names):
             raise MisconfigurationException(
                 f"{', '.join(replaced)}: `grad` must not be assigned between backward and step: {_INSTEAD}"
@@ -264,7 +263,7 @@ class TakenGradients:
 
     def refuse_accumulation(self) -> None:
         """Refuses gradients that were there before a step's first backward pass, to which torch would add."""
-        if any(p.grad is mark for p, mark in zip(self._names, self._marks, strict=False)):
+        if any(isinstance(p.grad, TakenGradient) for p in self._names):
             raise MisconfigurationException(
                 "`optimizer_zero_grad`, in manual optimization `training_step`, must call `optimizer.zero_grad()` before the first backward"
                 " pass of each step: ZenFlowStrategy does not keep gradients of a step that is done; accumulate them before it, with"

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Self
 
@@ -26,7 +25,7 @@ _ACROSS = 1 / 2
 """Of a rank's share. Larger parameters are divided between two ranks."""
 
 _CHUNK = 1 << 24
-"""Elements that are exchanged at once: 64 MB of device memory."""
+"""Elements that are copied at once: 64 MB of device memory where ranks exchange them."""
 
 
 def balanced_order(numels: Sequence[int], n_ranks: int) -> list[int]:
@@ -145,7 +144,7 @@ class Run(NamedTuple):
 
 
 def runs(source: Layout, target: Layout) -> Iterator[Run]:
-    """The runs of two layouts, of the parameters that both have, in the order of the target."""
+    """The runs of two layouts, of the parameters that both have, in the order of the target; of at most `_CHUNK` elements."""
     for name, target_parts in target.parts.items():
         if name in source.parts:
             parts = iter(source.parts[name])
@@ -155,7 +154,7 @@ def runs(source: Layout, target: Layout) -> Iterator[Run]:
                 while target_begin < end:
                     if left == 0:
                         rank, begin, left = next(parts)
-                    n = min(left, end - target_begin)
+                    n = min(left, end - target_begin, _CHUNK)
                     yield Run(rank, begin, target_rank, target_begin, n)
                     begin, left, target_begin = begin + n, left - n, target_begin + n
 
@@ -235,46 +234,3 @@ class DiskCopies:
             with suppress(OSError):
                 memory.madvise(mmap.MADV_REMOVE)
         self._mapped.clear()
-
-
-def copy_reordered(
-    states: Sequence[Sequence[Callable[[int, int], Tensor]]],
-    sources: Sequence[Layout],
-    copies: Sequence[Sequence[Tensor]],
-    targets: Sequence[Layout],
-    *,
-    device: torch.device,
-    group: dist.ProcessGroup,
-) -> None:
-    """Copies the states of all ranks, which call it together, into another order. Waits for the other ranks.
-
-    Args:
-        states: for each of `sources` its states, by functions that give elements [begin, begin + numel) for a begin and a number.
-        sources: layout of each flat partition.
-        copies: for each of `targets` as many tensors, [partition_numel] float32; padding is not written.
-        targets: layouts of the copies.
-        device: of the group's collectives.
-        group: the ranks.
-    """
-    for source, target, theirs, ours in zip(sources, targets, states, copies, strict=True):
-        for run in runs(source, target):
-            for read, to in zip(theirs, ours, strict=True):
-                _copy(read, to, run, device, group)
-
-
-def _copy(
-    read: Callable[[int, int], Tensor], target: Tensor, run: Run, device: torch.device, group: dist.ProcessGroup
-) -> None:
-    """Copies one run of elements. All ranks do so for all runs in the same order, so none waits for one that waits for it."""
-    rank = dist.get_rank(group)
-    for offset in range(0, run.numel, _CHUNK):
-        n = min(_CHUNK, run.numel - offset)
-        if rank == run.source_rank:
-            values = read(run.source_begin + offset, n)
-            if rank != run.target_rank:
-                dist.send(values.to(device, torch.float32), group=group, group_dst=run.target_rank)
-        if rank == run.target_rank:
-            if rank != run.source_rank:
-                values = torch.empty(n, dtype=torch.float32, device=device)
-                dist.recv(values, group=group, group_src=run.source_rank)
-            target.narrow(0, run.target_begin + offset, n).copy_(values)

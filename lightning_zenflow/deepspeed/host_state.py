@@ -10,21 +10,22 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import partial
+from itertools import product
 from operator import methodcaller
 from typing import Any, ClassVar, NoReturn, SupportsIndex
+from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils.dlpack import from_dlpack
 from typing_extensions import override
 
 from lightning_zenflow.core.errors import MisconfigurationException, OtherBases
 from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.deepspeed.flat_buffers import DiskCopies, Layout, copy_reordered
+from lightning_zenflow.deepspeed.flat_buffers import DiskCopies, Layout, runs
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.moments import CodedMoment, Moment
@@ -117,15 +118,25 @@ class HostState:
                 moment.write(begin, values)
 
 
+_ranges: "WeakValueDictionary[tuple[int, int], UntypedStorage]" = WeakValueDictionary()
+"""Of parts of buffers, by their begin and end: tensors in the same range share them, so that a file has tied weights once."""
+
+
+@torch.no_grad()
+def with_own_storage(part: Tensor) -> Tensor:
+    """A part of a tensor, in its memory, as a tensor whose storage is that part: torch's files hold whole storages."""
+    storage, itemsize, begin = part.untyped_storage(), part.element_size(), part.storage_offset()
+    steps = zip(part.shape, part.stride(), strict=True)
+    end = begin + 1 + sum((n - 1) * step for n, step in steps) if part.numel() else begin
+    at = int(storage.data_ptr() + begin * itemsize), int(storage.data_ptr() + end * itemsize)
+    if (own := _ranges.get(at)) is None:
+        own = _ranges[at] = storage[begin * itemsize : end * itemsize]
+    alone = torch.empty(0, dtype=part.dtype, device=part.device).set_(own, 0, part.shape, part.stride())
+    return alone.requires_grad_(part.requires_grad)
+
+
 def _as_float32(moment: Tensor) -> Tensor:
     return moment if moment.dtype == torch.float32 else moment.as_subclass(SavedAsFloat32)
-
-
-def with_own_storage(part: Tensor) -> Tensor:
-    """A contiguous part of a tensor, in its memory, as a tensor whose storage is that part: torch's files hold whole storages."""
-    part = part.detach()
-    # DLPack forgets the strides of dimensions of one element, by which torch chooses its kernels.
-    return from_dlpack(part).as_strided(part.shape, part.stride())
 
 
 class SavedAsFloat32(Tensor):
@@ -263,18 +274,29 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
         """
         if copy is not None:
             self.flush()
-            states = [
-                [partial(self._host_state.read, group, name) for name in (None, *MOMENTS)[-len(of_group) :]]
-                for group, of_group in enumerate(copy)
-            ]
-            copy_reordered(
-                states, self.layouts, copy, self.saved_layouts, device=self._rank.device, group=self.dp_process_group
-            )
+            for number, (copies, *layouts) in enumerate(zip(copy, self.layouts, self.saved_layouts, strict=True)):
+                self._copy_reordered(number, copies, *layouts)
         self._saved = copy
         try:
             yield
         finally:
             self._saved = None
+
+    def _copy_reordered(self, number: int, copies: Sequence[Tensor], source: Layout, target: Layout) -> None:
+        """Copies a flat partition's states, of which all ranks have parts, into another order; the moments are the last of them."""
+        device, group = self._rank.device, self.dp_process_group
+        rank, names = dist.get_rank(group), (None, *MOMENTS)[-len(copies) :]
+        # The order is that of all ranks, so that none waits for one that waits for it.
+        for run, (name, to) in product(runs(source, target), zip(names, copies, strict=True)):
+            if rank == run.source_rank:
+                values = self._host_state.read(number, name, run.source_begin, run.numel)
+                if rank != run.target_rank:
+                    dist.send(values.to(device, torch.float32), group=group, group_dst=run.target_rank)
+            if rank == run.target_rank:
+                if rank != run.source_rank:
+                    values = torch.empty(run.numel, dtype=torch.float32, device=device)
+                    dist.recv(values, group=group, group_src=run.source_rank)
+                to.narrow(0, run.target_begin, run.numel).copy_(values)
 
     @contextmanager
     def loading(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.device import runtime_of
+from lightning_zenflow.core.device import Stream, runtime_of
 from lightning_zenflow.core.distributed import raise_together
 from lightning_zenflow.core.errors import MisconfigurationException, other_backward
 from lightning_zenflow.deepspeed.between_steps import Sleep, TakenGradients, WrittenWeights
@@ -26,9 +26,7 @@ from lightning_zenflow.deepspeed.release import restore_process
 from lightning_zenflow.deepspeed.users import read_hyperparameters
 from lightning_zenflow.offload.ownership import Freezing
 from lightning_zenflow.offload.plan import StepInputs
-from lightning_zenflow.offload.run_state import CounterReader
 from lightning_zenflow.offload.step import ZenFlowStep
-from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 
@@ -53,7 +51,6 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         full_state: weights and moments of single parameters.
         clip_grad: largest norm of the whole gradient after clipping, DeepSpeed's; also of a step that is complete already. 0: no clipping.
             Infinity: no clipping, which backward passes do not rely on.
-        worker_cores: logical cores of the worker.
         shapes_by_name: for each parameter group the shapes of its whole parameters that are trained, by name.
         zenflow_config: configuration of this training.
         before_step: called before the next step; None: nothing is.
@@ -75,7 +72,6 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         # DeepSpeed's constructor calls `initialize_optimizer_states`, which needs these.
         self.zenflow_config = zenflow
         self._resources = resources
-        self.worker_cores = list(resources.cores.cores)
         self._worker: SupervisedWorker | None = None
         self._destroyed = self._in_backward = self._is_behind_step = False
         self.before_step: Callable[[], None] | None = None
@@ -114,8 +110,7 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         self.parts, self._host_state = build(self.zenflow_config, zero, self._resources)
         parts = self.parts
         self._worker, self._rank = parts.worker, parts.rank
-        self.telemetry: Telemetry = parts.rank.telemetry
-        self.counters: CounterReader = parts.counters
+        self.telemetry, self.counters = parts.rank.telemetry, parts.counters
         self._trained_parameters = parameters
         self._slice_of = {parameters[s.parameter]: i for i, s in enumerate(self._rank.partition.slices)}
         self.zenflow_step = ZenFlowStep(
@@ -146,6 +141,11 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
     @abstractmethod
     def _gather_weights(self) -> None:
         """Exchanges the ranks' updated weights, where that is not done when they are used."""
+
+    def _wait_for(self, stream: Stream | None) -> None:
+        """Orders the training stream behind one of DeepSpeed's, if that is another one."""
+        if stream is not None:
+            runtime_of(self._rank.device).current_stream().wait_stream(stream)
 
     def follow_dropped(self) -> None:
         """Drops the gradients since the last step if the user's code has, by `module.zero_grad()`; Lightning does before a validation."""

@@ -27,10 +27,11 @@ from deepspeed.runtime.zero.partition_parameters import (
 )
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch.nn import Module
 
 from lightning_zenflow.core.distributed import all_agree
+from lightning_zenflow.deepspeed.host_state import with_own_storage
 from lightning_zenflow.deepspeed.parameters import is_divided, piece_of
 from lightning_zenflow.worker.machine import free_host_memory
 
@@ -237,9 +238,6 @@ def _remove_hooks_in(attributes: Mapping[str, Any]) -> None:
 _twins: "WeakValueDictionary[int, Tensor]" = WeakValueDictionary()
 """Of divided parameters, by their identity: one that two modules share is pickled once. A pickler keeps them until its end."""
 
-_ranges: "WeakValueDictionary[tuple[int, int], UntypedStorage]" = WeakValueDictionary()
-"""Of buffers of weights, by their begin and end: tensors in the same range share them, so that a file has tied weights once."""
-
 
 @contextmanager
 def pickled_as_before(parts: Iterable[Module | Tensor]) -> Iterator[None]:
@@ -269,7 +267,7 @@ def pickled_as_before(parts: Iterable[Module | Tensor]) -> Iterator[None]:
 def _reduce(theirs: Callable[[Any], Any], buffers: set[int], part: Module | Tensor) -> Any:
     if type(part) is Tensor:
         is_ours = part.layout is torch.strided and part.untyped_storage()._cdata in buffers
-        return theirs(_alone(part) if is_ours else part)
+        return theirs(with_own_storage(part) if is_ours else part)
     if isinstance(part, Tensor):
         return theirs(_twin(part))
     reduced = theirs(part)
@@ -304,20 +302,7 @@ def _twin(parameter: Any) -> Any:
                 " `deepspeed.zero.GatheredParameters(module.parameters())`, or save with `trainer.save_checkpoint`"
             )
         whole = parameter.ds_tensor.data.narrow(0, 0, parameter.ds_numel).view(parameter.ds_shape)
-    twin: Any = Tensor._make_subclass(type(parameter), _alone(whole), parameter.requires_grad)
+    twin: Any = Tensor._make_subclass(type(parameter), with_own_storage(whole), parameter.requires_grad)
     vars(twin).update({k: v for k, v in vars(parameter).items() if k not in names})
     _twins[id(parameter)] = twin
     return twin
-
-
-@torch.no_grad()
-def _alone(tensor: Tensor) -> Tensor:
-    """The same elements in the same memory, of which the storage has no others: a file would have all of it."""
-    storage, itemsize, begin = tensor.untyped_storage(), tensor.element_size(), tensor.storage_offset()
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    end = begin + 1 + sum((n - 1) * step for n, step in steps) if tensor.numel() else begin
-    at = int(storage.data_ptr() + begin * itemsize), int(storage.data_ptr() + end * itemsize)
-    if (own := _ranges.get(at)) is None:
-        own = _ranges[at] = storage[begin * itemsize : end * itemsize]
-    alone = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(own, 0, tensor.shape, tensor.stride())
-    return alone.requires_grad_(tensor.requires_grad)

@@ -33,7 +33,6 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
     state_key = BASE_OPTIMIZER_STATE
     # DeepSpeed's own, declared for the type checker.
     overlap_comm: bool
-    bit16_groups: list[list[Tensor]]
     round_robin_bit16_groups: list[list[Tensor]]
     bit16_groups_flat: list[Tensor]
 
@@ -119,8 +118,7 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
     def independent_gradient_partition_epilogue(self) -> None:
         """Ends a backward pass, without the device synchronisation that DeepSpeed does when communication overlaps."""
         self.reduce_ipg_grads()
-        if self.reduction_stream is not None:
-            runtime_of(self._rank.device).current_stream().wait_stream(self.reduction_stream)
+        self._wait_for(self.reduction_stream)
         # With empty buckets and ordered streams, the rest of DeepSpeed's epilogue needs no overlap.
         overlap_comm, self.overlap_comm = self.overlap_comm, False
         try:

@@ -66,14 +66,6 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
     namespace = stage3_module
     private_calls = (_REDUCE_BUCKET,)
     state_key = OPTIMIZER_STATE_DICT
-    # DeepSpeed's own, declared for the type checker.
-    fp16_groups: list[list[Any]]
-    fp16_partitioned_groups: list[list[Tensor]]
-    sub_group_to_group_id: dict[int, int]
-    persistent_parameters: list[Any]
-    trainable_param_groups: list[dict[str, Any]]
-    offload_param: bool
-    reduce_and_partition_stream: Stream | None
 
     def __init__(self, *args: Any, ds_config: dict[str, Any], **kwargs: Any) -> None:
         # DeepSpeed itself reads it under stage 1 and 2 only.
@@ -251,8 +243,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         """Ends a backward pass, without DeepSpeed's wait of the host for the stream of the reduction."""
         for dtype in self.ipg_buckets:
             getattr(self, _REDUCE_BUCKET)(dtype)
-        if self.reduce_and_partition_stream is not None:
-            runtime_of(self._rank.device).current_stream().wait_stream(self.reduce_and_partition_stream)
+        self._wait_for(self.reduce_and_partition_stream)
 
     @override
     def _read_inputs(self) -> StepInputs:
@@ -264,19 +255,15 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
     def _step(self) -> None:
         # Private: DeepSpeed's own begin of a step, which empties buckets that an interrupted backward pass has left.
         self._pre_step()
-        self._wait_for_fetches()
+        self._wait_for(self._fetches)
         super()._step()
 
     @property
     def _fetches(self) -> Stream | None:
-        # Private: the stream on which DeepSpeed gathers weights; None where the device does not run behind the host.
+        # Private: the stream on which DeepSpeed gathers weights; None where the device does not run behind the host. Writes to the pieces
+        # are ordered behind fetches that no module has waited for, which a wrong prediction may leave.
         stream: Stream | None = self.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
         return stream
-
-    def _wait_for_fetches(self) -> None:
-        """Orders writes to the pieces behind fetches that no module has waited for, which a wrong prediction may leave."""
-        if self._fetches is not None:
-            runtime_of(self._rank.device).current_stream().wait_stream(self._fetches)
 
     @override
     def _gather_weights(self) -> None:
@@ -302,7 +289,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
 
     @override
     def flush(self) -> None:
-        self._wait_for_fetches()
+        self._wait_for(self._fetches)
         super().flush()
 
     @override
