@@ -1,5 +1,6 @@
 """Inputs of an AdamW step besides the gradient: hyperparameters, the factor of clipping and loss scale, and the norm that predicts it."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +28,47 @@ class GroupHyperparameters:
     """Coefficient of the weight decay, >= 0."""
     decoupled: bool
     """True for AdamW: the decay acts on the weight. False for Adam: it is added to the gradient."""
+
+
+def read_hyperparameters(optimizer: Optimizer) -> list[GroupHyperparameters]:
+    """The current hyperparameters of each parameter group, in the optimizer's order.
+
+    Called at each step, after the scheduler. Never synchronises with a device: only numbers and CPU tensors are read.
+
+    Args:
+        optimizer: the user's, AdamW or Adam of torch or DeepSpeed.
+
+    Raises:
+        ValueError: a value is out of range or not on the CPU; names the group, the key and the value.
+    """
+    result = []
+    for index, group in enumerate(optimizer.param_groups):
+        numbers = {key: group[key] for key in ("lr", "eps", "weight_decay")}
+        numbers["beta1"], numbers["beta2"] = group["betas"]
+        for key, value in numbers.items():
+            below = 1.0 if key.startswith("beta") else math.inf
+            is_read = isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1
+            number = value.item() if is_read else value
+            # NaN fails every comparison.
+            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < below:
+                must = f"a number >= 0 and < {below:g}, or a CPU tensor of one element with it"
+                raise ValueError(f"{place_of(optimizer, index)}{key} must be {must}, got {value!r}")
+            numbers[key] = float(number)
+        # Since torch 2.7 Adam has it as an option, and AdamW is a subclass of Adam. DeepSpeed's classes have an attribute.
+        of_torch = type(optimizer) is torch.optim.AdamW or group.get("decoupled_weight_decay", False)
+        decoupled = bool(getattr(optimizer, "adam_w_mode", of_torch))
+        result.append(GroupHyperparameters(**numbers, decoupled=decoupled))
+    return result
+
+
+def name_of(kind: type[Optimizer]) -> str:
+    """A class as its users import it, such as "torch.optim.AdamW"."""
+    return f"{kind.__module__.rpartition('.')[0]}.{kind.__qualname__}"
+
+
+def place_of(optimizer: Optimizer, index: int) -> str:
+    """A parameter group, for the beginning of a message."""
+    return f"optimizer {name_of(type(optimizer))}, parameter group {index}: "
 
 
 def mean_beta1(groups: Sequence[GroupHyperparameters]) -> float:

@@ -17,13 +17,13 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import Stream, runtime_of
 from lightning_zenflow.core.distributed import raise_together
 from lightning_zenflow.core.errors import MisconfigurationException, other_backward
+from lightning_zenflow.core.step_inputs import read_hyperparameters
 from lightning_zenflow.deepspeed.between_steps import Sleep, TakenGradients, WrittenWeights
 from lightning_zenflow.deepspeed.build import RankResources, ZeroPartition, build
 from lightning_zenflow.deepspeed.flat_buffers import slices_of
 from lightning_zenflow.deepspeed.host_state import Checkpointing
 from lightning_zenflow.deepspeed.parameters import FullState, whole_shape
 from lightning_zenflow.deepspeed.release import restore_process
-from lightning_zenflow.deepspeed.users import read_hyperparameters
 from lightning_zenflow.offload.ownership import Freezing
 from lightning_zenflow.offload.plan import StepInputs
 from lightning_zenflow.offload.step import ZenFlowStep

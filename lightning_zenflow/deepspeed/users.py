@@ -1,8 +1,7 @@
 """What the user gives, module, callbacks and optimizer: checks that ZenFlow and DeepSpeed can train it, each of which raises
-`MisconfigurationException`, and says why; and the optimizer's groups, state and hyperparameters, which are read at each step.
+`MisconfigurationException`, and says why; and the optimizer's groups and state before and after the training.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,15 +22,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.core.step_inputs import GroupHyperparameters
+from lightning_zenflow.core.step_inputs import name_of, place_of, read_hyperparameters
 from lightning_zenflow.deepspeed.parameters import is_in_pieces, whole_shape
 
-_SUPPORTED: dict[type, str] = {
-    torch.optim.AdamW: "torch.optim.AdamW",
-    torch.optim.Adam: "torch.optim.Adam",
-    DeepSpeedCPUAdam: "deepspeed.ops.adam.DeepSpeedCPUAdam",
-    FusedAdam: "deepspeed.ops.adam.FusedAdam",
-}
+_SUPPORTED: tuple[type[Optimizer], ...] = (torch.optim.AdamW, torch.optim.Adam, DeepSpeedCPUAdam, FusedAdam)
 
 REQUIRED_OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False, "bias_correction": True}
 """Of a parameter group."""
@@ -101,7 +95,7 @@ def validate_optimizer(optimizer: Optimizer, module: Module, *, scheduled: bool)
     """
     kind = type(optimizer)
     if kind not in _SUPPORTED:
-        supported = ", ".join(_SUPPORTED.values())
+        supported = ", ".join(map(name_of, _SUPPORTED))
         found = f"{kind.__module__}.{kind.__qualname__}"
         raise MisconfigurationException(f"optimizer must be exactly one of {supported}, not a subclass, got {found}")
     known = {id(parameter) for parameter in module.parameters()}
@@ -116,11 +110,13 @@ def validate_optimizer(optimizer: Optimizer, module: Module, *, scheduled: bool)
         for option, required in REQUIRED_OPTIONS.items():
             value = group.get(option, required)
             if bool(value) != required:
-                raise MisconfigurationException(f"{_place(optimizer, index)}{option} must be {required}, got {value!r}")
+                raise MisconfigurationException(
+                    f"{place_of(optimizer, index)}{option} must be {required}, got {value!r}"
+                )
         params = group["params"]
         if (params or scheduled or divided) and not any(p.requires_grad and whole_shape(p).numel() for p in params):
             raise MisconfigurationException(
-                f"{_place(optimizer, index)}params must be a list with a trainable parameter, got {len(params)} frozen or empty ones;"
+                f"{place_of(optimizer, index)}params must be a list with a trainable parameter, got {len(params)} frozen or empty ones;"
                 " remove the group: DeepSpeed cannot hold one that trains nothing at setup, and drops one of no parameters, which a"
                 f" scheduler counts{divided}"
             )
@@ -128,49 +124,10 @@ def validate_optimizer(optimizer: Optimizer, module: Module, *, scheduled: bool)
             # Checkpoints have no name for it.
             if id(p) not in known:
                 raise MisconfigurationException(
-                    f"{_place(optimizer, index)}params must be parameters of the module, got one of shape {list(p.shape)} at place"
+                    f"{place_of(optimizer, index)}params must be parameters of the module, got one of shape {list(p.shape)} at place"
                     f" {place}; make it an attribute of the module"
                 )
     read_hyperparameters(optimizer)
-
-
-def read_hyperparameters(optimizer: Optimizer) -> list[GroupHyperparameters]:
-    """The current hyperparameters of each parameter group, in the optimizer's order.
-
-    Called at each step, after the scheduler. Never synchronises with a device: only numbers and CPU tensors are read.
-
-    Args:
-        optimizer: one that ``validate_optimizer`` accepts.
-
-    Raises:
-        ValueError: a value is out of range or not on the CPU; names the group, the key and the value.
-    """
-    result = []
-    for index, group in enumerate(optimizer.param_groups):
-        numbers = {key: group[key] for key in ("lr", "eps", "weight_decay")}
-        numbers["beta1"], numbers["beta2"] = group["betas"]
-        for key, value in numbers.items():
-            below = 1.0 if key.startswith("beta") else math.inf
-            is_read = isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1
-            number = value.item() if is_read else value
-            # NaN fails every comparison.
-            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < below:
-                must = f"a number >= 0 and < {below:g}, or a CPU tensor of one element with it"
-                raise ValueError(f"{_place(optimizer, index)}{key} must be {must}, got {value!r}")
-            numbers[key] = float(number)
-        result.append(GroupHyperparameters(**numbers, decoupled=_is_decoupled(optimizer, group)))
-    return result
-
-
-def _is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    if isinstance(optimizer, (DeepSpeedCPUAdam, FusedAdam)):
-        return bool(optimizer.adam_w_mode)
-    # Since torch 2.7 Adam has it as an option, and AdamW is a subclass of Adam.
-    return type(optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay", False))
-
-
-def _place(optimizer: Optimizer, index: int) -> str:
-    return f"optimizer {_SUPPORTED[type(optimizer)]}, parameter group {index}: "
 
 
 def refuse_features(zero_optimizer: Any, of_stage: Mapping[str, bool]) -> None:

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from cases import flatten, show
 from harness import Case, Run, snapshot, untrained
 from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.step_inputs import read_hyperparameters
 from lightning_zenflow.deepspeed.build import RankResources, ZeroPartition, build
-from lightning_zenflow.deepspeed.users import read_hyperparameters
 from lightning_zenflow.offload.ownership import Freezing
 from lightning_zenflow.offload.plan import StepInputs
 from lightning_zenflow.offload.step import ZenFlowStep

@@ -11,8 +11,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zenflow.core.step_inputs import GroupHyperparameters
-from lightning_zenflow.deepspeed.users import read_hyperparameters, validate_optimizer
+from lightning_zenflow.core.step_inputs import GroupHyperparameters, read_hyperparameters
+from lightning_zenflow.deepspeed.users import validate_optimizer
 
 
 def parameter(*shape: int) -> nn.Parameter:
