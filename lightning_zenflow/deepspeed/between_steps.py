@@ -146,11 +146,12 @@ class WrittenWeights:
         counters = self._read_counters()
         if counters == self._counters:
             return set()
-        (whole, pieces), (whole_before, pieces_before) = counters, self._counters
-        written = {i for i, (now, before) in enumerate(zip(whole, whole_before, strict=True)) if now != before}
-        if not pieces:
+        written, kept = (
+            {i for i, (now, before) in enumerate(zip(*both, strict=True)) if now != before}
+            for both in zip(counters, self._counters, strict=True)
+        )
+        if not self._is_divided:
             return written
-        kept = {i for i, (now, before) in enumerate(zip(pieces, pieces_before, strict=True)) if now != before}
         parameters = list(self._names)
         missed = all(p.partition_numel() * (self._n_ranks - 1) >= p.ds_numel for p in (parameters[i] for i in kept))
         if lost := written - kept or (kept if missed else set()):

@@ -7,7 +7,7 @@ import argparse
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from deepspeed.utils import groups
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.nn import Module, Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -157,16 +158,15 @@ def _as_one_device(lightnings: type[Any]) -> Iterator[None]:
             os.environ[_SEED] = seed
 
 
-_types = WeakTensorKeyDictionary()
+_types: MutableMapping[Tensor, torch.dtype] = WeakTensorKeyDictionary()
 """Of parameters that are float32 for as long as they are trained."""
 
 
 def restore_types(module: Module) -> None:
     """Gives the parameters of a module the types that they had before `convert_module`, after training."""
     for parameter in module.parameters():
-        if parameter in _types:
-            parameter.data = parameter.data.to(_types[parameter])
-            del _types[parameter]
+        if (before := _types.pop(parameter, None)) is not None:
+            parameter.data = parameter.data.to(before)
 
 
 class PlainPrecision(OtherBases):  # type: ignore[misc]
@@ -186,8 +186,7 @@ class PlainPrecision(OtherBases):  # type: ignore[misc]
             own = [p for p in part.parameters(recurse=False) if p.is_floating_point()]
             if not trained.isdisjoint(own):
                 for parameter in own:
-                    if parameter not in _types:
-                        _types[parameter] = parameter.dtype
+                    _types.setdefault(parameter, parameter.dtype)
                     parameter.data = parameter.data.float()
         if others:
             rank_zero_info(

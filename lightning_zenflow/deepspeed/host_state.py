@@ -84,10 +84,6 @@ class HostState:
             flat.data = flat.data.new_empty(0)
             self._optimizer.state.pop(flat, None)
 
-    def read(self, group: int, name: str | None, begin: int, numel: int) -> Tensor:
-        """Elements [begin, begin + numel) of a moment of a flat partition, or of its master weights (None), of a floating-point type."""
-        return self.states[name].read(self._bounds[group][0] + begin, numel)
-
     def as_saved(self, state: Mapping[str, Any], copied: Sequence[Sequence[Tensor]] | None) -> dict[str, Any]:
         """The result of the user's `Optimizer.state_dict`, as a checkpoint holds it.
 
@@ -284,12 +280,12 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
 
     def _copy_reordered(self, number: int, copies: Sequence[Tensor], source: Layout, target: Layout) -> None:
         """Copies a flat partition's states, of which all ranks have parts, into another order; the moments are the last of them."""
-        device, group = self._rank.device, self.dp_process_group
-        rank, names = dist.get_rank(group), (None, *MOMENTS)[-len(copies) :]
+        device, group, begin = self._rank.device, self.dp_process_group, self._rank.partition.group_begins[number]
+        rank, states = dist.get_rank(group), list(self._host_state.states.values())[-len(copies) :]
         # The order is that of all ranks, so that none waits for one that waits for it.
-        for run, (name, to) in product(runs(source, target), zip(names, copies, strict=True)):
+        for run, (state, to) in product(runs(source, target), zip(states, copies, strict=True)):
             if rank == run.source_rank:
-                values = self._host_state.read(number, name, run.source_begin, run.numel)
+                values = state.read(begin + run.source_begin, run.numel)
                 if rank != run.target_rank:
                     dist.send(values.to(device, torch.float32), group=group, group_dst=run.target_rank)
             if rank == run.target_rank:

@@ -135,7 +135,7 @@ class FullState:
             RuntimeError: the backward pass of a step's last micro-batch has begun, and the step has not been done.
             WorkerError: training was interrupted, and the exact state is lost.
         """
-        state = self._exact(name, optim_state_key, "safe_get_full_fp32_param and safe_get_full_optimizer_state")
+        state = self._exact(name, optim_state_key)
         return self._whole(name, lambda _, s: state.read(s.begin, s.numel))
 
     def in_memory(self, name: str, optim_state_key: str | None = None) -> Tensor | None:
@@ -154,7 +154,7 @@ class FullState:
 
         Training goes on with it; the model shows it with the next publish of its blocks, at most S + d steps later.
         """
-        state = self._exact(name, optim_state_key, "safe_set_full_fp32_param and safe_set_full_optimizer_state")
+        state = self._exact(name, optim_state_key)
         if value.shape != (shape := self.shapes[name]):
             raise ValueError(f"the new value of {name} must have the shape {list(shape)}, got {list(value.shape)}")
         if name in self._slices:
@@ -200,13 +200,13 @@ class FullState:
             names.append(name)
         return names
 
-    def _exact(self, name: str, key: str | None, caller: str) -> Moment:
-        """A state by its key, exact; `caller` is for the error. Errors are those of `read`."""
+    def _exact(self, name: str, key: str | None) -> Moment:
+        """A state by its key, exact; `name` is for the error. Errors are those of `read`."""
         # The same on every rank. A flush would drop the step's gradients.
         if self._step.is_complete:
             raise RuntimeError(
-                f"{caller}({name}): the gradients of a step are there and have not been applied; call it between steps, as"
-                " in the Trainer's `on_train_batch_start` or `on_train_batch_end`"
+                f"safe_get_full_*, safe_set_full_* of {name}: the gradients of a step are there and have not been applied; call it between"
+                " steps, as in the Trainer's `on_train_batch_start` or `on_train_batch_end`"
             )
         self._optimizer.flush()
         if key not in self._states:
