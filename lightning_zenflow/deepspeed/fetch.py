@@ -1,9 +1,10 @@
 """Fetches of parameters in host memory, behind the worker's updates of them."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, iter_params
@@ -12,7 +13,8 @@ from torch import Tensor
 from torch.nn import Module
 from typing_extensions import override
 
-from lightning_zenflow.core.device import Stream
+if TYPE_CHECKING:
+    from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
 
 _PROPERTIES = "dtype", "device", "shape", "is_cuda", "layout", "requires_grad", "_version"
 _WITHOUT_ELEMENTS = frozenset(
@@ -85,24 +87,13 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
 
     Args:
         deepspeeds: coordinator that it replaces.
-        stream: of the fetches.
-        before_use: waits until the worker has written a parameter's piece.
-        is_written: whether that would not wait.
-        one_rank: whether there is one rank only.
+        optimizer: knows what the worker has written.
     """
 
-    def __init__(
-        self,
-        deepspeeds: PartitionedParameterCoordinator,
-        stream: Stream | None,
-        *,
-        before_use: Callable[[Any], None],
-        is_written: Callable[[Any], bool],
-        one_rank: bool,
-    ) -> None:
+    def __init__(self, deepspeeds: PartitionedParameterCoordinator, optimizer: "ZenFlowZero3Optimizer") -> None:
         self.__dict__.update(vars(deepspeeds))
-        self._stream = stream
-        self._before_use, self._is_written, self._one_rank = before_use, is_written, one_rank
+        self._stream, self._one_rank = optimizer.fetches, dist.get_world_size(group=optimizer.dp_process_group) == 1
+        self._before_use, self._is_written = optimizer.before_use, optimizer.is_written
         self._fetched: set[Any] = set()  # since the last step
         self._needed: frozenset[Any] = frozenset()  # now
 

@@ -143,24 +143,20 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         """Makes whatever reads a piece wait for the worker's updates of it."""
         for sub_group, pieces in zip(self.fp16_groups, self.fp16_partitioned_groups, strict=True):
             for index, parameter in enumerate(sub_group):
-                parameter.ds_tensor = pieces[index] = Piece.of(pieces[index], partial(self._before_use, parameter))
-        self.parameter_offload.param_coordinator = FetchCoordinator(
-            self.parameter_offload.param_coordinator,
-            self._fetches,
-            before_use=self._before_use,
-            is_written=self._is_written,
-            one_rank=dist.get_world_size(group=self.dp_process_group) == 1,
-        )
+                parameter.ds_tensor = pieces[index] = Piece.of(pieces[index], partial(self.before_use, parameter))
+        self.parameter_offload.param_coordinator = FetchCoordinator(self.parameter_offload.param_coordinator, self)
 
     def _slice_in_flight(self, parameter: Any) -> int | None:
         """This rank's slice of a parameter, which the worker may be writing; None for one that is frozen or all padding here."""
         return None if self.closed else self._slice_of.get(parameter)
 
-    def _before_use(self, parameter: Any) -> None:
+    def before_use(self, parameter: Any) -> None:
+        """Waits until the worker has written this rank's piece of a parameter."""
         if (index := self._slice_in_flight(parameter)) is not None:
             self.parts.jobs.await_slice(index)
 
-    def _is_written(self, parameter: Any) -> bool:
+    def is_written(self, parameter: Any) -> bool:
+        """Whether `before_use` would not wait."""
         index = self._slice_in_flight(parameter)
         return index is None or self.parts.jobs.is_written(index)
 
@@ -255,13 +251,15 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
     def _step(self) -> None:
         # Private: DeepSpeed's own begin of a step, which empties buckets that an interrupted backward pass has left.
         self._pre_step()
-        self._wait_for(self._fetches)
+        self._wait_for(self.fetches)
         super()._step()
 
     @property
-    def _fetches(self) -> Stream | None:
-        # Private: the stream on which DeepSpeed gathers weights; None where the device does not run behind the host. Writes to the pieces
-        # are ordered behind fetches that no module has waited for, which a wrong prediction may leave.
+    def fetches(self) -> Stream | None:
+        """Stream on which DeepSpeed gathers weights; None where the device does not run behind the host. Writes to the pieces are ordered
+        behind fetches that no module has waited for, which a wrong prediction may leave.
+        """
+        # Private.
         stream: Stream | None = self.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
         return stream
 
@@ -284,12 +282,12 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         if persistent := self.persistent_parameters:
             # Private: as a fetch does. `all_gather`, which DeepSpeed's own step calls, makes the host wait for the device.
             persistent[0].all_gather_coalesced(persistent).wait()
-        if self._fetches is not None:
-            self._fetches.wait_stream(runtime_of(self._rank.device).current_stream())
+        if self.fetches is not None:
+            self.fetches.wait_stream(runtime_of(self._rank.device).current_stream())
 
     @override
     def flush(self) -> None:
-        self._wait_for(self._fetches)
+        self._wait_for(self.fetches)
         super().flush()
 
     @override

@@ -254,12 +254,12 @@ class Unordered(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._fetches = ZenFlowZero3Optimizer._fetches
-        ZenFlowZero3Optimizer._fetches = None  # type: ignore[assignment,method-assign]
+        self._fetches = ZenFlowZero3Optimizer.fetches
+        ZenFlowZero3Optimizer.fetches = None  # type: ignore[assignment,method-assign]
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        ZenFlowZero3Optimizer._fetches = self._fetches  # type: ignore[method-assign]
+        ZenFlowZero3Optimizer.fetches = self._fetches  # type: ignore[method-assign]
 
 
 def test_fetches_of_stage_3_are_behind_what_was_published() -> None:
