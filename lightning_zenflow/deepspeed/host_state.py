@@ -53,20 +53,17 @@ class HostState:
     """
 
     def __init__(self, optimizer: Optimizer, flats: Sequence[Tensor], *, partition: Partition, arena: Arena) -> None:
-        self._optimizer = optimizer
-        self._flats = list(flats)
-        self.states: dict[str | None, Moment] = dict(
-            zip((None, *MOMENTS), (Moment(arena.master), arena.exp_avg, arena.exp_avg_sq), strict=True)
-        )
-        self._moments = {name: self.states[name] for name in MOMENTS}
-        self._bounds = [(begin, flat.numel()) for flat, begin in zip(flats, partition.group_begins, strict=True)]
-        for flat, (begin, numel) in zip(self._flats, self._bounds, strict=True):
+        self._optimizer, self._flats, self._begins = optimizer, list(flats), partition.group_begins
+        self.states: dict[str | None, Moment] = {None: Moment(arena.master)}
+        self.states.update(zip(MOMENTS, (arena.exp_avg, arena.exp_avg_sq), strict=True))
+        for flat, begin in zip(self._flats, self._begins, strict=True):
+            numel = flat.numel()
             master = arena.master.narrow(0, begin, numel)
             master.copy_(flat.detach())
             flat.data = master
             # DeepSpeed links fragments of `.grad`. Gradients are in the slots, so a single expanded zero is enough.
             flat.grad = master.new_zeros(1).expand(numel)
-            optimizer.state[flat] = {name: m.stand_in(begin, numel) for name, m in self._moments.items()}
+            optimizer.state[flat] = {name: self.states[name].stand_in(begin, numel) for name in MOMENTS}
         self.write_count(0)
 
     def write_count(self, count: int) -> None:
@@ -91,7 +88,10 @@ class HostState:
             state: the result.
             copied: for each flat partition copies, the moments last; None: the arena's memory is shared.
         """
-        moments = copied or [[_as_float32(m.read(*bounds)) for m in self._moments.values()] for bounds in self._bounds]
+        moments = copied or [
+            [_as_float32(self.states[name].read(begin, flat.numel())) for name in MOMENTS]
+            for flat, begin in zip(self._flats, self._begins, strict=True)
+        ]
         of_keys = {
             key: {**before, **dict(zip(MOMENTS, of_partition[-len(MOMENTS) :], strict=True))}
             for (key, before), of_partition in zip(state["state"].items(), moments, strict=True)
@@ -108,10 +108,10 @@ class HostState:
             partitions: for each flat partition master weights, perhaps without padding, and moments, any type.
             moments: whether moments are loaded, too.
         """
-        for flat, (begin, _), (master, *of_names) in zip(self._flats, self._bounds, partitions, strict=True):
+        for flat, begin, (master, *of_names) in zip(self._flats, self._begins, partitions, strict=True):
             flat.data.narrow(0, 0, master.numel()).copy_(master.detach())
-            for moment, values in reversed([*zip(self._moments.values(), of_names, strict=True)] if moments else []):
-                moment.write(begin, values)
+            for name, values in reversed([*zip(MOMENTS, of_names, strict=True)] if moments else []):
+                self.states[name].write(begin, values)
 
 
 _ranges: "WeakValueDictionary[tuple[int, int], UntypedStorage]" = WeakValueDictionary()

@@ -111,7 +111,6 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         parts = self.parts
         self._worker, self._rank = parts.worker, parts.rank
         self.telemetry, self.counters = parts.rank.telemetry, parts.counters
-        self._trained_parameters = parameters
         self._slice_of = {parameters[s.parameter]: i for i, s in enumerate(self._rank.partition.slices)}
         self.zenflow_step = ZenFlowStep(
             self.zenflow_config,
@@ -249,9 +248,10 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
 
     def _refuse_unused(self) -> None:
         """Refuses a step without gradients of parameters of which a rank holds a part. A collective."""
-        unused = [self._trained_parameters[self._rank.partition.slices[i].parameter] for i in self.parts.fill.unused()]
+        names, slices = list(self.full_state.parameters), self._rank.partition.slices
+        unused = [names[slices[index].parameter] for index in self.parts.fill.unused()]
         error = MisconfigurationException(
-            f"the loss of a step must depend on every trained parameter, got none of {', '.join(self.param_names[p] for p in unused)}:"
+            f"the loss of a step must depend on every trained parameter, got none of {', '.join(unused)}:"
             " freeze them, or set DeepSpeed's zero_optimization.ignore_unused_parameters to true"
         )
         raise_together(error if unused else None, MisconfigurationException)

@@ -134,9 +134,8 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
 
         One after the other, so that they take no more memory than before, when the host's free memory was checked.
         """
-        trained = set(self._trained_parameters)
         for parameter in self.module.parameters():
-            if parameter not in trained and parameter.ds_tensor.device.type == "cpu":
+            if parameter not in self.full_state.names and parameter.ds_tensor.device.type == "cpu":
                 parameter.ds_tensor.data = self._rank.arena.page_locked_copy(parameter.ds_tensor.data)
 
     def _await_answers_in_fetches(self) -> None:
@@ -196,7 +195,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
             return
         self._use_memory_of([flat.clone() for flat in self._rank.weights])
         freed = self._rank.arena.publish.untyped_storage().data_ptr()
-        for parameter in self._trained_parameters:
+        for parameter in self.param_names:
             # On a CPU with one rank, what DeepSpeed gathers of a parameter is its piece.
             if parameter.untyped_storage().data_ptr() == freed:
                 parameter.data = parameter.data.clone()
