@@ -316,6 +316,8 @@ class Sleep(OtherBases):  # type: ignore[misc]
         Raises:
             MisconfigurationException: a step has all of its gradients and has not been done.
         """
+        if not self._away:
+            self._refuse_moved()
         if self.zenflow_step.is_complete and not self.zenflow_step.was_interrupted:
             raise MisconfigurationException(
                 "ZenFlowStrategy: engine.offload_states must not be called between the backward pass of a step's last micro-batch and"

@@ -125,8 +125,7 @@ class MemoryPlan:
     config: ZenFlowConfig
     zero: ZeroPartition
     partition: Partition
-    n_threads: int
-    """Of the worker."""
+    resources: RankResources
 
     @property
     def candidates(self) -> list[UpdateSchedule]:
@@ -149,7 +148,7 @@ class MemoryPlan:
             n_publish_buffers=max(s.n_publish_buffers for s in staggered),
             dtype=self.zero.weights[0].dtype,
             moments_dtype=getattr(torch, config.moments_dtype),
-            n_threads=self.n_threads,
+            n_threads=len(self.resources.cores.cores),
             newest_first=self.zero.in_place,
             export_bytes=export_bytes(self.partition, config.owned_ratio),
         )
@@ -176,24 +175,24 @@ def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) 
     # In place of whole memory pages, as publish buffers are, so that there is nothing between two of them.
     multiple = PAGE_BYTES // zero.weights[0].dtype.itemsize if zero.in_place else None
     partition = build_partition(zero.slices, sizes, n_blocks, multiple=multiple)
-    plan = MemoryPlan(config=config, zero=zero, partition=partition, n_threads=len(resources.cores.cores))
-    policy = _agree(plan, resources.ranks_on_host)
+    plan = MemoryPlan(config=config, zero=zero, partition=partition, resources=resources)
+    policy = _agree(plan)
     # Outermost, so that ranks that have built their parts release them if another one has not.
     with ExitStack() as undo:
         with raising_together(RuntimeError):
-            parts, host_state = _make(plan, policy, resources, undo)
+            parts, host_state = _make(plan, policy, undo)
         undo.pop_all()
     rank_zero_info(_description(config, parts.rank, policy.schedule, resources.cores))
     return parts, host_state
 
 
-def _agree(plan: MemoryPlan, ranks_on_host: int) -> SchedulePolicy:
+def _agree(plan: MemoryPlan) -> SchedulePolicy:
     """Checks the plan on all ranks; returns a policy for the schedules that every rank has memory for.
 
     Raises:
         MisconfigurationException: the arenas do not fit the memory of this or another rank's host; the same on all ranks.
     """
-    config, candidates = plan.config, plan.candidates
+    config, candidates, ranks_on_host = plan.config, plan.candidates, plan.resources.ranks_on_host
     # The state of an earlier fit may be garbage that has not been collected, and would count as taken.
     gc.collect()
     available = free_host_memory().n_bytes / ranks_on_host
@@ -212,11 +211,10 @@ def _agree(plan: MemoryPlan, ranks_on_host: int) -> SchedulePolicy:
     return policy
 
 
-def _make(
-    plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, undo: ExitStack
-) -> tuple[StepParts, HostState]:
+def _make(plan: MemoryPlan, policy: SchedulePolicy, undo: ExitStack) -> tuple[StepParts, HostState]:
     """Makes the components, in the order in which one needs another; `undo` releases them."""
-    config, zero, cores = plan.config, plan.zero, resources.cores.cores
+    config, zero, resources = plan.config, plan.zero, plan.resources
+    cores = resources.cores.cores
     # For every schedule that the configuration allows: what is not used takes no memory.
     sizes = plan.sizes(plan.candidates)
     arena = Arena(plan.partition, sizes, device=zero.device, cores=cores)

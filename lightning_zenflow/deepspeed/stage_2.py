@@ -127,18 +127,7 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
             self.overlap_comm = overlap_comm
 
     @override
-    def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        if not self._away:
-            self._refuse_moved()
-        super().offload_states(*args, **kwargs)
-
-    @override
-    def _step(self) -> None:
-        self._refuse_moved()
-        super()._step()
-
     def _refuse_moved(self) -> None:
-        """Refuses weights that are not in the flat buffers any more, where updates reach them."""
         for group, flat in zip(self.round_robin_bit16_groups, self.bit16_groups_flat, strict=True):
             address = flat.data_ptr()
             for parameter in group:
