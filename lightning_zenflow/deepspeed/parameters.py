@@ -181,8 +181,7 @@ class FullState:
     def refuse_gradient(self, name: str, value: Tensor) -> None:
         """Raises RuntimeError, which says where gradients can be changed."""
         raise RuntimeError(
-            f"safe_set_full_grad({name}): under ZenFlowStrategy gradients go to the host during backward and cannot be"
-            " replaced after it: change them in a hook, `parameter.register_hook(lambda gradient: ...)`"
+            f"safe_set_full_grad({name}): gradients are taken in backward: change them there, `parameter.register_hook(lambda g: ...)`"
         )
 
     def shown(self) -> list[str]:
@@ -260,8 +259,7 @@ class StateAccess(OtherBases):  # type: ignore[misc]
     def get_local_fp32_param(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: DeepSpeed's own code reads and writes partitions that may be some updates behind."""
         raise MisconfigurationException(
-            "ZenFlowStrategy does not support `safe_get_local_*` and `safe_set_local_*` of deepspeed.utils: use safe_get_full_* and"
-            " safe_set_full_*"
+            "ZenFlowStrategy does not support safe_get_local_* and safe_set_local_*: use safe_get_full_* and safe_set_full_*"
         )
 
     get_local_fp32_grad_for_param = set_local_hp_param = get_local_fp32_param
