@@ -305,6 +305,7 @@ def in_place_of_deepspeeds(
     def restore_scalars() -> None:
         for scalar in scalars:
             scalar.data = scalar.data.view(())
+        scalars.clear()
 
     def build(*args: Any, **kwargs: Any) -> Any:
         restore_scalars()

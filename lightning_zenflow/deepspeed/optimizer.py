@@ -102,6 +102,7 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         zero = ZeroPartition(
             optimizer=self.optimizer,
             slices=slices_of(self.layouts, shapes, dist.get_rank(group=self.dp_process_group)),
+            # Under stage 3 that on which parameters are gathered, and not that of a piece.
             device=parameters[0].device,
             shapes=list(shapes.values()),
             group=self.dp_process_group,

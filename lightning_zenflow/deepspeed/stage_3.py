@@ -195,7 +195,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
             return
         self._use_memory_of([flat.clone() for flat in self._rank.weights])
         freed = self._rank.arena.publish.untyped_storage().data_ptr()
-        for parameter in self.param_names:
+        for parameter in self._slice_of:
             # On a CPU with one rank, what DeepSpeed gathers of a parameter is its piece.
             if parameter.untyped_storage().data_ptr() == freed:
                 parameter.data = parameter.data.clone()
