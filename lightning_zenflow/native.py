@@ -214,36 +214,25 @@ def worker_executable() -> Path:
         RuntimeError: the file is missing or not executable.
     """
     override = os.environ.get(_ENVIRONMENT_VARIABLE)
-    if override:
-        return _executable(Path(override), f"named by the environment variable {_ENVIRONMENT_VARIABLE}")
-    candidates = _candidates()
-    for candidate in candidates:
-        if candidate.is_file():
-            return _executable(candidate, "installed with lightning_zenflow")
-    looked_at = ", ".join(str(candidate) for candidate in candidates)
-    raise RuntimeError(
-        f"The worker's executable is missing; looked for {looked_at}. It is built when the package is installed: install a C++ "
-        "compiler (Debian, Ubuntu: `apt-get install g++`), then run `pip install lightning-zenflow`, or `pip install -e .` in a "
-        f"clone of the repository. {_ENVIRONMENT_VARIABLE} can name an executable built elsewhere."
-    )
-
-
-def device_library() -> Path:
-    """Path of ``libzenflow-device.so``, in the folder of the worker's executable.
-
-    Raises:
-        RuntimeError: the file is missing.
-    """
-    path = worker_executable().with_name("libzenflow-device.so")
-    if not path.is_file():
+    candidates = [Path(override)] if override else _candidates()
+    path = next(filter(Path.is_file, candidates), None)
+    if path is None and override:
         raise RuntimeError(
-            f"The library {path} is missing; it is built together with the worker's executable: reinstall lightning-zenflow"
+            f"The worker's executable {override}, named by the environment variable {_ENVIRONMENT_VARIABLE}, does not exist."
         )
+    if path is None:
+        raise RuntimeError(
+            f"The worker's executable is missing; looked for {', '.join(map(str, candidates))}. It is built when the package is installed:"
+            " install a C++ compiler (Debian, Ubuntu: `apt-get install g++`), then run `pip install lightning-zenflow`, or"
+            f" `pip install -e .` in a clone of the repository. {_ENVIRONMENT_VARIABLE} can name an executable built elsewhere."
+        )
+    if not os.access(path, os.X_OK):
+        raise RuntimeError(f"The worker's executable {path} must be executable; run `chmod +x {path}`.")
     return path
 
 
 def cannot_run(path: Path, reason: object) -> str:
-    """The message for a compiled file that this machine cannot run, with what to do."""
+    """The message for a compiled file that this machine cannot run, or that is missing, with what to do."""
     machine = " ".join(filter(None, (platform.machine(), *platform.libc_ver())))
     return (
         f"{path} cannot run on this machine ({machine}): {reason}; install a wheel of lightning-zenflow for this machine, or build it here:"
@@ -258,11 +247,3 @@ def _candidates() -> list[Path]:
     with suppress(PackageNotFoundError):
         folders.append(Path(str(distribution("lightning-zenflow").locate_file("lightning_zenflow"))))
     return [folder / "bin" / "zenflow-worker" for folder in dict.fromkeys(folders)]
-
-
-def _executable(path: Path, origin: str) -> Path:
-    if not path.is_file():
-        raise RuntimeError(f"The worker's executable {path}, {origin}, does not exist.")
-    if not os.access(path, os.X_OK):
-        raise RuntimeError(f"The worker's executable {path}, {origin}, must be executable; run `chmod +x {path}`.")
-    return path

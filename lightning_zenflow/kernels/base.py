@@ -30,10 +30,8 @@ class SquaredNorms:
 
     parts: Tensor
     """[n] float32 or float64; together the whole gradient's."""
-    row_parts: Tensor | None
-    """[n, rows] float32; None without `per_axis`."""
-    column_parts: Tensor | None
-    """[n, columns] float32; None without `per_axis`."""
+    per_axis: tuple[Tensor, ...] = ()
+    """[n, rows] and [n, columns] float32; nothing without `per_axis`."""
 
     @property
     def rows(self) -> Tensor:
@@ -45,21 +43,15 @@ class SquaredNorms:
         """[columns] float32; with `per_axis` only."""
         return self.per_axis[1].sum(0)
 
-    @property
-    def per_axis(self) -> tuple[Tensor, Tensor]:
-        """`row_parts` and `column_parts`; with `per_axis` only."""
-        assert self.row_parts is not None and self.column_parts is not None
-        return self.row_parts, self.column_parts
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """Columns of a tile of a gradient, and the tensor that receives them."""
+    """Columns of a matrix, such as a tile of a gradient, and the tensor of their entries."""
 
     columns: Tensor | None
-    """[k] int64, on the gradient's device; None: all columns."""
-    target: Tensor
-    """[rows, k], model dtype, on the gradient's device."""
+    """[k] int64, on the matrix' device; None: all columns."""
+    entries: Tensor
+    """[rows, k], contiguous, model dtype, on the matrix' device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,19 +69,13 @@ class Destination:
         return gradient.view(-1).narrow(0, self.begin, self.slot.numel()).view_as(self.slot)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ColumnWrite:
-    """Columns of a matrix, and the tensor that is written to them."""
+ColumnWrite = tuple[Tensor, Selection]
+"""A matrix, [rows, width], contiguous, model dtype, and what is written to it; the entries are read at each write."""
 
-    matrix: Tensor
-    """[rows, width], contiguous, model dtype."""
-    columns: Tensor | None
-    """[k] int64; None: all columns."""
-    selected: Tensor
-    """[rows, k], contiguous, model dtype; read at each write."""
+Copies = AbstractContextManager[None]
+"""Context in which slots are written, on a stream of its own if the device has streams."""
 
-
-IN_ORDER = nullcontext()
+IN_ORDER: Copies = nullcontext()
 """Copies to slots in the order of everything else."""
 
 
@@ -101,12 +87,7 @@ class Kernels:
     """
 
     def route(
-        self,
-        gradient: Tensor,
-        destinations: Sequence[Destination],
-        *,
-        per_axis: bool,
-        copies: AbstractContextManager[None] = IN_ORDER,
+        self, gradient: Tensor, destinations: Sequence[Destination], *, per_axis: bool, copies: Copies = IN_ORDER
     ) -> SquaredNorms:
         """Copies the parts of a gradient to their slots, gathers the selected columns and computes sums of squares.
 
@@ -114,20 +95,18 @@ class Kernels:
             gradient: [rows, columns], model dtype.
             destinations: disjoint parts of the gradient.
             per_axis: adds the sums of each row and of each column; the total has the same bits with and without.
-            copies: context in which the slots are written, on a stream of its own if the device has streams.
+            copies: context in which the slots are written.
         """
         self.copy_parts(gradient, destinations, copies)
         # The total is the sum of the rows' in float64: torch's float32 sums over long vectors are off by 1e-5.
         rows = torch.linalg.vector_norm(gradient, dim=1, dtype=torch.float32)
         parts = rows.double().square().sum(0, keepdim=True)
         if not per_axis:
-            return SquaredNorms(parts=parts, row_parts=None, column_parts=None)
+            return SquaredNorms(parts=parts)
         columns = torch.linalg.vector_norm(gradient, dim=0, keepdim=True, dtype=torch.float32)
-        return SquaredNorms(parts=parts, row_parts=rows.square_().unsqueeze(0), column_parts=columns.square_())
+        return SquaredNorms(parts=parts, per_axis=(rows.square_().unsqueeze(0), columns.square_()))
 
-    def copy_parts(
-        self, gradient: Tensor, destinations: Sequence[Destination], copies: AbstractContextManager[None]
-    ) -> None:
+    def copy_parts(self, gradient: Tensor, destinations: Sequence[Destination], copies: Copies) -> None:
         """What `route` does but for the sums."""
         with copies:
             for destination in destinations:
@@ -137,9 +116,9 @@ class Kernels:
                 self.select(destination.part_of(gradient), selection)
 
     def select(self, part: Tensor, selection: Selection) -> None:
-        """Copies columns of a part of a gradient, [rows, width], to the selection's target."""
+        """Copies columns of a part of a gradient, [rows, width], to the selection's entries."""
         columns = selection.columns
-        selection.target.copy_(part if columns is None else part.index_select(1, columns))
+        selection.entries.copy_(part if columns is None else part.index_select(1, columns))
 
     def factored_step_(
         self, moment: SecondMoment, squared_norms: SquaredNorms, *, beta2: float, lr: float, scale: Tensor
@@ -219,15 +198,15 @@ class Kernels:
         weights.copy_(master)
 
     def column_writer(self, writes: Sequence[ColumnWrite]) -> Callable[[], None]:
-        """Returns a function that does matrix[:, columns] <- selected for all writes; prepared once, called in every step."""
-        some = [(w.matrix, w.columns, w.selected) for w in writes if w.columns is not None]
-        whole = [w for w in writes if w.columns is None]
-        targets, sources = [w.matrix for w in whole], [w.selected for w in whole]
+        """Returns a function that does matrix[:, columns] <- entries for all writes; prepared once, called in every step."""
+        some = [(matrix, s.columns, s.entries) for matrix, s in writes if s.columns is not None]
+        targets = [matrix for matrix, s in writes if s.columns is None]
+        sources = [s.entries for _, s in writes if s.columns is None]
 
         def write() -> None:
-            for matrix, columns, selected in some:
-                matrix.index_copy_(1, columns, selected)
-            if whole:
+            for matrix, columns, entries in some:
+                matrix.index_copy_(1, columns, entries)
+            if targets:
                 # Biases and norms are many and small: one call for all of them.
                 torch._foreach_copy_(targets, sources)
 
@@ -242,54 +221,47 @@ def kernels_for(device: torch.device) -> Kernels:
     Raises:
         ValueError: the variable has another value, or names "cpu" for another device.
     """
-    fastest = {"cpu": "cpu", "cuda": "triton"}.get(device.type, "torch")
-    name = os.environ.get(_VARIABLE) or fastest
+    name = os.environ.get(_VARIABLE) or {"cpu": "cpu", "cuda": "triton"}.get(device.type, "torch")
+    if name not in ("torch", "triton", "cpu"):
+        raise ValueError(f"{_VARIABLE} must be torch, triton or cpu, or not be set, got {name!r}")
+    if name == "cpu" and device.type != "cpu":
+        raise ValueError(f"{_VARIABLE} must be torch or triton for training on {device.type}, got 'cpu'")
     # Imported on demand: not every installation has Triton, and a GPU run does not need the compiled library.
-    if name == "triton":
-        return _triton_or_torch(device)
     if name == "cpu":
-        if device.type != "cpu":
-            raise ValueError(f"{_VARIABLE} must be torch or triton for training on {device.type}, got 'cpu'")
         from lightning_zenflow.kernels.cpu import CpuKernels
 
         return CpuKernels()
-    if name != "torch":
-        raise ValueError(f"{_VARIABLE} must be torch, triton or cpu, or not be set, got {name!r}")
+    if name == "triton":
+        try:
+            from lightning_zenflow.kernels.triton import TritonKernels
+
+            kernels = TritonKernels()
+            # The first launch compiles Triton's own launcher, for which it needs a C compiler and Python's headers.
+            _launch_all(kernels, device)
+            return kernels
+        # Triton raises what its parts raise: missing files, compilers that fail, drivers.
+        except Exception as error:
+            _log.warning(
+                "ZenFlow: Triton's kernels cannot be used, torch's are (slower by many launches in each step): %s: %s."
+                " Triton needs a C compiler and Python's headers; %s=torch silences this warning",
+                type(error).__name__,
+                error,
+                _VARIABLE,
+            )
     return Kernels()
-
-
-def _triton_or_torch(device: torch.device) -> Kernels:
-    try:
-        from lightning_zenflow.kernels.triton import TritonKernels
-
-        kernels = TritonKernels()
-        # The first launch compiles Triton's own launcher, for which it needs a C compiler and Python's headers.
-        _launch_all(kernels, device)
-    # Triton raises what its parts raise: missing files, compilers that fail, drivers.
-    except Exception as error:
-        _log.warning(
-            "ZenFlow: Triton's kernels cannot be used, torch's are (slower by many launches in each step): %s: %s."
-            " Triton needs a C compiler and Python's headers; %s=torch silences this warning",
-            type(error).__name__,
-            error,
-            _VARIABLE,
-        )
-        return Kernels()
-    return kernels
 
 
 def _launch_all(kernels: Kernels, device: torch.device) -> None:
     """Launches each pass once, since each is compiled at its first launch and an error there would end training."""
-    one, matrix = (
-        torch.ones((), dtype=torch.float32, device=device),
-        torch.zeros(2, 2, dtype=torch.bfloat16, device=device),
-    )
-    columns, selected = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros_like(matrix[:, :1])
+    one = torch.ones((), dtype=torch.float32, device=device)
+    matrix = torch.zeros(2, 2, dtype=torch.bfloat16, device=device)
+    column = torch.zeros(1, dtype=torch.int64, device=device)
+    selection = Selection(columns=column, entries=torch.zeros_like(matrix[:, :1]))
     norms = kernels.route(matrix, (), per_axis=True)
     factors = kernels.factored_step_(SecondMoment.zeros(2, 2, device), norms, beta2=0.5, lr=0.0, scale=one)
     kernels.provisional_update_(matrix, matrix, factors, RoundingNoise(0, device))
-    kernels.select(matrix, Selection(columns=columns, target=selected))
-    kernels.column_writer([ColumnWrite(matrix=matrix, columns=columns, selected=selected)])()
+    kernels.select(matrix, selection)
+    kernels.column_writer([(matrix, selection)])()
     h = GroupHyperparameters(lr=0.0, beta1=0.5, beta2=0.5, eps=1.0, weight_decay=0.0, decoupled=True)
     scale = StepScale(factor=one, finite=one.bool(), norm=one, count=one.double())
     kernels.adamw_(torch.zeros(3, 4, dtype=torch.float32, device=device), matrix.view(-1), matrix.view(-1), h, scale)

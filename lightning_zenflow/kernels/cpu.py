@@ -3,9 +3,7 @@
 import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from functools import cache, partial
-from typing import Any
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -13,9 +11,9 @@ from typing_extensions import override
 
 from lightning_zenflow import native
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
-from lightning_zenflow.kernels.base import IN_ORDER, ColumnWrite, Destination, Kernels, SquaredNorms
+from lightning_zenflow.kernels.base import IN_ORDER, ColumnWrite, Copies, Destination, Kernels, SquaredNorms
 from lightning_zenflow.kernels.factored import NOISE_NUMEL, Factors, RoundingNoise, SecondMoment
-from lightning_zenflow.native import cannot_run, device_library, fields
+from lightning_zenflow.native import cannot_run, fields, worker_executable
 
 _SMALLEST_PART = 1 << 18
 """Elements; fewer do not pay for a thread."""
@@ -83,7 +81,7 @@ class _Columns(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL:
-    path = device_library()
+    path = worker_executable().with_name("libzenflow-device.so")
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -114,12 +112,7 @@ class CpuKernels(Kernels):
 
     @override
     def route(
-        self,
-        gradient: Tensor,
-        destinations: Sequence[Destination],
-        *,
-        per_axis: bool,
-        copies: AbstractContextManager[None] = IN_ORDER,
+        self, gradient: Tensor, destinations: Sequence[Destination], *, per_axis: bool, copies: Copies = IN_ORDER
     ) -> SquaredNorms:
         """One pass over memory, except for destinations within a single row and for second selections from the same rows."""
         n_rows, n_columns = gradient.shape
@@ -129,7 +122,7 @@ class CpuKernels(Kernels):
         parts = _parts(n_rows, n_columns)
         dtype, row_bytes = native.DATA_TYPES[gradient.dtype], n_columns * gradient.itemsize
         rows = gradient.new_empty(n_rows, dtype=torch.float32)
-        columns = rows.new_zeros(len(parts) * n_columns) if per_axis else None
+        columns = rows.new_zeros(len(parts), n_columns) if per_axis else None
         source, row_norms = _address(gradient, gradient.dtype), rows.data_ptr()
         col_norms = 0 if columns is None else columns.data_ptr()
 
@@ -156,14 +149,11 @@ class CpuKernels(Kernels):
         for destination in destinations:
             for selection in destination.selections[1:]:
                 self.select(destination.part_of(gradient), selection)
-        if columns is not None:
-            columns = columns.view(len(parts), n_columns)
-            columns = columns if len(parts) == 1 else columns.sum(0, keepdim=True)
-        return SquaredNorms(
-            parts=rows.sum(0, keepdim=True, dtype=torch.float64),
-            row_parts=rows.unsqueeze(0) if per_axis else None,
-            column_parts=columns,
-        )
+        total = rows.sum(0, keepdim=True, dtype=torch.float64)
+        if columns is None:
+            return SquaredNorms(parts=total)
+        of_columns = columns if len(parts) == 1 else columns.sum(0, keepdim=True)
+        return SquaredNorms(parts=total, per_axis=(rows.unsqueeze(0), of_columns))
 
     @override
     def factored_step_(
@@ -173,22 +163,11 @@ class CpuKernels(Kernels):
         rows, columns = squared_norms.per_axis
         n_rows, n_columns = rows.numel(), columns.numel()
         row_scale, col_scale = rows.new_empty(n_rows, 1), rows.new_empty(1, n_columns)
-        finite = self._library.zenflow_factored_step(
-            _FactoredStepArgs(
-                _address(rows, torch.float32),
-                n_rows,
-                _address(columns, torch.float32),
-                n_columns,
-                _address(moment.row, torch.float32, n_rows),
-                _address(moment.col, torch.float32, n_columns),
-                _address(moment.n, torch.float32, 1),
-                row_scale.data_ptr(),
-                col_scale.data_ptr(),
-                beta2,
-                lr,
-                float(scale),
-            )
-        )
+        norms = _address(rows, torch.float32), n_rows, _address(columns, torch.float32), n_columns
+        state = [_address(t, torch.float32, n) for t, n in zip(moment, (n_rows, n_columns, 1), strict=True)]
+        outputs = row_scale.data_ptr(), col_scale.data_ptr()
+        args = _FactoredStepArgs(*norms, *state, *outputs, beta2, lr, float(scale))
+        finite = self._library.zenflow_factored_step(args)
         return Factors(row_scale=row_scale, col_scale=col_scale, finite=self._true if finite else self._false)
 
     @override
@@ -218,9 +197,7 @@ class CpuKernels(Kernels):
         if not scale.finite:
             weights.copy_(state[0])
             return
-        values = native.Hyperparameters(
-            lr=h.lr, beta1=h.beta1, beta2=h.beta2, eps=h.eps, weight_decay=h.weight_decay, decoupled=int(h.decoupled)
-        )
+        values = native.Hyperparameters(**vars(h))
         steps, factor, dtype = int(scale.count), float(scale.factor), native.DATA_TYPES[weights.dtype]
         n, kinds = gradient.numel(), (*[torch.float32] * 3, weights.dtype, weights.dtype)
         begins = [
@@ -237,20 +214,22 @@ class CpuKernels(Kernels):
 
     @override
     def column_writer(self, writes: Sequence[ColumnWrite]) -> Callable[[], None]:
+        writes = list(writes)
         table = (_Columns * len(writes))()
-        for entry, w in zip(table, writes, strict=True):
-            dtype, (n_rows, n_selected) = writes[0].matrix.dtype, w.selected.shape
-            entry.matrix, entry.rows, entry.width = _address(w.matrix, dtype), *w.matrix.shape
-            entry.indices = None if w.columns is None else _address(w.columns, torch.int64, n_selected)
-            entry.n_selected, entry.selected = n_selected, _address(w.selected, dtype)
-            assert n_rows == entry.rows and n_selected <= entry.width, w
-        return partial(self._write_columns, table, list(writes))
+        for entry, (matrix, s) in zip(table, writes, strict=True):
+            dtype, (n_rows, n_selected) = writes[0][0].dtype, s.entries.shape
+            entry.matrix, entry.rows, entry.width = _address(matrix, dtype), *matrix.shape
+            entry.indices = None if s.columns is None else _address(s.columns, torch.int64, n_selected)
+            entry.n_selected, entry.selected = n_selected, _address(s.entries, dtype)
+            assert n_rows == entry.rows and n_selected <= entry.width, (matrix.shape, s)
 
-    def _write_columns(self, table: Any, writes: Sequence[ColumnWrite]) -> None:
-        """Executes a table, which points into the tensors of `writes`."""
-        if writes:
-            dtype = native.DATA_TYPES[writes[0].matrix.dtype]
-            self._library.zenflow_scatter_columns(table, len(table), dtype)
+        def write() -> None:
+            # The table points into the tensors of `writes`.
+            if writes:
+                dtype = native.DATA_TYPES[writes[0][0].dtype]
+                self._library.zenflow_scatter_columns(table, len(table), dtype)
+
+        return write
 
 
 def _address(tensor: Tensor, dtype: torch.dtype, numel: int | None = None) -> int:
@@ -264,12 +243,12 @@ def _address(tensor: Tensor, dtype: torch.dtype, numel: int | None = None) -> in
 
 
 def _first_selection(destination: Destination, row: int) -> tuple[int, int, int]:
-    """Address of the column indices of a destination's first selection, 0 for all; their number; address of a row of its target."""
+    """Address of the column indices of a destination's first selection, 0 for all; their number; address of a row of its entries."""
     if not destination.selections:
         return 0, 0, 0
-    columns, target = destination.selections[0].columns, destination.selections[0].target
-    n_selected = target.shape[1]
-    first = _address(target, destination.slot.dtype) + row * n_selected * target.itemsize
+    columns, entries = destination.selections[0].columns, destination.selections[0].entries
+    n_selected = entries.shape[1]
+    first = _address(entries, destination.slot.dtype) + row * n_selected * entries.itemsize
     return 0 if columns is None else _address(columns, torch.int64, n_selected), n_selected, first
 
 

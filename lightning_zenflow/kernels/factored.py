@@ -12,7 +12,7 @@ functions are pure except for the rounding noise, which has a seeded generator.
 
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +27,8 @@ _NOISE_ALIGNMENT = 4
 """Elements in 16 bytes, which CUDA reads as one word; on every device, so that all draw the same bits."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SecondMoment:
-    """The factored second moment of one matrix's gradient; changed in place."""
+class SecondMoment(NamedTuple):
+    """The factored second moment of one matrix's gradient; changed in place. A checkpoint has these tensors, in this order."""
 
     row: Tensor
     """[rows] float32; running mean over columns of the squared, clipped gradient."""
@@ -41,15 +40,7 @@ class SecondMoment:
     @classmethod
     def zeros(cls, rows: int, columns: int, device: torch.device) -> "SecondMoment":
         """The second moment before the first step."""
-        return cls(
-            row=torch.zeros(rows, dtype=torch.float32, device=device),
-            col=torch.zeros(columns, dtype=torch.float32, device=device),
-            n=torch.zeros((), dtype=torch.float32, device=device),
-        )
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All tensors, for a checkpoint."""
-        return self.row, self.col, self.n
+        return cls(*(torch.zeros(shape, dtype=torch.float32, device=device) for shape in ((rows,), (columns,), ())))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +61,9 @@ class RoundingNoise:
     Args:
         seed: determines all draws.
         device: that of the weights.
+
+    Attributes:
+        offsets: generator of the offsets, whose state a checkpoint has.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -77,26 +71,12 @@ class RoundingNoise:
         size = (2 * NOISE_NUMEL,)
         bits = torch.randint(0, 1 << 16, size, generator=generator, dtype=torch.int32, device="cpu")
         self._bits = bits.to(device)
-        self._offsets = random.Random(seed)
-
-    def get_state(self) -> tuple[Any, ...]:
-        """The generator's state, for a checkpoint."""
-        return self._offsets.getstate()
-
-    def set_state(self, state: tuple[Any, ...]) -> None:
-        """Restores what `get_state` returned."""
-        self._offsets.setstate(state)
+        self.offsets = random.Random(seed)
 
     def draw_tile(self) -> Tensor:
         """[NOISE_NUMEL] int32, each 0 to 65535; repeated by the caller for larger tensors."""
-        offset = self._offsets.randrange(0, NOISE_NUMEL, _NOISE_ALIGNMENT)
+        offset = self.offsets.randrange(0, NOISE_NUMEL, _NOISE_ALIGNMENT)
         return self._bits.narrow(0, offset, NOISE_NUMEL)
-
-    def draw(self, numel: int) -> Tensor:
-        """[numel] int32, each 0 to 65535."""
-        repeats = -(-numel // NOISE_NUMEL)
-        tile = self.draw_tile()
-        return (tile.repeat(repeats) if repeats > 1 else tile).narrow(0, 0, numel)
 
 
 def round_stochastically_(target: Tensor, values: Tensor, noise: RoundingNoise) -> None:
@@ -111,6 +91,9 @@ def round_stochastically_(target: Tensor, values: Tensor, noise: RoundingNoise) 
     """
     if target.dtype == torch.bfloat16:
         bits = values.view(torch.int32).view(-1)
+        random_bits, repeats = noise.draw_tile(), -(-bits.numel() // NOISE_NUMEL)
+        if repeats > 1:
+            random_bits = random_bits.repeat(repeats)
         # Adding 16 random bits carries into the upper half with probability (lower half) / 65536.
-        bits.add_(noise.draw(bits.numel())).bitwise_and_(-65536)
+        bits.add_(random_bits.narrow(0, 0, bits.numel())).bitwise_and_(-65536)
     target.copy_(values)

@@ -10,6 +10,21 @@ accessed in words of 16 bytes. Kernels are not specialised in other sizes, so th
 import triton
 import triton.language as tl
 
+BLOCK = tl.constexpr(1024)
+"""Elements of one program of `adamw`."""
+
+ROWS, COLUMNS = tl.constexpr(8), tl.constexpr(256)
+"""Rectangle of the sums of squares and of `provisional_update`. A row of it is read by one warp, which adds it up without shared memory."""
+
+COPY_ROWS, COPY_COLUMNS = tl.constexpr(16), tl.constexpr(128)
+"""Rectangle of one program that copies columns, counted in selected columns."""
+
+CHUNK, PARTS_AT_ONCE = tl.constexpr(2048), tl.constexpr(16)
+"""Of `factored_step`, a single program of 16 warps: loads in flight hide their latency."""
+
+FIELDS = tl.constexpr(7)
+"""Of a write in the table of `write_columns`."""
+
 NO_DECAY, DECAY_OF_WEIGHT, DECAY_OF_GRADIENT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Of `adamw`: whether the decay acts on the weight or is added to the gradient."""
 
@@ -17,16 +32,16 @@ NO_DECAY, DECAY_OF_WEIGHT, DECAY_OF_GRADIENT = tl.constexpr(0), tl.constexpr(1),
 @triton.jit
 def _sum_squares(
     program, gradient, parts, row_parts, column_parts, n_rows, n_columns, n_strips, n_tiles,
-    per_axis: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
+    per_axis: tl.constexpr,
 ):  # fmt: skip
     """Sums over one strip of adjacent rectangles, one below the other. No two programs write the same element."""
     group, strip = program // n_strips, program % n_strips
-    columns = strip * tile_columns + tl.arange(0, tile_columns)
-    in_tile = tl.arange(0, tile_rows)
+    columns = strip * COLUMNS + tl.arange(0, COLUMNS)
+    in_tile = tl.arange(0, ROWS)
     offsets = in_tile[:, None] * n_columns + columns[None, :]
-    sums = tl.zeros((tile_rows, tile_columns), dtype=tl.float32)
-    first = group * n_tiles * tile_rows
-    end = tl.minimum(first + n_tiles * tile_rows, n_rows)
+    sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    first = group * n_tiles * ROWS
+    end = tl.minimum(first + n_tiles * ROWS, n_rows)
     while first < end:
         is_row = in_tile < n_rows - first
         inside = is_row[:, None] & (columns < n_columns)[None, :]
@@ -37,7 +52,7 @@ def _sum_squares(
         if per_axis:
             target = row_parts + strip.to(tl.int64) * n_rows + first
             tl.store(target + in_tile, tl.sum(squares, axis=1), mask=is_row)
-        first += tile_rows
+        first += ROWS
     of_columns = tl.sum(sums, axis=0)
     if per_axis:
         tl.store(column_parts + group.to(tl.int64) * n_columns + columns, of_columns, mask=columns < n_columns)
@@ -45,14 +60,11 @@ def _sum_squares(
 
 
 @triton.jit
-def _copy_rectangle(
-    program, matrix, columns, n_indices, selected, n_rows, width, n_selected,
-    gather: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
-):  # fmt: skip
+def _copy_rectangle(program, matrix, columns, n_indices, selected, n_rows, width, n_selected, gather: tl.constexpr):
     """Copies one rectangle of selected columns; without indices they are all columns, in their order."""
-    n_strips = tl.cdiv(n_selected, tile_columns)
-    rows = (program // n_strips) * tile_rows + tl.arange(0, tile_rows)
-    i = (program % n_strips) * tile_columns + tl.arange(0, tile_columns)
+    n_strips = tl.cdiv(n_selected, COPY_COLUMNS)
+    rows = (program // n_strips) * COPY_ROWS + tl.arange(0, COPY_ROWS)
+    i = (program % n_strips) * COPY_COLUMNS + tl.arange(0, COPY_COLUMNS)
     is_column = i < n_selected
     column = tl.where(i < n_indices, tl.load(columns + i, mask=i < n_indices, other=0), i)
     inside = (rows < n_rows)[:, None] & is_column[None, :]
@@ -70,36 +82,27 @@ def _copy_rectangle(
 def route(
     gradient, parts, row_parts, column_parts, n_rows, n_columns, n_strips, n_tiles, n_sums,
     part, columns, selected, part_rows, part_width, n_selected,
-    per_axis: tl.constexpr, gathers: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
-    copy_rows: tl.constexpr, copy_columns: tl.constexpr,
+    per_axis: tl.constexpr, gathers: tl.constexpr,
 ):  # fmt: skip
     """Sums of squares of a gradient by the first `n_sums` programs, columns of a part of it by the others."""
     program = tl.program_id(0)
     if program < n_sums:
-        _sum_squares(
-            program, gradient, parts, row_parts, column_parts, n_rows, n_columns, n_strips, n_tiles,
-            per_axis, tile_rows, tile_columns,
-        )  # fmt: skip
+        _sum_squares(program, gradient, parts, row_parts, column_parts, n_rows, n_columns, n_strips, n_tiles, per_axis)
     elif gathers:
-        _copy_rectangle(
-            program - n_sums, part, columns, n_selected, selected, part_rows, part_width, n_selected,
-            True, copy_rows, copy_columns,
-        )  # fmt: skip
+        _copy_rectangle(program - n_sums, part, columns, n_selected, selected, part_rows, part_width, n_selected, True)
 
 
 @triton.jit
-def _add_to_mean(
-    mean, parts, i, n, n_parts, factor, weight, applies, n_at_once: tl.constexpr, chunk: tl.constexpr
-):  # fmt: skip
+def _add_to_mean(mean, parts, i, n, n_parts, factor, weight, applies):
     """Moves the mean by weight * (factor * (sum of the parts) - mean) at the elements i of n; returns it."""
     inside = i < n
-    sums = tl.zeros((chunk,), dtype=tl.float32)
+    sums = tl.zeros((CHUNK,), dtype=tl.float32)
     first = 0
     while first < n_parts:
-        part = first + tl.arange(0, n_at_once)
+        part = first + tl.arange(0, PARTS_AT_ONCE)
         some = (part < n_parts)[:, None] & inside[None, :]
         sums += tl.sum(tl.load(parts + part.to(tl.int64)[:, None] * n + i[None, :], mask=some, other=0.0), axis=0)
-        first += n_at_once
+        first += PARTS_AT_ONCE
     old = tl.load(mean + i, mask=inside, other=0.0)
     new = tl.where(applies, old + weight * (sums * factor - old), old)
     # Several threads may have read an element that one of them writes.
@@ -112,15 +115,14 @@ def _add_to_mean(
 def factored_step(
     parts, row_parts, column_parts, row, col, steps, row_scale, col_scale, finite, scale,
     n_parts, n_row_parts, n_column_parts, n_rows, n_columns, weight, log_beta2, lr, smallest,
-    n_at_once: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
     """`Kernels.factored_step_` by a single program."""
-    sums = tl.zeros((chunk,), dtype=tl.float32)
+    sums = tl.zeros((CHUNK,), dtype=tl.float32)
     first = 0
     while first < n_parts:
-        i = first + tl.arange(0, chunk)
+        i = first + tl.arange(0, CHUNK)
         sums += tl.load(parts + i, mask=i < n_parts, other=0.0)
-        first += chunk
+        first += CHUNK
     factor = tl.load(scale)
     applies = tl.sum(sums, axis=0) * factor < float("inf")
     tl.store(finite, applies)
@@ -131,37 +133,32 @@ def factored_step(
     power = tl.exp((tl.maximum(n, 1.0) * log_beta2).to(tl.float64))
     bias_correction = (1.0 - power).to(tl.float32)
     squared = factor * factor
-    sums = tl.zeros((chunk,), dtype=tl.float32)
+    sums = tl.zeros((CHUNK,), dtype=tl.float32)
     first = 0
     while first < n_columns:
-        i = first + tl.arange(0, chunk)
-        new = _add_to_mean(
-            col, column_parts, i, n_columns, n_column_parts, squared / n_rows, weight, applies, n_at_once, chunk
-        )
+        i = first + tl.arange(0, CHUNK)
+        new = _add_to_mean(col, column_parts, i, n_columns, n_column_parts, squared / n_rows, weight, applies)
         sums += new
         tl.store(col_scale + i, tl.rsqrt(tl.maximum(new, smallest)), mask=i < n_columns)
-        first += chunk
+        first += CHUNK
     size = tl.sqrt(tl.sum(sums, axis=0) / n_columns * bias_correction) * (factor * lr)
     first = 0
     while first < n_rows:
-        i = first + tl.arange(0, chunk)
-        new = _add_to_mean(
-            row, row_parts, i, n_rows, n_row_parts, squared / n_columns, weight, applies, n_at_once, chunk
-        )
+        i = first + tl.arange(0, CHUNK)
+        new = _add_to_mean(row, row_parts, i, n_rows, n_row_parts, squared / n_columns, weight, applies)
         tl.store(row_scale + i, tl.rsqrt(tl.maximum(new, smallest)) * size, mask=i < n_rows)
-        first += chunk
+        first += CHUNK
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_strips"])
 def provisional_update(
     weights, gradient, row_scale, size, col_scale, noise, finite, n_rows, n_columns, n_strips,
     noise_mask: tl.constexpr, stochastic: tl.constexpr, aligned: tl.constexpr,
-    tile_rows: tl.constexpr, tile_columns: tl.constexpr,
 ):  # fmt: skip
     """One rectangle of `Kernels.provisional_update_`."""
     program = tl.program_id(0)
-    first = (program // n_strips) * tile_rows
-    in_tile, columns = tl.arange(0, tile_rows), (program % n_strips) * tile_columns + tl.arange(0, tile_columns)
+    first = (program // n_strips) * ROWS
+    in_tile, columns = tl.arange(0, ROWS), (program % n_strips) * COLUMNS + tl.arange(0, COLUMNS)
     is_row, is_column = in_tile < n_rows - first, columns < n_columns
     inside = is_row[:, None] & is_column[None, :]
     offsets = in_tile[:, None] * n_columns + columns[None, :]
@@ -186,10 +183,10 @@ def adamw(
     master, exp_avg, exp_avg_sq, gradient, weights, n,
     factor, finite, step_size, inv_sqrt_bias_correction2,
     beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay_factor,
-    decay: tl.constexpr, block: tl.constexpr,
+    decay: tl.constexpr,
 ):  # fmt: skip
     """`Kernels.adamw_`, for adjacent elements."""
-    i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside, applies = i < n, tl.load(finite)
     old_w = tl.load(master + i, mask=inside, other=0.0)
     old_m = tl.load(exp_avg + i, mask=inside, other=0.0)
@@ -211,25 +208,19 @@ def adamw(
 
 
 @triton.jit
-def gather_columns(
-    matrix, columns, selected, n_rows, width, n_selected, tile_rows: tl.constexpr, tile_columns: tl.constexpr
-):  # fmt: skip
+def gather_columns(matrix, columns, selected, n_rows, width, n_selected):
     """Gathers columns: selected <- matrix[:, columns]."""
-    _copy_rectangle(
-        tl.program_id(0), matrix, columns, n_selected, selected, n_rows, width, n_selected, True, tile_rows, tile_columns
-    )  # fmt: skip
+    _copy_rectangle(tl.program_id(0), matrix, columns, n_selected, selected, n_rows, width, n_selected, True)
 
 
 @triton.jit
-def write_columns(writes, programs, model, fields: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr):
+def write_columns(writes, programs, model):
     """Many writes at once, see `kernels.triton`; `model` is a tensor of their type, whose elements are not accessed."""
-    write = writes + tl.load(programs + 2 * tl.program_id(0)) * fields
+    write = writes + tl.load(programs + 2 * tl.program_id(0)) * FIELDS
     program = tl.load(programs + 2 * tl.program_id(0) + 1).to(tl.int32)
     matrix = tl.load(write).to(tl.pointer_type(model.dtype.element_ty))
     columns = tl.load(write + 1).to(tl.pointer_type(tl.int64))
     selected = tl.load(write + 2).to(tl.pointer_type(model.dtype.element_ty))
     n_indices, n_rows, width = tl.load(write + 3).to(tl.int32), tl.load(write + 4).to(tl.int32), tl.load(write + 5)
     n_selected = tl.load(write + 6).to(tl.int32)
-    _copy_rectangle(
-        program, matrix, columns, n_indices, selected, n_rows, width, n_selected, False, tile_rows, tile_columns
-    )
+    _copy_rectangle(program, matrix, columns, n_indices, selected, n_rows, width, n_selected, False)

@@ -248,10 +248,10 @@ class DeviceColumns:
         self.writes: list[ColumnWrite] = []
         for owned in self._tiles:
             tile, on_device = owned.tile, None if owned.columns is None else owned.columns.device
-            target = owned.of_group(self._staging[owned.param_group])
+            entries = owned.of_group(self._staging[owned.param_group])
             matrix = self._rank.weights_at(owned.param_group, tile.begin, tile.numel).view(tile.rows, tile.width)
-            self.selections[owned.number] = Selection(columns=on_device, target=target)
-            self.writes.append(ColumnWrite(matrix=matrix, columns=on_device, selected=target))
+            self.selections[owned.number] = selection = Selection(columns=on_device, entries=entries)
+            self.writes.append((matrix, selection))
 
     @property
     def numel(self) -> int:

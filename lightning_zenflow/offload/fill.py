@@ -177,7 +177,7 @@ class GradientRouter:
                 # From the device: in the order of its streams, the slot may still be read for an update that is reapplied.
                 destination.slot.copy_(self._zero.expand_as(destination.slot), non_blocking=True)
                 for selection in destination.selections:
-                    selection.target.zero_()
+                    selection.entries.zero_()
 
     def _destinations(self, parts: Iterable[tuple[int, Block, int]]) -> list[Destination]:
         return [
@@ -253,7 +253,7 @@ class VectorGradients:
         for block in blocks:
             for tile, gradient in block.tiles:
                 for selection in self._ownership.selections(tile):
-                    targets.append(selection.target)
+                    targets.append(selection.entries)
                     sources.append(gradient)
         if targets:
             torch._foreach_copy_(targets, sources)

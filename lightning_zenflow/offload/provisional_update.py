@@ -178,11 +178,11 @@ class ProvisionalUpdate:
             return None
         return {
             "second_moments": [
-                tuple(t.cpu() for t in self._moments[index].tensors()) if index in self._moments else None
+                tuple(t.cpu() for t in self._moments[index]) if index in self._moments else None
                 for index in range(len(self._rows))
             ],
             "clip": self._clip.cpu(),
-            "noise": self._noise.get_state(),
+            "noise": self._noise.offsets.getstate(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -191,10 +191,10 @@ class ProvisionalUpdate:
             return
         self._moments.clear()
         for index, saved in enumerate(state["second_moments"]):
-            for ours, theirs in () if saved is None else zip(self._moment(index).tensors(), saved, strict=True):
+            for ours, theirs in () if saved is None else zip(self._moment(index), saved, strict=True):
                 ours.copy_(theirs)
         self._clip.copy_(state["clip"])
-        self._noise.set_state(state["noise"])
+        self._noise.offsets.setstate(state["noise"])
 
     def _keep(self, block: Block, update: Update, slot: Tensor, schedule: StaggeredSchedule) -> None:
         """Keeps an update of a tile whose block has a job in flight, with the gradient in its slot or a copy of it."""

@@ -27,7 +27,7 @@ sys.modules["lightning_zenflow"] = package = ModuleType("lightning_zenflow")
 package.__path__ = [str(Path(__file__).parents[2] / "lightning_zenflow")]
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale  # noqa: E402
-from lightning_zenflow.kernels.base import ColumnWrite, Destination, Selection  # noqa: E402
+from lightning_zenflow.kernels.base import Destination, Selection  # noqa: E402
 from lightning_zenflow.kernels.factored import RoundingNoise, SecondMoment  # noqa: E402
 from lightning_zenflow.kernels.triton import TritonKernels  # noqa: E402
 
@@ -56,7 +56,7 @@ def cases(kernels: TritonKernels, dtype: torch.dtype) -> Iterator[str]:
         shape = (96, columns)
         gradient, weights = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
         chosen, selected = torch.tensor([0, 3, columns - 1]), torch.zeros(96, 3, dtype=dtype)
-        selection = Selection(columns=chosen, target=selected)
+        selection = Selection(columns=chosen, entries=selected)
         destination = Destination(begin=0, slot=torch.empty_like(gradient), selections=[selection])
         kernels.route(gradient, (), per_axis=False)
         yield name
@@ -71,10 +71,9 @@ def cases(kernels: TritonKernels, dtype: torch.dtype) -> Iterator[str]:
         )
         yield name
         noise = RoundingNoise(0, CPU)
-        noise._alignment = 4  # as on CUDA
         kernels.provisional_update_(weights, gradient, factors, noise)
         yield name
-        kernels.column_writer([ColumnWrite(matrix=weights, columns=chosen, selected=selected)])()
+        kernels.column_writer([(weights, selection)])()
         yield name
         kernels.select(weights, selection)
         yield name

@@ -15,7 +15,7 @@ from kernel_cases import (
     parameter,
     random,
 )
-from lightning_zenflow.kernels.base import ColumnWrite, Destination, Selection, SquaredNorms
+from lightning_zenflow.kernels.base import Destination, Selection, SquaredNorms
 from lightning_zenflow.kernels.factored import Factors, RoundingNoise
 
 SHAPES = [(1, 1), (1, 7), (3, 1), (33, 17), (7, 515), (2, 70001), (700, 1031)]
@@ -42,7 +42,7 @@ def test_squared_norms(on: Implementation, shape: tuple[int, int], dtype: torch.
     torch.testing.assert_close(both.rows.double(), exact.sum(1), rtol=of_rows, atol=0)
     torch.testing.assert_close(both.columns.double(), exact.sum(0), rtol=of_columns, atol=0)
     assert torch.equal(total(both), total(total_only))
-    assert total_only.row_parts is None and total_only.column_parts is None
+    assert not total_only.per_axis
 
 
 @pytest.mark.parametrize("on", [parameter(INTERPRETED, slow=True)], indirect=True)
@@ -83,7 +83,7 @@ def test_route_does_what_single_passes_do(on: Implementation, shape: tuple[int, 
 
     def selection(n_rows: int, chosen: torch.Tensor | None) -> Selection:
         width = columns if chosen is None else len(chosen)
-        return Selection(columns=chosen, target=torch.zeros(n_rows, width, dtype=dtype, device=on.device))
+        return Selection(columns=chosen, entries=torch.zeros(n_rows, width, dtype=dtype, device=on.device))
 
     destinations = [
         Destination(
@@ -106,7 +106,7 @@ def test_route_does_what_single_passes_do(on: Implementation, shape: tuple[int, 
     for destination in destinations:
         part = destination.part_of(gradient)
         for s in destination.selections:
-            assert torch.equal(s.target, part if s.columns is None else part[:, s.columns])
+            assert torch.equal(s.entries, part if s.columns is None else part[:, s.columns])
 
 
 @ON_EACH_SHAPE
@@ -153,7 +153,7 @@ def test_columns_there_and_back(on: Implementation, dtype: torch.dtype) -> None:
         torch.zeros(shape[0], k, dtype=dtype, device=on.device) for shape, k in zip(shapes, widths, strict=True)
     ]
     write = on.kernels.column_writer(
-        [ColumnWrite(matrix=m, columns=c, selected=s) for m, c, s in zip(matrices, chosen, selected, strict=True)]
+        [(m, Selection(columns=c, entries=s)) for m, c, s in zip(matrices, chosen, selected, strict=True)]
     )
     on.kernels.column_writer([])()
     for seed in (1, 2):
@@ -166,7 +166,7 @@ def test_columns_there_and_back(on: Implementation, dtype: torch.dtype) -> None:
             assert torch.equal(matrix, expected)
             if of_matrix is not None:
                 found = torch.empty_like(values)
-                on.kernels.select(matrix, Selection(columns=of_matrix, target=found))
+                on.kernels.select(matrix, Selection(columns=of_matrix, entries=found))
                 assert torch.equal(found, values)
 
 

@@ -63,10 +63,10 @@ def test_a_step_that_is_not_finite_changes_nothing(on: Implementation, value: fl
     """Neither where only the squares are not, or their sum, or the factor."""
     moment = SecondMoment.zeros(3, 4, on.device)
     known = take_step(on, moment, on.random(3, 4))
-    before = [tensor.clone() for tensor in moment.tensors()]
+    before = [tensor.clone() for tensor in moment]
     gradient = torch.full((3, 4), value, device=on.device)
     factors = take_step(on, moment, gradient, scale=scale)
-    assert all(map(torch.equal, moment.tensors(), before))
+    assert all(map(torch.equal, moment, before))
     assert not factors.finite
     torch.testing.assert_close(factors.row_scale, known.row_scale * scale, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(factors.col_scale, known.col_scale)
