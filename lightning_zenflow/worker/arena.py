@@ -18,12 +18,10 @@ from torch import Tensor
 
 from lightning_zenflow import native
 from lightning_zenflow.core.device import PAGE_BYTES, PageLocks, round_up
-from lightning_zenflow.core.partition import Partition
+from lightning_zenflow.core.partition import Partition, align
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.worker.machine import MEMORY_PREFIX, exclude_from_children, running_on
 from lightning_zenflow.worker.moments import CodedMoment, CodedMoments, Moment, first_scales
-
-_CACHE_LINE_BYTES = 64
 
 WORD_BYTES = ctypes.sizeof(native.StepWord)
 
@@ -212,8 +210,6 @@ class Arena:
 
     def page_locked_copy(self, values: Tensor) -> Tensor:
         """`PageLocks.copy_of`, until `close`."""
-        if not self._locks.are_needed:
-            return values
         with running_on(self._cores):
             return self._locks.copy_of(values)
 
@@ -343,8 +339,7 @@ def _layout(
     # Whole memory pages, so that a slot is never split between reservations: the device copies only within one.
     slot_numel = round_up(partition.block_numel, PAGE_BYTES // dtype.itemsize)
     n_sets = 2 * sizes.n_param_groups
-    record_bytes = ctypes.sizeof(native.StepRecord) + n_sets * ctypes.sizeof(native.Hyperparameters)
-    record_bytes = round_up(record_bytes, _CACHE_LINE_BYTES)
+    record_bytes = align(ctypes.sizeof(native.StepRecord) + n_sets * ctypes.sizeof(native.Hyperparameters))
     header = native.ArenaHeader(
         magic=native.MAGIC,
         version=native.VERSION,

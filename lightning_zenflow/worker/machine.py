@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -86,11 +87,8 @@ def cpu_limit(root: Path = _ROOT) -> float:
 @contextmanager
 def running_on(cores: Sequence[int]) -> Iterator[None]:
     """Binds this thread to the given cores, if any, so that memory it touches first is allocated on their NUMA node."""
-    if not cores:
-        yield
-        return
     before = os.sched_getaffinity(0)
-    # The process may have lost these cores in the meantime; placement is an optimisation and not worth an error.
+    # None may be given, and the process may have lost them in the meantime; placement is an optimisation and not worth an error.
     with suppress(OSError):
         os.sched_setaffinity(0, cores)
     try:
@@ -222,8 +220,7 @@ HOST_MEMORY = "LIGHTNING_ZENFLOW_HOST_GIB"
 For virtual machines that get more memory when they use it, where MemAvailable says too little."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FreeMemory:
+class FreeMemory(NamedTuple):
     """Host memory that can still be allocated."""
 
     n_bytes: float
@@ -239,8 +236,7 @@ def free_host_memory() -> FreeMemory:
     """
     given = os.environ.get(HOST_MEMORY)
     if given is None:
-        unknown = FreeMemory(n_bytes=math.inf, limit="unknown")
-        return min(_free_memory(_ROOT), key=lambda free: free.n_bytes, default=unknown)
+        return min(_free_memory(_ROOT), default=FreeMemory(n_bytes=math.inf, limit="unknown"))
     try:
         gib = float(given)
     except ValueError:
@@ -276,18 +272,14 @@ def _free_memory(root: Path) -> Iterator[FreeMemory]:
     if "MemAvailable:" in machine:
         yield FreeMemory(n_bytes=1024 * machine["MemAvailable:"], limit="MemAvailable of the machine")
     for group in control_groups(root):
-        limit, usage = _number(group / "memory.max"), _number(group / "memory.current")
-        if limit is not None and usage is not None:
+        limit, usage = read_file(group / "memory.max"), read_file(group / "memory.current")
+        # "max" stands for no limit.
+        if limit.isdigit() and usage.isdigit():
             statistics = read_table(group / "memory.stat")
             # The page cache, which the kernel reclaims on demand.
             cache = statistics.get("inactive_file", 0) + statistics.get("active_file", 0)
-            n_bytes = max(0, limit - max(0, usage - cache))
+            n_bytes = max(0, int(limit) - max(0, int(usage) - cache))
             yield FreeMemory(n_bytes=n_bytes, limit=f"control group limit {group / 'memory.max'}")
-
-
-def _number(path: Path) -> int | None:
-    text = read_file(path)
-    return int(text) if text.isdigit() else None
 
 
 def _gib(n_bytes: int) -> str:

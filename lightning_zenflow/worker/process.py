@@ -6,7 +6,6 @@ with the worker's last output. `lightning_zenflow.worker.supervisor` then starts
 """
 
 import ctypes
-import errno
 import logging
 import os
 import select
@@ -150,20 +149,17 @@ class Worker:
                 self._release()
                 if not isinstance(error, OSError):
                     raise
-                if error.errno == errno.EAGAIN:
-                    message = f"the ZenFlow worker could not be started: {error}{_threads_refused(str(error))}"
-                else:
-                    message = cannot_run(self._executable, error.strerror or str(error))
-                raise WorkerError(message) from error
+                refused = _threads_refused(str(error))
+                message = f"the ZenFlow worker could not be started: {error}{refused}"
+                raise WorkerError(
+                    message if refused else cannot_run(self._executable, error.strerror or error)
+                ) from error
         try:
             # The start takes as long as the system needs to allocate the states, 12 bytes a parameter.
             ready = self.wait()
             assert isinstance(ready, native.Ready), "the worker's first message"
-            if ready.version != native.VERSION:
-                raise WorkerError(
-                    f"the ZenFlow worker's protocol must be {native.VERSION}, got {ready.version}: reinstall lightning-zenflow"
-                )
-            assert ready.n_threads == len(cores), "one for each core"
+            # A worker of another release refuses the arena's version before.
+            assert (ready.version, ready.n_threads) == (native.VERSION, len(cores)), "one thread for each core"
         except BaseException:
             self.kill()
             raise
@@ -179,8 +175,8 @@ class Worker:
         """Process ID of the worker."""
         return self._process.pid
 
-    def submit(self, message: JobMessage | Request) -> None:
-        """Submits a job or a request; returns immediately, unless the socket is full and the worker busy.
+    def submit(self, message: JobMessage | Request | native.MessageHeader) -> None:
+        """Submits a job, a request or the exit message; returns immediately, unless the socket is full and the worker busy.
 
         Raises:
             WorkerKilled: a signal ended the worker.
@@ -191,7 +187,21 @@ class Worker:
             self._arena.assert_has(block=message.block, slots=message.slots, publish_buffer=message.publish_buffer)
         data = bytes(message)
         assert len(data) <= native.MAX_MESSAGE_BYTES, message
-        self._send(data)
+        if self._socket.fileno() < 0:
+            raise WorkerError(
+                "the ZenFlow worker of this training has been ended, by its end or by an error: set up the training again"
+            )
+        while True:
+            try:
+                self._socket.send(data, socket.MSG_DONTWAIT)
+                return
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                raise self._death() from error
+            # The socket is full. The worker may be about to send as well, so answers are read while waiting for room.
+            if self._wait_for(self._room, "received no message") & select.POLLIN:
+                self._inbox.append(self._read())
 
     def wait(self) -> Answer:
         """Waits for the next answer.
@@ -225,7 +235,7 @@ class Worker:
         """Lets the worker complete the submitted jobs and exit; kills it if it does not."""
         if self._process.poll() is None:
             try:
-                self._send(bytes(native.MessageHeader(type=native.MessageType.EXIT)))
+                self.submit(native.MessageHeader(type=native.MessageType.EXIT))
                 self._process.wait(timeout=_EXIT_TIMEOUT_S)
             except (WorkerError, subprocess.TimeoutExpired):
                 _log.warning("%s did not exit in time and is killed", self)
@@ -241,23 +251,6 @@ class Worker:
     def _release(self) -> None:
         self._socket.close()
         self._stderr.close()
-
-    def _send(self, message: bytes) -> None:
-        if self._socket.fileno() < 0:
-            raise WorkerError(
-                "the ZenFlow worker of this training has been ended, by its end or by an error: set up the training again"
-            )
-        while True:
-            try:
-                self._socket.send(message, socket.MSG_DONTWAIT)
-                return
-            except BlockingIOError:
-                pass
-            except OSError as error:
-                raise self._death() from error
-            # The socket is full. The worker may be about to send as well, so answers are read while waiting for room.
-            if self._wait_for(self._room, "received no message") & select.POLLIN:
-                self._inbox.append(self._read())
 
     def _wait_for(self, condition: select.poll, failure: str) -> int:
         """Waits for an event of the socket, which it returns: every wait for a worker that is to do something.
