@@ -4,8 +4,8 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -141,7 +141,7 @@ class Reading:
     d2h_bytes: int
     h2d_bytes: int
     model_bytes: int
-    """Size of the rank's weights in the model's dtype."""
+    """Size of the rank's weights in the model's dtype, at least 1."""
     in_backward_jobs: int
     """Jobs that were submitted in backward."""
     late_jobs: int
@@ -160,3 +160,17 @@ class Reading:
     """Share of the gradient's squared norm in device-owned columns, 0 to 1; None until measured."""
     arena_bytes: int
     device_peak_bytes: int
+
+    def since(self, before: "Reading") -> "Reading":
+        """This reading with times, traffic and counts from an earlier one on, and times for every cause. Skipped steps and restarts stay
+        those since the start.
+        """
+        counted = "steps", "worker_busy_s", "d2h_bytes", "h2d_bytes", "in_backward_jobs", "late_jobs"
+        changes: dict[str, Any] = {
+            name: getattr(self, name) - getattr(before, name)
+            for name in (*counted, "steps_in_backward", "corrected_steps")
+        }
+        for name in ("host_stall_s", "device_stall_s"):
+            now, then = getattr(self, name), getattr(before, name)
+            changes[name] = {cause: now.get(cause, 0.0) - then.get(cause, 0.0) for cause in CAUSES}
+        return replace(self, **changes)

@@ -1,12 +1,12 @@
 """Times and metrics of a training's steps, and its summary in two lines with a sentence of advice, for the Trainer's loop and Fabric's.
 
-docs/tuning.md repeats `METRICS`; a test compares both with what a training logs.
+docs/tuning.md lists `METRICS`; a test compares both with what a training logs.
 """
 
 import math
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,52 +18,51 @@ from lightning_zenflow.telemetry import CAUSES, Cause, Reading
 if TYPE_CHECKING:
     from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 
-_WAITS: dict[str, tuple[Cause, ...]] = {
-    "worker": ("publish_wait", "slot"),
-    "correction": ("correction",),
-    "buffer": ("publish_buffer",),
-    "select": ("select",),
-    "flush": ("flush",),
-    "other": ("restart", "reserve", "loss_scale"),
+_Formula = Callable[[Reading, float], float | None]
+"""Of a metric, from `Reading.since` and the seconds between the two readings; None: not known yet."""
+
+
+def _waits(*causes: Cause) -> _Formula:
+    """Share of the time in which the device was idle because of these causes, in percent."""
+    return lambda run, seconds: 100 * sum(run.device_stall_s[cause] for cause in causes) / seconds
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None or not math.isfinite(share) else 100 * share
+
+
+_WORKER: tuple[Cause, ...] = ("publish_wait", "slot", "correction")
+
+METRICS: dict[str, _Formula] = {
+    "zenflow/stall/device_percent": _waits(*CAUSES),
+    "zenflow/stall/host_percent": lambda run, seconds: 100 * sum(run.host_stall_s.values()) / seconds,
+    # Parts of the device's; each cause is in one.
+    "zenflow/stall/worker_percent": _waits("publish_wait", "slot"),
+    "zenflow/stall/correction_percent": _waits("correction"),
+    "zenflow/stall/buffer_percent": _waits("publish_buffer"),
+    "zenflow/stall/select_percent": _waits("select"),
+    "zenflow/stall/flush_percent": _waits("flush"),
+    "zenflow/stall/other_percent": _waits("restart", "reserve", "loss_scale"),
+    "zenflow/stall/skipped_steps": lambda run, _: run.skipped_steps,
+    "zenflow/stall/worker_restarts": lambda run, _: run.worker_restarts,
+    "zenflow/overlap/step_ms": lambda run, seconds: 1e3 * seconds / run.steps,
+    "zenflow/overlap/worker_busy_percent": lambda run, seconds: 100 * run.worker_busy_s / seconds,
+    "zenflow/overlap/update_interval_steps": lambda run, _: run.update_interval,
+    "zenflow/overlap/publish_lag_steps": lambda run, _: run.publish_lag,
+    "zenflow/overlap/late_blocks_percent": lambda run, _: (
+        100 * run.late_jobs / run.in_backward_jobs if run.in_backward_jobs else None
+    ),
+    "zenflow/overlap/clip_prediction_error_percent": lambda run, _: _percent(run.factor_error),
+    "zenflow/overlap/steps_in_backward_percent": lambda run, _: 100 * run.steps_in_backward / run.steps,
+    "zenflow/overlap/corrected_steps_percent": lambda run, _: 100 * run.corrected_steps / run.steps,
+    "zenflow/traffic/d2h_model_sizes": lambda run, _: run.d2h_bytes / (run.model_bytes * run.steps),
+    "zenflow/traffic/h2d_model_sizes": lambda run, _: run.h2d_bytes / (run.model_bytes * run.steps),
+    "zenflow/selection/device_owned_percent": lambda run, _: 100 * run.owned_share,
+    "zenflow/selection/device_squared_norm_percent": lambda run, _: _percent(run.owned_norm_share),
+    "zenflow/memory/arena_GB": lambda run, _: run.arena_bytes / 1e9,
+    "zenflow/memory/device_peak_GB": lambda run, _: run.device_peak_bytes / 1e9,
 }
-"""Waits of the device that have a metric, by the causes that it adds up; each cause in one."""
-
-_WORKER = (*_WAITS["worker"], *_WAITS["correction"])
-
-METRICS: dict[str, str] = {
-    "zenflow/stall/device_percent": "share of the step time in which the device was idle because of waits",
-    "zenflow/stall/host_percent": "share of the step time in which the training thread waited",
-    "zenflow/stall/worker_percent": "part of `device_percent`: the worker's results were not ready, or no slot or buffer was free",
-    "zenflow/stall/correction_percent": "part of `device_percent`: weights were published again with the true clip factor",
-    "zenflow/stall/buffer_percent": "part of `device_percent`: the device still read a buffer that was needed again",
-    "zenflow/stall/select_percent": "part of `device_percent`: columns were selected",
-    "zenflow/stall/flush_percent": "part of `device_percent`: updates were completed before a validation or a checkpoint",
-    "zenflow/stall/other_percent": "part of `device_percent`: a worker's restart, more host memory, fp16's loss scale",
-    "zenflow/stall/skipped_steps": "steps without an update since the start, because the gradient norm was not finite",
-    "zenflow/stall/worker_restarts": "restarts of a killed worker since the start",
-    "zenflow/overlap/step_ms": "step time, waits included, validation excluded",
-    "zenflow/overlap/worker_busy_percent": "computation of the worker as a share of the step time",
-    "zenflow/overlap/update_interval_steps": "S",
-    "zenflow/overlap/publish_lag_steps": "d",
-    "zenflow/overlap/late_blocks_percent": "share of the blocks submitted in backward that were not updated when the training thread"
-    " ended the step, or fetched them from host memory; on CUDA the device is behind it",
-    "zenflow/overlap/clip_prediction_error_percent": "mean error of the clip factors in backward; of one step",
-    "zenflow/overlap/steps_in_backward_percent": "share of the steps that submitted blocks in backward",
-    "zenflow/overlap/corrected_steps_percent": "share of the steps in which a block in backward had another clip factor than the true one,"
-    " and was published again; with `clip_prediction: false`",
-    "zenflow/traffic/d2h_model_sizes": "device to host, per step, in sizes of this rank's weights",
-    "zenflow/traffic/h2d_model_sizes": "host to device, per step, in sizes of this rank's weights",
-    "zenflow/selection/device_owned_percent": "device-owned share of the weights",
-    "zenflow/selection/device_squared_norm_percent": "share of the squared norm of the matrices' gradients in device-owned columns",
-    "zenflow/memory/arena_GB": "reserved shared host memory",
-    "zenflow/memory/device_peak_GB": "peak of the CUDA memory allocated by torch; 0 on a CPU device",
-}
-"""Metric -> meaning. Milliseconds, percent, 1e9 bytes (GB), steps; a metric without a unit is a count."""
-
-
-def difference(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
-    """Seconds between two readings, for every cause."""
-    return {cause: now.get(cause, 0.0) - before.get(cause, 0.0) for cause in CAUSES}
+"""Metric -> formula; docs/tuning.md has their meaning. Milliseconds, percent, 1e9 bytes (GB), steps; one without a unit is a count."""
 
 
 def interval_metrics(before: Reading, now: Reading, *, seconds: float) -> dict[str, float]:
@@ -71,38 +70,10 @@ def interval_metrics(before: Reading, now: Reading, *, seconds: float) -> dict[s
 
     Metrics that are not known yet are missing.
     """
-    steps = now.steps - before.steps
-    assert steps > 0 and seconds > 0
-    host = difference(now.host_stall_s, before.host_stall_s)
-    device = difference(now.device_stall_s, before.device_stall_s)
-    in_backward = now.in_backward_jobs - before.in_backward_jobs
-    model_bytes = max(now.model_bytes, 1) * steps
-    metrics = {
-        "stall/device_percent": 100 * sum(device.values()) / seconds,
-        "stall/host_percent": 100 * sum(host.values()) / seconds,
-        **{f"stall/{name}_percent": 100 * sum(device[c] for c in of) / seconds for name, of in _WAITS.items()},
-        "stall/skipped_steps": now.skipped_steps,
-        "stall/worker_restarts": now.worker_restarts,
-        "overlap/step_ms": 1e3 * seconds / steps,
-        "overlap/worker_busy_percent": 100 * (now.worker_busy_s - before.worker_busy_s) / seconds,
-        "overlap/update_interval_steps": now.update_interval,
-        "overlap/publish_lag_steps": now.publish_lag,
-        "overlap/late_blocks_percent": 100 * (now.late_jobs - before.late_jobs) / in_backward if in_backward else None,
-        "overlap/clip_prediction_error_percent": _percent(now.factor_error),
-        "overlap/steps_in_backward_percent": 100 * (now.steps_in_backward - before.steps_in_backward) / steps,
-        "overlap/corrected_steps_percent": 100 * (now.corrected_steps - before.corrected_steps) / steps,
-        "traffic/d2h_model_sizes": (now.d2h_bytes - before.d2h_bytes) / model_bytes,
-        "traffic/h2d_model_sizes": (now.h2d_bytes - before.h2d_bytes) / model_bytes,
-        "selection/device_owned_percent": 100 * now.owned_share,
-        "selection/device_squared_norm_percent": _percent(now.owned_norm_share),
-        "memory/arena_GB": now.arena_bytes / 1e9,
-        "memory/device_peak_GB": now.device_peak_bytes / 1e9,
-    }
-    return {f"zenflow/{name}": float(value) for name, value in metrics.items() if value is not None}
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None or not math.isfinite(share) else 100 * share
+    run = now.since(before)
+    assert run.steps > 0 and seconds > 0
+    values = {name: formula(run, seconds) for name, formula in METRICS.items()}
+    return {name: float(value) for name, value in values.items() if value is not None}
 
 
 _MANY_SKIPPED = 0.02
@@ -198,42 +169,38 @@ def summary(step_s: Sequence[float], before: Reading, now: Reading, config: ZenF
         fp16: whether the model's type is float16.
     """
     n, seconds = len(step_s), sum(step_s)
-    host = sum(difference(now.host_stall_s, before.host_stall_s).values())
-    device = difference(now.device_stall_s, before.device_stall_s)
-    busy_s = now.worker_busy_s - before.worker_busy_s
-    model_bytes = n * max(now.model_bytes, 1)
-    d2h, h2d = (now.d2h_bytes - before.d2h_bytes) / model_bytes, (now.h2d_bytes - before.h2d_bytes) / model_bytes
-    waits = {cause: s / seconds for cause, s in device.items()}
+    run = now.since(before)
+    host, busy_s, model_bytes = sum(run.host_stall_s.values()), run.worker_busy_s, n * run.model_bytes
+    waits = {cause: s / seconds for cause, s in run.device_stall_s.items()}
     work = f"CPU work {_ms(busy_s / n)} ms a step"
-    waited_s = sum(device[cause] for cause in (*_WORKER, "flush"))
+    waited_s = sum(run.device_stall_s[cause] for cause in (*_WORKER, "flush"))
     # A low share of little work would sound like a fault.
     if busy_s > _SHOWN * seconds and (waited_s < _FEW * busy_s or waited_s >= SMALL_STALL * seconds):
         work += f", {max(0.0, 1.0 - waited_s / busy_s):.0%} hidden"
     details = [
         work,
-        f"copies a step: d2h {d2h:.2f}, h2d {h2d:.2f} model sizes",
+        f"copies a step: d2h {run.d2h_bytes / model_bytes:.2f}, h2d {run.h2d_bytes / model_bytes:.2f} model sizes",
         f"update_interval={now.update_interval}, publish_lag={now.publish_lag}",
     ]
-    in_backward = now.in_backward_jobs - before.in_backward_jobs
-    if in_backward and sum(waits.values()) > _SHOWN:
-        details.append(f"{(now.late_jobs - before.late_jobs) / in_backward:.1%} of the blocks late")
-    corrected = now.corrected_steps - before.corrected_steps
-    in_time = now.steps_in_backward - before.steps_in_backward - corrected
+    if run.in_backward_jobs and sum(waits.values()) > _SHOWN:
+        details.append(f"{run.late_jobs / run.in_backward_jobs:.1%} of the blocks late")
+    in_time = run.steps_in_backward - run.corrected_steps
     speculates = config.submits_in_backward and not config.predicts_clipping and now.publish_lag == 0
     if speculates:
-        details.append(f"update in backward in {in_time / n:.1%} of the steps, corrected in {corrected / n:.1%}")
+        details.append(
+            f"update in backward in {in_time / n:.1%} of the steps, corrected in {run.corrected_steps / n:.1%}"
+        )
     lines = [
         f"ZenFlow: {n + 1} steps, median {_ms(quantile(step_s, 0.5))} ms, p99 {_ms(quantile(step_s, 0.99))} ms;"
         f" waits of the device {sum(waits.values()):.1%}, of the training thread {host / seconds:.1%}",
         "; ".join(details),
     ]
-    skipped = (now.skipped_steps - before.skipped_steps) / n
     at_most = config.update_interval == "auto" and now.update_interval >= config.max_update_interval
     sentence = advice(
         waits,
         config,
         worker=busy_s / seconds,
-        skipped=skipped,
+        skipped=(now.skipped_steps - before.skipped_steps) / n,
         at_end=1.0 - in_time / n if speculates else 0.0,
         longest=at_most,
         fp16=fp16,

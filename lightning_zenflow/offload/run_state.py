@@ -77,7 +77,7 @@ class CounterReader:
             skipped_steps=telemetry.read_skipped(),
             d2h_bytes=telemetry.d2h_bytes,
             h2d_bytes=telemetry.h2d_bytes,
-            model_bytes=self._numel * self._rank.dtype.itemsize,
+            model_bytes=max(1, self._numel * self._rank.dtype.itemsize),
             in_backward_jobs=jobs.n_in_backward,
             late_jobs=jobs.n_late,
             factor_error=self._in_backward.factor_error.read(),
