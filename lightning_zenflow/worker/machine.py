@@ -30,6 +30,7 @@ import torch.distributed as dist
 from lightning_zenflow.core.device import runtime_of
 
 _ROOT = Path("/")
+"""Folder with ``proc`` and ``sys``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,21 +52,16 @@ def allowed_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def read_place(device: torch.device, root: Path = _ROOT) -> Place:
-    """Reads the place of this rank.
-
-    Args:
-        device: device of the model.
-        root: folder with ``proc`` and ``sys``.
-    """
-    gpu = root / "sys/bus/pci/devices" / str(runtime_of(device).pci_address())
+def read_place(device: torch.device) -> Place:
+    """Reads the place of this rank, whose model is on a device."""
+    gpu = _ROOT / "sys/bus/pci/devices" / str(runtime_of(device).pci_address())
     # Unknown in most virtual machines. local_cpulist of a device without a node lists all cores.
     has_node = read_file(gpu / "numa_node") not in ("", "-1")
     return Place(
-        host=read_file(root / "proc/sys/kernel/random/boot_id") or os.uname().nodename,
+        host=read_file(_ROOT / "proc/sys/kernel/random/boot_id") or os.uname().nodename,
         allowed=tuple(allowed_cores()),
         gpu_cores=tuple(parse_core_list(read_file(gpu / "local_cpulist"))) if has_node else (),
-        cpu_limit=cpu_limit(root),
+        cpu_limit=cpu_limit(),
     )
 
 
@@ -77,9 +73,9 @@ def places_on_this_host(place: Place) -> tuple[list[Place], int]:
     return [p for _, p in neighbours], [rank for rank, _ in neighbours].index(dist.get_rank())
 
 
-def cpu_limit(root: Path = _ROOT) -> float:
+def cpu_limit() -> float:
     """CPU time per time that the control groups of this process grant all of its processes together; infinite without a limit."""
-    fields = [read_file(folder / "cpu.max").split() for folder in control_groups(root)]
+    fields = [read_file(folder / "cpu.max").split() for folder in control_groups()]
     # "max" stands for no limit.
     return min((int(quota) / int(period) for quota, period in filter(None, fields) if quota != "max"), default=math.inf)
 
@@ -121,16 +117,13 @@ def read_table(path: Path) -> dict[str, int]:
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
 
-def control_groups(root: Path) -> Iterator[Path]:
+def control_groups() -> Iterator[Path]:
     """Folders of this process' control groups (version 2; limits of version 1 are unknown), each group before its ancestors.
 
     In a container the kernel may report the host's path, of which only the root is visible: folders may not exist.
-
-    Args:
-        root: folder with ``proc`` and ``sys``.
     """
-    mount = root / "sys/fs/cgroup"
-    for line in read_file(root / "proc/self/cgroup").splitlines():
+    mount = _ROOT / "sys/fs/cgroup"
+    for line in read_file(_ROOT / "proc/self/cgroup").splitlines():
         if line.startswith("0::"):
             folder = mount / line[3:].strip("/")
             while folder != mount:
@@ -236,7 +229,7 @@ def free_host_memory() -> FreeMemory:
     """
     given = os.environ.get(HOST_MEMORY)
     if given is None:
-        return min(_free_memory(_ROOT), default=FreeMemory(n_bytes=math.inf, limit="unknown"))
+        return min(_free_memory(), default=FreeMemory(n_bytes=math.inf, limit="unknown"))
     try:
         gib = float(given)
     except ValueError:
@@ -267,11 +260,11 @@ def lack_of_host_memory(n_bytes: int, *, ranks: int, keys: str) -> str | None:
     )
 
 
-def _free_memory(root: Path) -> Iterator[FreeMemory]:
-    machine = read_table(root / "proc/meminfo")
+def _free_memory() -> Iterator[FreeMemory]:
+    machine = read_table(_ROOT / "proc/meminfo")
     if "MemAvailable:" in machine:
         yield FreeMemory(n_bytes=1024 * machine["MemAvailable:"], limit="MemAvailable of the machine")
-    for group in control_groups(root):
+    for group in control_groups():
         limit, usage = read_file(group / "memory.max"), read_file(group / "memory.current")
         # "max" stands for no limit.
         if limit.isdigit() and usage.isdigit():

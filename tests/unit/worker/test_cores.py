@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zenflow.core.device import RUNTIMES, HostRuntime
+from lightning_zenflow.worker import machine
 from lightning_zenflow.worker.machine import (
     Place,
     WorkerCores,
@@ -134,7 +135,8 @@ def test_cores_of_a_gpus_node(
             return "0000:3b:00.0"
 
     monkeypatch.setitem(RUNTIMES, "cpu", OnABus)
-    place = read_place(torch.device("cpu"), write(tmp_path, files))
+    monkeypatch.setattr(machine, "_ROOT", write(tmp_path, files))
+    place = read_place(torch.device("cpu"))
     assert place.gpu_cores == cores
     # What the other files would say.
     assert (place.host, place.allowed, place.cpu_limit) == (os.uname().nodename, tuple(allowed_cores()), math.inf)
@@ -156,8 +158,11 @@ def test_cores_of_a_gpus_node(
     ],
     ids=["two limits", "in a container"],
 )
-def test_limits_of_cpu_time(files: dict[str, str], cpus: float, tmp_path: Path) -> None:
-    place = read_place(torch.device("cpu"), write(tmp_path, files))
+def test_limits_of_cpu_time(
+    files: dict[str, str], cpus: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_ROOT", write(tmp_path, files))
+    place = read_place(torch.device("cpu"))
     assert (place.cpu_limit, place.gpu_cores) == (cpus, ())
 
 
