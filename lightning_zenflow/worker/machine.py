@@ -282,14 +282,10 @@ def _gib(n_bytes: int) -> str:
 MEMORY_PREFIX = "zenflow-"
 """Prefix of the names of this package's memfds."""
 
-_connections: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+kept_from_children: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+"""Sockets that are closed in every child that is forked from now on, for the lifetime of the socket objects."""
 
 _mappings: "weakref.WeakSet[mmap.mmap]" = weakref.WeakSet()
-
-
-def keep_from_children(connection: socket.socket) -> None:
-    """Closes a socket in every child that is forked from now on, for the lifetime of the socket object."""
-    _connections.add(connection)
 
 
 def exclude_from_children(memory: mmap.mmap) -> None:
@@ -302,7 +298,7 @@ def _release() -> None:
     for memory in list(_mappings):
         # A reference for ever; one in a variable would go when the child's interpreter ends, and with it the child's memory.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
-    for connection in list(_connections):
+    for connection in list(kept_from_children):
         connection.close()
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for name in os.listdir("/proc/self/fd"):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from lightning_zenflow import native
 from lightning_zenflow.native import cannot_run, worker_executable
 from lightning_zenflow.worker.arena import Arena
-from lightning_zenflow.worker.machine import MEMORY_PREFIX, keep_from_children
+from lightning_zenflow.worker.machine import MEMORY_PREFIX, kept_from_children
 
 _log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Worker:
         self._arena = arena
         self._timeout_s = timeout_s
         self._socket, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        keep_from_children(self._socket)
+        kept_from_children.add(self._socket)
         self._answers, self._room = select.poll(), select.poll()
         self._answers.register(self._socket, select.POLLIN)
         self._room.register(self._socket, select.POLLIN | select.POLLOUT)
