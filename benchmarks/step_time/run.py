@@ -143,7 +143,7 @@ def _clocks(optimizer: ZenFlowOptimizer | None) -> tuple[float, float, float]:
 
 
 def _counted(optimizer: ZenFlowOptimizer, link: links.HostLink) -> tuple[int, int]:
-    reading = optimizer.counters.read()
+    reading = optimizer.parts.read_counters()
     return reading.d2h_bytes, reading.h2d_bytes + link.n_bytes
 
 

@@ -6,7 +6,6 @@ tests add one that records the order of all operations.
 
 import functools
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -19,12 +18,8 @@ from typing_extensions import override
 
 _log = logging.getLogger(__name__)
 
-PAGEABLE_MEMORY = (
-    "copies between the device and pageable memory make the training thread wait and do not overlap with computation. Raise the limit of"
-    " locked memory: `ulimit -l unlimited`, `docker run --ulimit memlock=-1`, `LimitMEMLOCK=infinity` of systemd; WSL2 locks a part of"
-    " its memory only"
-)
-"""The cost of memory that the system refuses to page-lock, and the remedy."""
+_RESERVE = 0.05
+"""Share of the device's memory that stays free, for fragmentation and longer batches."""
 
 
 class Event:
@@ -108,9 +103,12 @@ class HostRuntime:
     def forget_peak(self) -> None:
         """Lets `max_memory_allocated` begin anew."""
 
-    def memory_beside_peak(self) -> tuple[float, float]:
-        """Bytes that are free beside `max_memory_allocated`, and all bytes of the device."""
-        return math.inf, 0.0
+    def has_room(self, n_bytes: float) -> bool:
+        """True if the device has `n_bytes` free beside `max_memory_allocated`; True for the CPU.
+
+        Call it in backward or right after a step, when a step has had its peak.
+        """
+        return True
 
     def pci_address(self) -> str | None:
         """Address of the device, for example "0000:3b:00.0"; None if it has none or it is not known."""
@@ -187,9 +185,10 @@ class CudaRuntime(HostRuntime):
         torch.cuda.reset_peak_memory_stats(self.device)
 
     @override
-    def memory_beside_peak(self) -> tuple[float, float]:
+    def has_room(self, n_bytes: float) -> bool:
         free, total = torch.cuda.mem_get_info(self.device)
-        return free + torch.cuda.memory_reserved(self.device) - self.max_memory_allocated(), total
+        beside_peak = free + torch.cuda.memory_reserved(self.device) - self.max_memory_allocated()
+        return beside_peak >= n_bytes + _RESERVE * total
 
     @override
     def pci_address(self) -> str | None:
@@ -209,8 +208,12 @@ class CudaRuntime(HostRuntime):
 @rank_zero_only
 def warn_of_pageable_memory(refusal: str) -> None:
     """Says that host memory stays pageable, with what it costs and the system's error; once in a process, on rank 0."""
-    reason = refusal.partition("\n")[0]
-    _log.warning("ZenFlow: host memory cannot be page-locked (%s); training goes on, but %s", reason, PAGEABLE_MEMORY)
+    _log.warning(
+        "ZenFlow: host memory cannot be page-locked (%s); training goes on, but copies between the device and pageable memory make the"
+        " training thread wait and do not overlap with computation. Raise the limit of locked memory: `ulimit -l unlimited`,"
+        " `docker run --ulimit memlock=-1`, `LimitMEMLOCK=infinity` of systemd; WSL2 locks a part of its memory only",
+        refusal.partition("\n")[0],
+    )
 
 
 RUNTIMES: dict[str, Callable[[torch.device], HostRuntime]] = {"cpu": HostRuntime, "cuda": CudaRuntime}
@@ -238,11 +241,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 class PageLocks:
-    """Page-locked host memory of one rank, which is unlocked together.
-
-    Args:
-        device: the training device.
-    """
+    """Page-locked host memory of one rank, which is unlocked together."""
 
     def __init__(self, device: torch.device) -> None:
         self._runtime = runtime_of(device)
@@ -264,11 +263,11 @@ class PageLocks:
             self._addresses.append(address)
 
     def copy_of(self, values: Tensor) -> Tensor:
-        """Copies values of the host to page-locked memory of their own; where that is not needed, returns `values`.
+        """Copies values of the host to page-locked memory of their own; where there are none, returns `values`.
 
         The copy takes up to two memory pages more; torch's allocator rounds to powers of two.
         """
-        if not self.are_needed or values.numel() == 0:
+        if values.numel() == 0:
             return values
         n_bytes = round_up(values.nbytes, PAGE_BYTES)
         memory = torch.empty(n_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
@@ -292,25 +291,8 @@ class PageLocks:
         self._copies.clear()
 
 
-_RESERVE = 0.05
-"""Share of the device's memory that stays free, for fragmentation and longer batches."""
-
-
-def has_room(n_bytes: float, device: torch.device) -> bool:
-    """True if the device has `n_bytes` free beside the peak of its allocated memory since `forget_peak`; True for the CPU.
-
-    Call it in backward or right after a step, when a step has had its peak.
-    """
-    free, total = runtime_of(device).memory_beside_peak()
-    return free >= n_bytes + _RESERVE * total
-
-
 class SideStream:
-    """A stream for copies beside the current stream. On a CPU everything is in order anyway.
-
-    Args:
-        device: the training device.
-    """
+    """A stream for copies beside the current stream. On a CPU everything is in order anyway."""
 
     def __init__(self, device: torch.device) -> None:
         self._runtime = runtime_of(device)

@@ -45,13 +45,9 @@ def raise_together(
 
 @contextmanager
 def raising_together(kind: Callable[[str], Exception], group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Context at whose end an error of one rank is raised on every rank (`raise_together`), so that the others need not wait for it.
+    """Context at whose end an error of one rank is raised on every rank, as by `raise_together`, so that the others need not wait for it.
 
     A collective: all ranks must enter it, and there must be no other collective inside.
-
-    Args:
-        kind: as of `raise_together`.
-        group: as of `raise_together`.
     """
     try:
         yield

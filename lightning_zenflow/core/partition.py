@@ -199,29 +199,21 @@ def cut_between_rows(slices: Sequence[Slice], n_blocks: int) -> tuple[list[Tile]
     total = sum(s.numel for s in slices)
     limits = [total * (i + 1) // n_blocks for i in range(n_blocks)]
     tiles: list[Tile] = []
-    blocks: list[Block] = []
-    members: list[int] = []
-    taken = 0
-
-    def close_block() -> None:
-        if members:
-            blocks.append(Block(begin=tiles[members[0]].begin, end=tiles[members[-1]].end, tiles=tuple(members)))
-            members.clear()
-
+    members: list[list[int]] = [[] for _ in limits]
+    block = taken = 0
     for index, s in enumerate(slices):
         rest = tiles_of_slice(index, s)
         while rest:
-            while limits and taken >= limits[0]:
-                limits.pop(0)
-                close_block()
-            tile, remainder = split_tile(rest.pop(0), limits[0] - taken)
+            while taken >= limits[block]:
+                block += 1
+            tile, remainder = split_tile(rest.pop(0), limits[block] - taken)
             if remainder is not None:
                 rest.insert(0, remainder)
-            members.append(len(tiles))
+            members[block].append(len(tiles))
             tiles.append(tile)
             taken += tile.numel
-    close_block()
-    return tiles, blocks
+    some = [of_block for of_block in members if of_block]
+    return tiles, [Block(begin=tiles[m[0]].begin, end=tiles[m[-1]].end, tiles=tuple(m)) for m in some]
 
 
 def cut_at_multiples(slices: Sequence[Slice], numel: int, length: int) -> tuple[list[Tile], list[Block]]:

@@ -332,12 +332,7 @@ exceeds the true second moment of most entries, and provisional updates are too 
 
 @lru_cache
 def momentum_steps(schedule: UpdateSchedule, beta1: float) -> float:
-    """Mean of A_n, in steps along the momentum.
-
-    Args:
-        schedule: S and d.
-        beta1: decay of the first moment, 0 <= beta1 < 1.
-    """
+    """Mean of A_n, in steps along the momentum, whose decay `beta1` is below 1."""
     s, d = schedule.update_interval, schedule.publish_lag
     return beta1 / (1 - beta1) * fmean(1 - beta1**n for n in range(d, d + s))
 

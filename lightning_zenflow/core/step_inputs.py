@@ -95,15 +95,6 @@ class StepScale:
         return h.lr / (1 - h.beta1**steps), (1 - h.beta2**steps).rsqrt()
 
 
-def add_up(parts: Sequence[Tensor]) -> Tensor:
-    """Squared norm of several gradients: 0-D float64.
-
-    Args:
-        parts: float32 or float64 [n] each, sums of squares of parts of the gradients; at least one.
-    """
-    return torch.cat(list(parts)).sum(dtype=torch.float64)
-
-
 def add_over_ranks(values: Tensor, group: dist.ProcessGroup) -> None:
     """Adds a tensor over the ranks of a group, in place; no collective where there is one rank."""
     if dist.get_world_size(group) > 1:
@@ -150,10 +141,6 @@ class GradientNorms:
 
     The prediction is the sum up to a block's arrival times its ratio to the whole in the steps before whose norm was finite. It is a
     function of the gradients alone, so that runs repeat; ranks predict from their own parts. Nothing here is read by the host.
-
-    Args:
-        n_blocks: number of blocks.
-        device: of the gradients.
     """
 
     def __init__(self, n_blocks: int, device: torch.device) -> None:
@@ -183,12 +170,12 @@ class GradientNorms:
 
     def whole(self) -> Tensor:
         """Sum of all that has been added in the step: 0-D float64, not finite if any gradient is not."""
-        return add_up(self._parts) if self._parts else torch.zeros_like(self._sum)
+        return torch.cat(self._parts).sum(dtype=torch.float64) if self._parts else torch.zeros_like(self._sum)
 
     def up_to(self, block: int) -> Tensor:
         """Sum of what has been added when a block is complete: 0-D float64, not finite if any gradient so far is not."""
         if len(self._parts) > self._n_in_sum:
-            self._sum.add_(add_up(self._parts[self._n_in_sum :]))
+            self._sum.add_(torch.cat(self._parts[self._n_in_sum :]).sum(dtype=torch.float64))
             self._n_in_sum = len(self._parts)
         return self._of_block[block][0].copy_(self._sum)
 

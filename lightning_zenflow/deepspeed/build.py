@@ -37,7 +37,7 @@ from lightning_zenflow.offload.ownership import Ownership, Selector
 from lightning_zenflow.offload.plan import Planner, ScheduleControl
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
 from lightning_zenflow.offload.rank_state import Blocks, RankState
-from lightning_zenflow.offload.run_state import CounterReader, StepParts
+from lightning_zenflow.offload.run_state import StepParts
 from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
 from lightning_zenflow.worker.machine import (
@@ -223,30 +223,31 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, undo: ExitStack) -> tuple[St
     if zero.in_place:
         places = zip(plan.partition.group_begins, weights, strict=True)
         weights = [arena.publish.view(-1).narrow(0, begin, of_group.numel()) for begin, of_group in places]
-    rank = RankState(
-        partition=plan.partition,
-        blocks=Blocks(plan.partition),
-        arena=arena,
-        weights=weights,
-        in_place=zero.in_place,
-        device=zero.device,
-        kernels=kernels_for(zero.device),
-        telemetry=Telemetry(zero.device),
-        d2h=SideStream(zero.device),
-    )
+    telemetry = Telemetry(zero.device)
     # Before anything is written to the states: their memory comes from the NUMA node of the thread that touches it first.
     worker = SupervisedWorker(
         partial(Worker, arena, cores=cores, timeout_s=config.worker_timeout, word_timeout_s=resources.word_timeout_s),
         max_restarts=config.max_worker_restarts,
-        telemetry=rank.telemetry,
+        telemetry=telemetry,
     )
     undo.callback(worker.kill)
+    rank = RankState(
+        partition=plan.partition,
+        blocks=Blocks(plan.partition),
+        arena=arena,
+        worker=worker,
+        weights=weights,
+        in_place=zero.in_place,
+        device=zero.device,
+        kernels=kernels_for(zero.device),
+        telemetry=telemetry,
+        d2h=SideStream(zero.device),
+    )
     host_state = HostState(zero.optimizer, zero.masters, partition=plan.partition, arena=arena)
     if zero.in_place and zero.release_weights is not None:
         zero.release_weights()
     jobs = JobQueue(
         rank,
-        worker,
         policy.schedule,
         config.compensation,
         in_backward=config.submits_in_backward,
@@ -263,12 +264,13 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, undo: ExitStack) -> tuple[St
         interval=config.select_interval,
         device=rank.device,
     )
-    ownership = Ownership(rank, worker, topk_ratio=config.owned_ratio)
-    provisional = ProvisionalUpdate(rank, config.compensation, rank_number=dist.get_rank(zero.group))
+    ownership = Ownership(rank, topk_ratio=config.owned_ratio)
+    provisional = None
+    if config.compensation.updates_provisionally:
+        provisional = ProvisionalUpdate(rank, config.compensation, rank_number=dist.get_rank(zero.group))
     fill = Fill(
         rank,
         jobs,
-        ownership,
         provisional,
         accumulate_on=config.accumulate_on,
         speculates=not (config.predicts_clipping or zero.in_place),
@@ -277,14 +279,12 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, undo: ExitStack) -> tuple[St
     planner = Planner(config, jobs, control, selector)
     parts = StepParts(
         rank=rank,
-        worker=worker,
         jobs=jobs,
         ownership=ownership,
         provisional=provisional,
         fill=fill,
         selector=selector,
         planner=planner,
-        counters=CounterReader(rank, jobs, fill.in_backward, ownership),
         write_count=host_state.write_count,
     )
     return parts, host_state

@@ -46,7 +46,6 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
 
     Attributes:
         telemetry: stall clock and copied bytes.
-        counters: all counters, to be read at any time.
         parts: components of this rank.
         full_state: weights and moments of single parameters.
         clip_grad: largest norm of the whole gradient after clipping, DeepSpeed's; also of a step that is complete already. 0: no clipping.
@@ -110,8 +109,7 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         )
         self.parts, self._host_state = build(self.zenflow_config, zero, self._resources)
         parts = self.parts
-        self._worker, self._rank = parts.worker, parts.rank
-        self.telemetry, self.counters = parts.rank.telemetry, parts.counters
+        self._worker, self._rank, self.telemetry = parts.rank.worker, parts.rank, parts.rank.telemetry
         self._slice_of = {parameters[s.parameter]: i for i, s in enumerate(self._rank.partition.slices)}
         self.zenflow_step = ZenFlowStep(
             self.zenflow_config,
@@ -124,7 +122,7 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         self.full_state = FullState(self, self._host_state.states, names, shapes)
         self.taken = TakenGradients(names)
         self._written = WrittenWeights(self._rank, names, group=self.dp_process_group)
-        # DeepSpeed's start needs up to 6 bytes a parameter more than a step, which `has_room` would count for ever.
+        # DeepSpeed's start needs up to 6 bytes a parameter more than a step, which `HostRuntime.has_room` would count for ever.
         runtime_of(parts.rank.device).forget_peak()
 
     def _read_inputs(self) -> StepInputs:
@@ -350,7 +348,8 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
     def _forget_weights(self) -> None:
         """Drops what refers to the flat buffers of the model's weights."""
         self._rank.forget_weights()
-        self.parts.provisional.forget_weights()
+        if self.parts.provisional is not None:
+            self.parts.provisional.forget_weights()
         self._forget_copies()
 
     @property

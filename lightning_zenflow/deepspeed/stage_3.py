@@ -59,7 +59,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
     gather ends a step; parameters that DeepSpeed keeps gathered, because they are small, are gathered again.
 
     With `offload_param` the pieces are in host memory: in the arena, where the worker writes them and DeepSpeed fetches them
-    (`Publisher`). The worker's answers are awaited there (`Piece`), not at the end of a step. When training ends the pieces move to
+    (`JobsInFlight`). The worker's answers are awaited there (`Piece`), not at the end of a step. When training ends the pieces move to
     memory of their own.
     """
 

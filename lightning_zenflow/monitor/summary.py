@@ -110,7 +110,7 @@ class StepMeter:
         self.step_s = array("d")
         self._optimizer = optimizer
         self._n_read = 0
-        self._last_read = self._before = optimizer.counters.read()
+        self._last_read = self._before = optimizer.parts.read_counters()
         self._pause_ns: int | None = None
         self.end_ns = time.perf_counter_ns()
 
@@ -122,7 +122,7 @@ class StepMeter:
         self.end_ns = now_ns
         if len(self.step_s) == 1:
             # The summary averages over the steps behind the first.
-            self._before = self._optimizer.counters.read()
+            self._before = self._optimizer.parts.read_counters()
 
     def pause(self) -> None:
         """Excludes what follows, such as validation, from the step that is being measured."""
@@ -138,7 +138,7 @@ class StepMeter:
 
     def metrics(self) -> dict[str, float]:
         """The metrics of the steps since the last call, by name in `METRICS`; none if no step with gradients has ended since."""
-        now = self._optimizer.counters.read()
+        now = self._optimizer.parts.read_counters()
         if now.steps == self._last_read.steps:
             return {}
         before, self._last_read = self._last_read, now
@@ -150,7 +150,7 @@ class StepMeter:
         """Times, waits and advice; None before the second step."""
         if len(self.step_s) < 2:
             return None
-        now, config = self._optimizer.counters.read(), self._optimizer.zenflow_config
+        now, config = self._optimizer.parts.read_counters(), self._optimizer.zenflow_config
         fp16 = self._optimizer.parts.rank.dtype == torch.float16
         return summary(self.step_s[1:], self._before, now, config, fp16=fp16)
 

@@ -26,7 +26,7 @@ from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import ColumnWrite, Selection
 from lightning_zenflow.offload.rank_state import RankState
 from lightning_zenflow.telemetry import Cause
-from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
+from lightning_zenflow.worker.supervisor import Submission
 
 _COLUMN_BYTES = 4
 
@@ -66,43 +66,35 @@ class OwnedTile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionSize:
-    """Most that a block can own."""
+    """Most that a block can own, and the places of its parts of a region, in bytes."""
 
-    n_tiles: int
-    n_columns: int
     of_groups: tuple[int, ...]
     """Entries of each parameter group."""
+    columns_offset: int
+    """Behind the table of tiles."""
+    state_offset: int
+    """Behind both tables, on a cache line."""
+    n_bytes: int
+    """Size of the region, rounded up to cache lines."""
 
     @classmethod
     def of_block(cls, partition: Partition, block: int, topk_ratio: float) -> "RegionSize":
         """Counts the columns of matrices that `topk_ratio` allows, and all elements of vectors."""
         n_columns, of_groups = 0, [0] * len(partition.group_begins)
-        for tile in (partition.tiles[index] for index in partition.blocks[block].tiles):
+        tiles = partition.blocks[block].tiles
+        for tile in (partition.tiles[index] for index in tiles):
             s = partition.slices[tile.slice]
             k = min(tile.width, column_count(s.columns, topk_ratio) if s.is_matrix else s.columns)
             n_columns += k
             of_groups[s.param_group] += tile.rows * k
-        return cls(n_tiles=len(partition.blocks[block].tiles), n_columns=n_columns, of_groups=tuple(of_groups))
-
-    @property
-    def n_entries(self) -> int:
-        """Entries of all parameter groups."""
-        return sum(self.of_groups)
-
-    @property
-    def columns_offset(self) -> int:
-        """Bytes of the table of tiles."""
-        return self.n_tiles * ctypes.sizeof(native.ExportTile)
-
-    @property
-    def state_offset(self) -> int:
-        """Bytes of both tables, rounded up to cache lines."""
-        return align(self.columns_offset + self.n_columns * _COLUMN_BYTES)
-
-    @property
-    def n_bytes(self) -> int:
-        """Size of the region, rounded up to cache lines."""
-        return align(self.state_offset + self.n_entries * STATE_BYTES)
+        columns_offset = len(tiles) * ctypes.sizeof(native.ExportTile)
+        state_offset = align(columns_offset + n_columns * _COLUMN_BYTES)
+        return cls(
+            of_groups=tuple(of_groups),
+            columns_offset=columns_offset,
+            state_offset=state_offset,
+            n_bytes=align(state_offset + sum(of_groups) * STATE_BYTES),
+        )
 
 
 def export_bytes(partition: Partition, topk_ratio: float) -> int:
@@ -117,82 +109,40 @@ def region_sizes(partition: Partition, topk_ratio: float) -> list[RegionSize]:
 
 
 class ExportRegion:
-    """Part of the export section for the entries of one block.
+    """Part of the export section for the entries of one block (`DeviceColumns`).
 
-    It belongs to the worker from `request` until it has answered, and to the device until the copies of `load` are done. The next request
-    needs no wait for these: the worker writes the region behind a job that waits for a later word of the same stream, or after a flush,
-    which synchronises.
+    It belongs to the worker from a request until it has answered, and to the device until the copies of `DeviceColumns.load` are done. The
+    next request needs no wait for these: the worker writes the region behind a job that waits for a later word of the same stream, or after
+    a flush, which synchronises.
 
     Args:
         begin: first byte of the region in the export section.
         size: most entries that are exported at once.
+
+    Attributes:
+        offset: first byte of the region in the arena.
+        tiles: uint8, `native.ExportTile` of each tile.
+        columns: int32, of the tiles.
+        state: float32, behind each other [3, n] of each parameter group.
+        request: the last one, until its answer has been awaited.
     """
 
-    def __init__(self, rank: RankState, worker: SupervisedWorker, *, begin: int, size: RegionSize) -> None:
+    def __init__(self, rank: RankState, *, begin: int, size: RegionSize) -> None:
         self._rank = rank
-        self._worker = worker
-        self._offset = rank.arena.export_offset + begin
-        self._size = size
+        self.size = size
+        self.offset = rank.arena.export_offset + begin
         memory = rank.arena.export.narrow(0, begin, size.n_bytes)
-        self._tiles = memory[: size.columns_offset]
-        self._columns = memory[size.columns_offset :][: size.n_columns * _COLUMN_BYTES].view(torch.int32)
-        self._state = memory[size.state_offset :][: size.n_entries * STATE_BYTES].view(torch.float32)
-        self._request: Submission | None = None
+        self.tiles = memory[: size.columns_offset]
+        self.columns = memory[size.columns_offset : size.state_offset].view(torch.int32)
+        self.state = memory[size.state_offset :].view(torch.float32)
+        self.request: Submission | None = None
 
-    def request(self, tiles: Sequence[OwnedTile], cause: Cause) -> None:
-        """Makes the worker write the tiles' entries to the region, as they are after all jobs submitted so far.
-
-        Args:
-            tiles: tiles of the block.
-            cause: of a wait for an earlier request, whose tables the worker may be reading.
-        """
-        self._wait(cause)
-        numel = [0] * (1 + max((owned.param_group for owned in tiles), default=0))
-        for owned in tiles:
-            numel[owned.param_group] += owned.numel
-        # Behind each other: [3, n] of each parameter group.
-        first_bytes = [0, *accumulate(STATE_BYTES * n for n in numel)]
-        entries = (native.ExportTile * len(tiles))()
-        n_columns = 0
-        for entry, owned in zip(entries, tiles, strict=True):
-            tile, group = owned.tile, owned.param_group
-            entry.begin, entry.rows, entry.width, entry.n_columns = tile.begin, tile.rows, tile.width, owned.k
-            entry.first_scale = self._rank.arena.first_scales[owned.number]
-            if owned.columns is not None:
-                entry.columns_offset = self._offset + self._size.columns_offset + n_columns * _COLUMN_BYTES
-                self._columns[n_columns : n_columns + owned.k] = owned.columns.host
-                n_columns += owned.k
-            begin = first_bytes[group] + owned.begin * self._state.element_size()
-            entry.target_offset, entry.target_stride = self._offset + self._size.state_offset + begin, numel[group]
-        if tiles:
-            table = torch.frombuffer(entries, dtype=torch.uint8)
-            self._tiles[: table.numel()] = table
-        with self._rank.records:
-            self._request = self._worker.enqueue_export(tiles_offset=self._offset, n_tiles=len(tiles))
-        self._worker.send()
-
-    def load(self, tiles: Sequence[OwnedTile], states: Sequence[Tensor], cause: Cause) -> None:
-        """Copies what was requested, in stream order. A stall only if the worker has not written the region yet.
-
-        Args:
-            tiles: those of the request.
-            states: for each parameter group, [3, n] float32 on the device, with contiguous rows; the n entries of the tiles in their order.
-            cause: of a wait.
-        """
-        self._wait(cause)
-        begin = 0
-        for row in (row for state in states for row in state):
-            row.copy_(self._state[begin : begin + row.numel()], non_blocking=True)
-            begin += row.numel()
-            self._rank.telemetry.h2d_bytes += row.nbytes
-
-    def _wait(self, cause: Cause) -> None:
-        if self._request is None:
-            return
-        if not self._worker.has_answered(self._request):
+    def wait(self, cause: Cause) -> None:
+        """Waits until the worker has answered the last request, and reads and writes the region no more."""
+        if self.request is not None and not self._rank.worker.has_answered(self.request):
             with self._rank.telemetry.measure(cause):
-                self._worker.wait_for(self._request)
-        self._request = None
+                self._rank.worker.wait_for(self.request)
+        self.request = None
 
 
 class DeviceColumns:
@@ -201,7 +151,7 @@ class DeviceColumns:
     Args:
         block: index into `Partition.blocks`.
         columns: for each slice, the device-owned columns over the whole row; None where the device owns all of them.
-        source: where their exact state comes from.
+        region: where their exact state comes from.
         states: for each parameter group the block's segment, [3, capacity] float32 on the device: master weights and moments.
         staging: for each parameter group what the entries' gradients are gathered into, [capacity], model dtype. After `step` or `load` it
             has the new weights, until the next gradient.
@@ -216,14 +166,14 @@ class DeviceColumns:
         rank: RankState,
         block: int,
         columns: Sequence[Columns | None],
-        source: ExportRegion,
+        region: ExportRegion,
         *,
         states: Sequence[Tensor],
         staging: Sequence[Tensor],
     ) -> None:
         partition = rank.partition
         self._rank = rank
-        self._source = source
+        self._region = region
         # Steps that the requested state does not have.
         self._later: list[tuple[Sequence[GroupHyperparameters], StepScale, list[Tensor]]] = []
         self._tiles: list[OwnedTile] = []
@@ -259,13 +209,35 @@ class DeviceColumns:
         return sum(self._numels)
 
     def request(self, cause: Cause) -> None:
-        """Makes the worker export the entries' exact state, as it is after the block's last job; no other job of it before `load`.
+        """Makes the worker export the entries' exact state, as it is after all jobs submitted so far; no other job of the block before
+        `load`.
 
         Args:
-            cause: of a wait for an earlier request.
+            cause: of a wait for an earlier request, whose tables the worker may be reading.
         """
         self._later.clear()
-        self._source.request(self._tiles, cause)
+        rank, region = self._rank, self._region
+        region.wait(cause)
+        first_bytes = [0, *accumulate(STATE_BYTES * n for n in self._numels)]
+        entries = (native.ExportTile * len(self._tiles))()
+        n_columns = 0
+        for entry, owned in zip(entries, self._tiles, strict=True):
+            tile, group = owned.tile, owned.param_group
+            entry.begin, entry.rows, entry.width, entry.n_columns = tile.begin, tile.rows, tile.width, owned.k
+            entry.first_scale = rank.arena.first_scales[owned.number]
+            if owned.columns is not None:
+                entry.columns_offset = region.offset + region.size.columns_offset + n_columns * _COLUMN_BYTES
+                region.columns[n_columns : n_columns + owned.k] = owned.columns.host
+                n_columns += owned.k
+            begin = first_bytes[group] + owned.begin * region.state.element_size()
+            entry.target_offset = region.offset + region.size.state_offset + begin
+            entry.target_stride = self._numels[group]
+        if self._tiles:
+            table = torch.frombuffer(entries, dtype=torch.uint8)
+            region.tiles[: table.numel()] = table
+        with rank.records:
+            region.request = rank.worker.enqueue_export(tiles_offset=region.offset, n_tiles=len(self._tiles))
+        rank.worker.send()
 
     def record(self, groups: Sequence[GroupHyperparameters], scale: StepScale) -> None:
         """Keeps hyperparameters, scale and gathered gradients of a step that the requested state does not have."""
@@ -273,7 +245,12 @@ class DeviceColumns:
 
     def load(self, cause: Cause) -> None:
         """Takes over the requested state and applies the steps since, in stream order. A stall only if the worker has not exported it."""
-        self._source.load(self._tiles, self._states, cause)
+        self._region.wait(cause)
+        begin = 0
+        for row in (row for state in self._states for row in state):
+            row.copy_(self._region.state[begin : begin + row.numel()], non_blocking=True)
+            begin += row.numel()
+            self._rank.telemetry.h2d_bytes += row.nbytes
         for state, staging in zip(self._states, self._staging, strict=True):
             staging.copy_(state[0])
         for groups, scale, gradients in self._later:

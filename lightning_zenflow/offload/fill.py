@@ -1,190 +1,22 @@
-"""Phase *fill*: a step's gradients on their way to the slots and to device-owned columns, before DeepSpeed reuses their buffer. Sums over
-micro-batches, on the device or in the slots; what has arrived; small vectors, which are handled together.
+"""Phase *fill*: a step's gradients on their way to the slots and to device-owned columns, before DeepSpeed reuses their buffer. What has
+arrived; small vectors, which are handled together; complete blocks, which go to the worker in backward.
 """
 
-import logging
 from collections.abc import Iterable, Sequence, Set
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_zenflow.core.device import has_room, runtime_of
-from lightning_zenflow.core.partition import tiles_of_slice
-from lightning_zenflow.core.step_inputs import GradientNorms
+from lightning_zenflow.core.device import DeviceNumber, runtime_of
+from lightning_zenflow.core.partition import Tile, tiles_of_slice
+from lightning_zenflow.core.step_inputs import GradientNorms, StepScale, clip_factor
 from lightning_zenflow.kernels.base import Destination
-from lightning_zenflow.offload.in_backward import BackwardSubmission
+from lightning_zenflow.offload.accumulation import Accumulation
 from lightning_zenflow.offload.jobs import JobQueue
-from lightning_zenflow.offload.ownership import Ownership
 from lightning_zenflow.offload.plan import StepContext
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
 from lightning_zenflow.offload.rank_state import Block, RankState, SlotPool, Vectors
-
-_log = logging.getLogger(__name__)
-
-
-class Accumulation:
-    """Owner of the gradients of micro-batches that are not their step's last.
-
-    Sums are in device memory, as much as the rank's part of the gradients; or in the slots that the step's gradients go to in the end. Then
-    the device needs memory for the largest slice only, and each sum crosses PCIe both ways, in stream order; the host does not wait. Sums
-    are rounded to the model's type after each micro-batch: the same bits wherever they are.
-
-    Args:
-        jobs: with sums on the host, a block acquires its slot at the first micro-batch, before phase *open*.
-        where: `ZenFlowConfig.accumulate_on`. "auto" is decided at the first micro-batch, when the device's memory has been as full as it
-            gets.
-
-    Attributes:
-        pending: slices with a sum that has not been taken.
-    """
-
-    def __init__(self, rank: RankState, jobs: JobQueue, *, where: Literal["auto", "device", "host"]) -> None:
-        self._rank = rank
-        self._jobs = jobs
-        self._where = where
-        self._on_device: Tensor | None = None  # [partition.numel], model dtype
-        self.pending: set[int] = set()
-
-    def add(self, slice_index: int, gradient: Tensor, step: int) -> None:
-        """Adds a gradient of a micro-batch that is not the step's last.
-
-        Args:
-            slice_index: index into `Partition.slices`.
-            gradient: [slice.numel], model dtype, on the device; may be changed in place.
-            step: number of the step.
-        """
-        if self._where == "auto":
-            room = has_room(self._rank.partition.numel * self._rank.dtype.itemsize, self._rank.device)
-            self._where = "device" if room else "host"
-            _log.info("ZenFlow: accumulate_on='auto': gradients are accumulated on the %s", self._where)
-        if self._where == "host":
-            if slice_index in self.pending:
-                gradient.add_(self._sum(slice_index))
-            else:
-                self._jobs.acquire(self._rank.blocks.of_slice[slice_index], step)
-            for begin, slot in self._jobs.slots.views_of_slice(slice_index):
-                slot.copy_(gradient.narrow(0, begin, slot.numel()), non_blocking=True)
-                self._rank.telemetry.d2h_bytes += slot.nbytes
-        elif slice_index in self.pending:
-            self._sum(slice_index).add_(gradient)
-        else:
-            self._sum(slice_index).copy_(gradient)
-        self.pending.add(slice_index)
-
-    def peek(self, slice_index: int) -> Tensor | None:
-        """A pending sum, which stays pending: [slice.numel], model dtype, on the device; None if there is none."""
-        return self._sum(slice_index) if slice_index in self.pending else None
-
-    def take(self, slice_index: int) -> Tensor | None:
-        """As `peek`; the sum is no longer pending."""
-        total = self.peek(slice_index)
-        self.pending.discard(slice_index)
-        return total
-
-    def release(self) -> Tensor | None:
-        """Frees the device memory of the sums where none is pending; where some are, returns it."""
-        if not self.pending:
-            self._on_device = None
-        return self._on_device
-
-    def _sum(self, slice_index: int) -> Tensor:
-        rank, s = self._rank, self._rank.partition.slices[slice_index]
-        if self._where == "device":
-            if self._on_device is None:
-                self._on_device = torch.empty(rank.partition.numel, dtype=rank.dtype, device=rank.device)
-            return self._on_device.narrow(0, s.begin, s.numel)
-        total = torch.empty(s.numel, dtype=rank.dtype, device=rank.device)
-        for begin, slot in self._jobs.slots.views_of_slice(slice_index):
-            total.narrow(0, begin, slot.numel()).copy_(slot, non_blocking=True)
-            rank.telemetry.h2d_bytes += slot.nbytes
-        return total
-
-
-class GradientRouter:
-    """Routes this rank's slices of reduced gradients, but for those of `VectorGradients`.
-
-    The blocks of a slice have acquired their slots before. A parameter without a gradient in a step has the gradient zero, as under ZeRO-2
-    without offload: its moments decay.
-    """
-
-    def __init__(self, rank: RankState, slots: SlotPool, ownership: Ownership, provisional: ProvisionalUpdate) -> None:
-        self._rank = rank
-        self._slots = slots
-        self._ownership = ownership
-        self._provisional = provisional
-        partition = rank.partition
-        self._zero = torch.zeros((), dtype=rank.dtype, device=rank.device)
-        # For each slice the rectangles that squared norms are taken of, which must not depend on blocks; and for each tile of the partition
-        # that block boundaries cut them into: its index, its block and its first element in the rectangle.
-        self._rectangles = [
-            [
-                (
-                    rectangle,
-                    [
-                        (part, rank.blocks.of_tile[part], partition.tiles[part].begin - rectangle.begin)
-                        for part in partition.tiles_by_slice[index]
-                        if rectangle.begin <= partition.tiles[part].begin < rectangle.end
-                    ],
-                )
-                for rectangle in tiles_of_slice(index, s)
-            ]
-            for index, s in enumerate(partition.slices)
-        ]
-
-    def route(self, context: StepContext, index: int, gradient: Tensor) -> list[Tensor]:
-        """Copies one slice's gradient to its destinations, measures it, and updates weights provisionally where some forward pass will lack
-        it; in stream order behind its reduction.
-
-        Args:
-            context: inputs of the step; squared norms of columns are added to it.
-            index: index into `Partition.slices`.
-            gradient: [slice.numel], model dtype, on the device; of the whole step.
-
-        Returns:
-            `SquaredNorms.parts`.
-        """
-        s = self._rank.partition.slices[index]
-        column_norms = context.column_norms if s.is_matrix else None
-        may_be_late = self._provisional.applies_to(index) and not context.plan.shows_exact_weights
-        parts_of_norm, update = [], None
-        for tile, parts in self._rectangles[index]:
-            # Most slices are one rectangle.
-            part = gradient if tile.numel == s.numel else gradient.narrow(0, tile.begin - s.begin, tile.numel)
-            matrix = part.view(tile.rows, tile.width)
-            destinations = self._destinations(parts)
-            late = []
-            if may_be_late and tile.rows > 1:
-                late = list(zip((block for _, block, _ in parts), destinations, strict=True))
-            per_axis = column_norms is not None or bool(late)
-            norms = self._rank.kernels.route(
-                matrix, destinations, per_axis=per_axis, copies=self._rank.d2h.behind(reads=matrix)
-            )
-            self._rank.telemetry.d2h_bytes += matrix.nbytes
-            parts_of_norm.append(norms.parts)
-            if column_norms is not None:
-                column_norms.of_parameter[s.parameter].narrow(0, tile.first_column, tile.width).add_(norms.columns)
-            if late:
-                update = matrix, norms, late
-        if update is not None:
-            self._provisional.apply_gradient(context, index, *update)
-        return parts_of_norm
-
-    def route_zeros(self, index: int) -> None:
-        """Routes a slice without any gradient in the step."""
-        for _, parts in self._rectangles[index]:
-            for destination in self._destinations(parts):
-                # From the device: in the order of its streams, the slot may still be read for an update that is reapplied.
-                destination.slot.copy_(self._zero.expand_as(destination.slot), non_blocking=True)
-                for selection in destination.selections:
-                    selection.entries.zero_()
-
-    def _destinations(self, parts: Iterable[tuple[int, Block, int]]) -> list[Destination]:
-        return [
-            Destination(begin=begin, slot=self._slots.view(part), selections=self._ownership.selections(part))
-            for part, _, begin in parts
-        ]
-
 
 _LARGEST_NUMEL = 1 << 16
 """Elements of a slice that `VectorGradients` handles. Kept gradients take device memory, and larger ones are worth a pass of their own."""
@@ -201,10 +33,9 @@ class VectorGradients:
         of_slice: for each small vector's slice the step's gradient, once it is there: [slice.numel], model dtype, on the device.
     """
 
-    def __init__(self, rank: RankState, slots: SlotPool, ownership: Ownership) -> None:
+    def __init__(self, rank: RankState, slots: SlotPool) -> None:
         self._rank = rank
         self._slots = slots
-        self._ownership = ownership
         partition = rank.partition
         small = {i: s for i, s in enumerate(partition.slices) if not s.is_matrix and s.numel <= _LARGEST_NUMEL}
         numels = [s.numel for s in small.values()]
@@ -252,7 +83,7 @@ class VectorGradients:
         targets, sources = [], []
         for block in blocks:
             for tile, gradient in block.tiles:
-                for selection in self._ownership.selections(tile):
+                for selection in self._rank.blocks.of_tile[tile].owned.selections(tile):
                     targets.append(selection.entries)
                     sources.append(gradient)
         if targets:
@@ -264,23 +95,37 @@ class VectorGradients:
 class Fill:
     """Phase *fill* of `JobQueue`: the gradients of a step, from their reduction to the slots, and all that is done when one arrives.
 
+    A parameter without a gradient in a step has the gradient zero, as under ZeRO-2 without offload: its moments decay.
+
+    *In backward*, single blocks are submitted as soon as the gradients of all of their trained slices have arrived. The factor on the
+    gradients (clipping) is known only at the end of backward. A complete block is submitted before, with a factor that decides on nothing
+    but the weights that the next forward pass sees; the exact state always takes the true one, with the block's next job.
+    Without clipping the factor is known, unless a gradient overflows. With clipping it is
+
+    * *predicted* from the gradients so far (`GradientNorms`). The weights differ by at most (1 - beta1) of one normalised update times the
+      factor's error, once; or not at all in place, where blocks with another factor than the true one are published again;
+    * *speculated*, where such blocks would have to wait at the end of the step: as in a step that is not clipped. Behind two applied steps
+      that were clipped no block is submitted in backward.
+
+    `JobQueue` verifies the factor where forward passes must not see another one than the true one. From the first gradient on that is not
+    finite, submitted blocks are published without the step. (A vector's gradient counts when its block is submitted.)
+
     Args:
         accumulate_on: `ZenFlowConfig.accumulate_on`.
-        speculates: see `BackwardSubmission`.
+        speculates: whether factors are speculated.
 
     Attributes:
         accumulation: sums over earlier micro-batches.
         trained: slices whose gradients are expected.
         norms: squared norms of what has arrived.
-        in_backward: submission of complete blocks.
+        factor_error: mean relative error of the factors in backward in some step since it was read.
     """
 
     def __init__(
         self,
         rank: RankState,
         jobs: JobQueue,
-        ownership: Ownership,
-        provisional: ProvisionalUpdate,
+        provisional: ProvisionalUpdate | None,
         *,
         accumulate_on: Literal["auto", "device", "host"],
         speculates: bool,
@@ -288,14 +133,33 @@ class Fill:
         self._rank = rank
         self._jobs = jobs
         self._provisional = provisional
+        self._speculates = speculates
         self.accumulation = Accumulation(rank, jobs, where=accumulate_on)
-        self._router = GradientRouter(rank, jobs.slots, ownership, provisional)
-        self._vectors = VectorGradients(rank, jobs.slots, ownership)
-        self.trained: Set[int] = frozenset(range(len(rank.partition.slices)))
+        self._vectors = VectorGradients(rank, jobs.slots)
+        partition = rank.partition
+        self.trained: Set[int] = frozenset(range(len(partition.slices)))
         self._arrived: dict[int, None] = {}
         self._new: set[int] = set()  # those of them that `JobsInFlight.poll` does not know yet
         self.norms = GradientNorms(len(rank.blocks), rank.device)
-        self.in_backward = BackwardSubmission(rank, jobs, self.norms, self._vectors, speculates=speculates)
+        self._factors: list[Tensor] = []  # of the blocks that were submitted in this backward pass
+        self.factor_error = DeviceNumber()
+        self._zero = torch.zeros((), dtype=rank.dtype, device=rank.device)
+        # For each slice the rectangles that squared norms are taken of, which must not depend on blocks; and the tiles of the partition
+        # that block boundaries cut them into.
+        self._rectangles = [
+            [
+                (
+                    r,
+                    [
+                        part
+                        for part in partition.tiles_by_slice[index]
+                        if r.begin <= partition.tiles[part].begin < r.end
+                    ],
+                )
+                for r in tiles_of_slice(index, s)
+            ]
+            for index, s in enumerate(partition.slices)
+        ]
 
     @property
     def arrived(self) -> Set[int]:
@@ -312,20 +176,23 @@ class Fill:
         self._jobs.open(context.number)
         self._arrived.clear()
         self._new.clear()
+        self._factors.clear()
         for block in self._rank.blocks:
             block.missing = block.slices & self.trained
         self.norms.open(context.inputs.loss_scale)
-        self.in_backward.open()
-        self._provisional.open(context.inputs.loss_scale)
+        if self._provisional is not None:
+            self._provisional.open(context.inputs.loss_scale)
 
     def receive(self, context: StepContext, slice_index: int, gradient: Tensor) -> None:
         """Takes a gradient of the last micro-batch: [slice.numel], model dtype, on the device; may be changed in place."""
         # A parameter that was unfrozen between two micro-batches is trained from the next step on.
-        if slice_index in self.trained:
-            earlier = self.accumulation.take(slice_index)
-            complete = self._route(context, slice_index, gradient if earlier is None else gradient.add_(earlier))
-            if complete and context.plan.submits_in_backward:
-                self.in_backward.submit(complete, self.arrived, context)
+        if slice_index not in self.trained:
+            return
+        if slice_index in self.accumulation.pending:
+            gradient = gradient.add_(self.accumulation.take(slice_index))
+        complete = self._route(context, slice_index, gradient)
+        if complete and context.submits_in_backward:
+            self._submit(complete, context)
 
     def finish(self, context: StepContext) -> Tensor:
         """Routes the gradients of parameters that the last micro-batch did not use, after backward.
@@ -334,15 +201,13 @@ class Fill:
             Squared norm of this rank's gradients: 0-D float64 on the device, not finite if any element is not.
         """
         for index in sorted(self.accumulation.pending):
-            total = self.accumulation.take(index)
-            assert total is not None
-            self._route(context, index, total)
+            self._route(context, index, self.accumulation.take(index))
             # The next step writes to the sum's memory.
             self._rank.d2h.join()
         for index in sorted(self.trained - self.arrived):
             if index not in self._vectors.of_slice:
                 self._jobs.acquire(self._rank.blocks.of_slice[index], context.number)
-                self._router.route_zeros(index)
+                self._route_zeros(index)
                 self._slice_complete(index)
         self._poll(context.number)
         self._jobs.acquire(self._rank.blocks, context.number)
@@ -350,15 +215,22 @@ class Fill:
         self.norms.add(self._vectors.fill(rest, self.arrived))
         return self.norms.whole()
 
+    def end_step(self, squared_norm: Tensor, scale: StepScale, context: StepContext) -> None:
+        """Takes the step's own squared norm, 0-D float64 of all ranks, and its scale."""
+        if context.submits_in_backward and context.inputs.max_norm > 0:
+            if not self._speculates:
+                self.norms.end_step(squared_norm, finite=scale.finite, loss_scale=context.inputs.loss_scale)
+            if self._factors and not self.factor_error.is_under_way:
+                self.factor_error.copy((torch.stack(self._factors) / scale.factor - 1).abs().mean())
+
     def gradient(self, slice_index: int) -> Tensor:
         """Gradient of a slice in the step that is next, where `ZenFlowStep.has_gradients`; to be read before it. Waits for the device.
 
         Returns:
             [slice.numel], model dtype, on the device or the host.
         """
-        pending = self.accumulation.peek(slice_index)
-        if pending is not None:
-            return pending
+        if slice_index in self.accumulation.pending:
+            return self.accumulation.sum(slice_index)
         if slice_index not in self._arrived:
             s = self._rank.partition.slices[slice_index]
             return torch.zeros(s.numel, dtype=self._rank.dtype, device=self._rank.device)
@@ -378,10 +250,60 @@ class Fill:
             self._vectors.of_slice[slice_index].copy_(gradient)
             return self._slice_complete(slice_index)
         self._jobs.acquire(self._rank.blocks.of_slice[slice_index], context.number)
-        self.norms.add(self._router.route(context, slice_index, gradient))
+        self._route_rectangles(context, slice_index, gradient)
         complete = self._slice_complete(slice_index)
         self._poll(context.number)
         return complete
+
+    def _route_rectangles(self, context: StepContext, index: int, gradient: Tensor) -> None:
+        """Copies one slice's gradient to its destinations, measures it, and updates weights provisionally where some forward pass will lack
+        it; in stream order behind its reduction. Squared norms of columns are added to the step's.
+        """
+        s = self._rank.partition.slices[index]
+        column_norms = context.column_norms if s.is_matrix else None
+        provisional = None if context.shows_exact_weights else self._provisional
+        may_be_late = provisional is not None and provisional.applies_to(index)
+        parts_of_norm, update = [], None
+        for tile, parts in self._rectangles[index]:
+            # Most slices are one rectangle.
+            part = gradient if tile.numel == s.numel else gradient.narrow(0, tile.begin - s.begin, tile.numel)
+            matrix = part.view(tile.rows, tile.width)
+            destinations = self._destinations(tile, parts)
+            late = []
+            if may_be_late and tile.rows > 1:
+                late = list(zip((self._rank.blocks.of_tile[part] for part in parts), destinations, strict=True))
+            per_axis = column_norms is not None or bool(late)
+            norms = self._rank.kernels.route(
+                matrix, destinations, per_axis=per_axis, copies=self._rank.d2h.behind(reads=matrix)
+            )
+            self._rank.telemetry.d2h_bytes += matrix.nbytes
+            parts_of_norm.append(norms.parts)
+            if column_norms is not None:
+                column_norms.of_parameter[s.parameter].narrow(0, tile.first_column, tile.width).add_(norms.columns)
+            if late:
+                update = matrix, norms, late
+        if provisional is not None and update is not None:
+            provisional.apply_gradient(context, index, *update)
+        self.norms.add(parts_of_norm)
+
+    def _route_zeros(self, index: int) -> None:
+        """Routes a slice without any gradient in the step."""
+        for tile, parts in self._rectangles[index]:
+            for destination in self._destinations(tile, parts):
+                # From the device: in the order of its streams, the slot may still be read for an update that is reapplied.
+                destination.slot.copy_(self._zero.expand_as(destination.slot), non_blocking=True)
+                for selection in destination.selections:
+                    selection.entries.zero_()
+
+    def _destinations(self, rectangle: Tile, parts: Iterable[int]) -> list[Destination]:
+        return [
+            Destination(
+                begin=self._rank.partition.tiles[part].begin - rectangle.begin,
+                slot=self._jobs.slots.view(part),
+                selections=self._rank.blocks.of_tile[part].owned.selections(part),
+            )
+            for part in parts
+        ]
 
     def _slice_complete(self, index: int) -> list[Block]:
         """Notes that a slice's gradient of the whole step has been routed; returns the blocks that are complete with it, ascending."""
@@ -395,3 +317,29 @@ class Fill:
     def _poll(self, step: int) -> None:
         new, self._new = self._new, set()
         self._jobs.in_flight.poll(step, new)
+
+    def _submit(self, blocks: Iterable[Block], context: StepContext) -> None:
+        """Submits complete blocks whose windows close, in a step that submits in backward."""
+        inputs = context.inputs
+        # Whether there has been a step to predict from, or one to speculate that the next will be like it.
+        knows_factor = self._jobs.verification.may_speculate if self._speculates else self.norms.knows_last
+        has_factor = inputs.max_norm == 0 or knows_factor
+        for block in blocks:
+            # A block that changes its columns needs its exact state at the end of the step.
+            can_submit = self._jobs.can_submit_in_backward(block, context.number) and not block.changes_columns
+            if submits := can_submit and has_factor:
+                self._jobs.acquire([block], context.number)
+                self.norms.add(self._vectors.fill([block], self.arrived))
+            squared_norm = self.norms.up_to(block.number)
+            if not submits:
+                continue
+            if self._speculates:
+                # Zero, or NaN where the sum is not finite.
+                squared_norm = squared_norm - squared_norm
+            elif inputs.max_norm > 0:
+                squared_norm = self.norms.predict(block.number)
+            if not self._jobs.submitted_in_backward:
+                self._rank.arena.write_hyperparameters(context.number, list(inputs.groups), tentative=True)
+            factor = clip_factor(squared_norm, max_norm=inputs.max_norm, loss_scale=inputs.loss_scale)
+            self._factors.append(factor)
+            self._jobs.submit_in_backward(block, context, factor)

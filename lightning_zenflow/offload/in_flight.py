@@ -1,40 +1,64 @@
 """Update jobs, from the end of a window until its weights are in the model; and the way of the new weights into it."""
 
 import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Container, Iterable, Set
 
 import torch
 
 from lightning_zenflow.core.device import Event, SideStream, runtime_of
 from lightning_zenflow.native import Tentative
-from lightning_zenflow.offload.rank_state import Block, Job, JobState, RankState, SlotPool, Window
+from lightning_zenflow.offload.rank_state import Block, Job, RankState, SlotPool, Window
 from lightning_zenflow.telemetry import Cause
 from lightning_zenflow.worker.process import JobMessage
-from lightning_zenflow.worker.supervisor import SupervisedWorker
 
 
-class Publisher:
-    """Copies new weights of blocks from publish buffers into the model: during backward, slice by slice, or at the end of the step.
+class JobsInFlight:
+    """Owner of the jobs that are not published yet, in the order of their submission, and of the publish buffers: phases *replay* and
+    *publish* of `JobQueue`. It alone changes a job. Jobs of one block are published in their order.
 
-    Copies in backward run on a stream of their own, beside the gradient copies (d2h) and the kernels of backward. They are ordered behind
-    an event, so a device that runs behind the host makes them in backward, even where the host enqueues them at the end of the step.
+    New weights are copied from publish buffers into the model during backward, slice by slice, or at the end of the step. Copies in
+    backward run on a stream of their own, beside the gradient copies (d2h) and the kernels of backward. They are ordered behind an event,
+    so a device that runs behind the host makes them in backward, even where the host enqueues them at the end of the step.
 
     *In place* (`RankState.in_place`) nothing is copied: the publish buffers are the weights. Block b always publishes to buffer b, one
     behind the other; the buffer behind them is that of discarded weights. With S = 1, d = 0 only (`ZenFlowConfig.with_weights_on_host`): a
-    step reads weights when their jobs of the step before are published (`JobsInFlight.publish_blocks`). Layers whose gradients come last in
-    backward are fetched first in the next forward pass. So the newest job is the most urgent one, and each is in time if the work fits into
-    backward and forward.
+    step reads weights when their jobs of the step before are published (`publish_blocks`). Layers whose gradients come last in backward
+    are fetched first in the next forward pass. So the newest job is the most urgent one, and each is in time if the work fits into backward
+    and forward.
 
     In place a job owns its block's weights from its submission until *done*, and writes them while backward may still be running: its word
     is behind the gradients of all slices of the block, and these are behind the step's last reads of their weights, by kernels or by copies
     to the device that kernels wait for. A copy that nothing waits for may read a mixture. In a flush the word was written before the job is
     submitted, so the training thread waits for the device.
+
+    Args:
+        slots: takes back the slots that jobs have committed.
+        has_scratch: whether there are jobs whose weights are discarded, which have a buffer of their own.
+
+    Attributes:
+        free_buffers: publish buffers that no job uses, the one that has been free longest first, each with the event behind the device's
+            last copies from it; None: the last sealed word is ordered behind them.
+        n_in_backward: blocks that were submitted in backward and published, since the start.
+        n_late: those of them that were not done when the training thread waited for them: at the end of the step, which a CUDA device may
+            have ended later, or in place where they were fetched.
     """
 
-    def __init__(self, rank: RankState) -> None:
+    def __init__(self, rank: RankState, slots: SlotPool, *, has_scratch: bool) -> None:
         self._rank = rank
+        self._worker = rank.worker
+        self._slots = slots
         self._copies = SideStream(rank.device)
+        self._n_buffers = 0
+        self._scratch = (len(rank.blocks) if rank.in_place else 0) if has_scratch else None
+        self.free_buffers: dict[int, Event | None] = {}
+        self.n_in_backward = self.n_late = 0
+        self._jobs: deque[Job] = deque()
+        # Those of them whose answer has not been taken: the worker owns the state of their blocks, their slots and their buffers.
+        self._unanswered: deque[Job] = deque()
+        self._job_ids = itertools.count(1)
+        self._published: dict[Block, int] = {}
+        self._worker.diagnosis = self._diagnosis
         self.follow(range(len(rank.partition.slices)))
 
     def follow(self, trained: Container[int]) -> None:
@@ -45,86 +69,6 @@ class Publisher:
             for index in block.tiles:
                 if (number := partition.tiles[index].slice) in trained:
                     block.published.setdefault(number, []).append(index)
-
-    def copy_behind(self, event: Event, block: Block, buffer: int, slices: Iterable[int]) -> None:
-        """Copies the new weights of some slices from a block's buffer on the stream of the copies.
-
-        Args:
-            event: from which on no kernel of the step reads or updates these weights.
-            block: a block.
-            buffer: publish buffer of the block's job.
-            slices: of `Block.published`.
-        """
-        with self._copies.behind(event):
-            self._copy(block, buffer, slices)
-
-    def copied(self) -> Event:
-        """An event behind all copies of `copy_behind`."""
-        return self._copies.record_event()
-
-    def finish_copies(self, block: Block, buffer: int, rest: Iterable[int], *, joins: bool) -> None:
-        """Copies the slices that `copy_behind` has left, and orders the current stream behind all of the block's copies.
-
-        Args:
-            block: a block.
-            buffer: publish buffer of the block's job. It may be reused afterwards, in the order of the current stream.
-            rest: slices that are left.
-            joins: whether `copy_behind` has copied any.
-        """
-        if joins:
-            self._copies.join()
-        self._copy(block, buffer, rest)
-
-    def _copy(self, block: Block, buffer: int, slices: Iterable[int]) -> None:
-        partition, new_weights = self._rank.partition, self._rank.arena.publish[buffer]
-        targets, sources = [], []
-        tiles = (tile for number in sorted(slices) for tile in block.published[number])
-        for index, numel in partition.runs(tiles).items():
-            tile = partition.tiles[index]
-            targets.append(self._rank.weights_at(partition.slices[tile.slice].param_group, tile.begin, numel))
-            sources.append(new_weights.narrow(0, tile.begin - block.begin, numel))
-            self._rank.telemetry.h2d_bytes += numel * new_weights.element_size()
-        if targets:
-            torch._foreach_copy_(targets, sources, non_blocking=True)
-
-
-class JobsInFlight:
-    """Owner of the jobs that are not published yet, in the order of their submission, and of the publish buffers: phases *replay* and
-    *publish* of `JobQueue`. It alone changes a job's state. Jobs of one block are published in their order.
-
-    Args:
-        worker: processes the jobs, those of a block in order, each exactly once (see `SupervisedWorker`).
-        slots: takes back the slots that jobs have committed.
-        has_scratch: whether there are jobs whose weights are discarded, which have a buffer of their own.
-
-    Attributes:
-        publisher: copies new weights into the model.
-        free_buffers: publish buffers that no job uses, the one that has been free longest first, each with the event behind the device's
-            last copies from it; None: the last sealed word is ordered behind them.
-        n_in_backward: blocks that were submitted in backward and published, since the start.
-        n_late: those of them that were not done when the training thread waited for them: at the end of the step, which a CUDA device may
-            have ended later, or in place where they were fetched.
-    """
-
-    def __init__(self, rank: RankState, worker: SupervisedWorker, slots: SlotPool, *, has_scratch: bool) -> None:
-        self._rank = rank
-        self._worker = worker
-        self._slots = slots
-        self.publisher = Publisher(rank)
-        self._n_buffers = 0
-        self._scratch = (len(rank.blocks) if rank.in_place else 0) if has_scratch else None
-        self.free_buffers: dict[int, Event | None] = {}
-        self.n_in_backward = self.n_late = 0
-        self._jobs: deque[Job] = deque()
-        # Those of them without an answer.
-        self._unanswered: deque[Job] = deque()
-        self._job_ids = itertools.count(1)
-        self._published: dict[Block, int] = {}
-        worker.diagnosis = self._diagnosis
-
-    def __len__(self) -> int:
-        """Jobs that are not published yet."""
-        return len(self._jobs)
 
     def grow_buffers(self, n_buffers: int) -> None:
         """Allows jobs to use the first `n_buffers` buffers of the arena."""
@@ -142,10 +86,6 @@ class JobsInFlight:
         if self._rank.in_place:
             return block.number if block.number in self.free_buffers else None
         return next(iter(self.free_buffers), None)
-
-    def sealed(self) -> None:
-        """Notes that a sealed word is ordered behind the events of all `free_buffers`."""
-        self.free_buffers = dict.fromkeys(self.free_buffers)
 
     def enqueue(
         self,
@@ -205,11 +145,7 @@ class JobsInFlight:
 
     def poll(self, step: int, new: Set[int]) -> None:
         """Reads the answers that are there, and copies weights of jobs that are done and due at the end of the step; in backward. Never
-        waits.
-
-        Args:
-            step: step of the backward pass.
-            new: slices whose weights are neither read nor updated any more in this step, since the last call.
+        waits. `new` are slices whose weights are neither read nor updated any more in this step, since the last call.
         """
         changed: list[Job] = []
         overwritable: Event | None = None
@@ -269,20 +205,21 @@ class JobsInFlight:
 
     def _publish(self, job: Job, cause: Cause) -> None:
         """Waits for a job, its block's oldest, copies its weights into the model and frees its slots and its buffer."""
-        if job.state is JobState.SUBMITTED:
+        if job in self._unanswered:
             self.n_late += self._is_shown_tentatively(job) and not self._worker.has_answered(job.submission)
             self._wait_for([job], cause)
             self._take_answer(job)
         copied = None
         if job.buffer is not None:
-            self._copy_overwritable(job, job.buffer)
-            joins = job.state is JobState.PARTLY_PUBLISHED
-            self.publisher.finish_copies(job.block, job.buffer, job.read, joins=joins)
+            self._copy_overwritable(job)
+            if job.is_partly_published:
+                # Later work of the current stream, which may reuse the buffer, is behind these copies.
+                self._copies.join()
+            self._copy(job, job.read)
             copied = runtime_of(self._rank.device).record_event() if job.holds_buffer else None
         in_backward = self._is_shown_tentatively(job)
         # After all that may fail or be interrupted: a job whose weights are not in the model yet is published again.
         with self._rank.records:
-            job.state = JobState.PUBLISHED
             self._jobs.remove(job)
             job.block.jobs.popleft()
             self._free_slots(job)
@@ -310,12 +247,11 @@ class JobsInFlight:
 
     def _diagnosis(self) -> str:
         """All that a wait for the worker may depend on."""
-        states = Counter(job.state for job in self._jobs)
-        jobs = ", ".join(f"{n} jobs {state.name.lower()}" for state, n in states.items())
+        n_answered = len(self._jobs) - len(self._unanswered)
         oldest = next((f"; the oldest: {job.submission.message}" for job in self._unanswered), "")
         return (
-            f"{jobs}; {self._slots.n_free} of {self._slots.n_slots} slots and {len(self.free_buffers)} of {self._n_buffers}"
-            f" publish buffers free{oldest}"
+            f"{n_answered} jobs answered, {len(self._unanswered)} jobs submitted; {len(self._slots.free)} of {self._slots.n_slots} slots"
+            f" and {len(self.free_buffers)} of {self._n_buffers} publish buffers free{oldest}"
         )
 
     def _take_newer_answers(self) -> list[Job]:
@@ -328,31 +264,44 @@ class JobsInFlight:
         """Takes the worker's answer, and frees slots."""
         with self._rank.records:
             self._unanswered.remove(job)
-            job.state = JobState.ANSWERED
             # What an earlier publish of the block overwrites may be reapplied from the slots (`ProvisionalUpdate`); nothing in place.
             if job.block.jobs[0] is job or self._rank.in_place:
                 self._free_slots(job)
         return job
 
     def _free_slots(self, job: Job) -> None:
-        self._slots.free(job.held_slots)
+        self._slots.free += job.held_slots
         job.held_slots = ()
 
     def _publish_in_backward(self, job: Job) -> None:
         """Copies weights of an answered job that may be overwritten. A job in backward gives back its buffer behind the last of them."""
-        if job.state is JobState.SUBMITTED or job.buffer is None:
+        if job in self._unanswered or job.buffer is None:
             return
-        self._copy_overwritable(job, job.buffer)
+        self._copy_overwritable(job)
         if job.tentative is not Tentative.NONE and job.holds_buffer and not job.read:
-            copied = self.publisher.copied()
+            copied = self._copies.record_event()
             with self._rank.records:
                 self.free_buffers[job.buffer] = copied
                 job.holds_buffer = False
 
-    def _copy_overwritable(self, job: Job, buffer: int) -> None:
+    def _copy_overwritable(self, job: Job) -> None:
         """Enqueues copies of the slices that may be overwritten."""
-        if job.overwritable:
-            job.state = JobState.PARTLY_PUBLISHED
         for event, slices in job.overwritable:
-            self.publisher.copy_behind(event, job.block, buffer, slices)
+            job.is_partly_published = True
+            with self._copies.behind(event):
+                self._copy(job, slices)
         job.overwritable.clear()
+
+    def _copy(self, job: Job, slices: Iterable[int]) -> None:
+        """Copies the new weights of some slices from the job's buffer into the model, on the current stream."""
+        block, partition = job.block, self._rank.partition
+        new_weights = self._rank.arena.publish[job.buffer]
+        targets, sources = [], []
+        tiles = (tile for number in sorted(slices) for tile in block.published[number])
+        for index, numel in partition.runs(tiles).items():
+            tile = partition.tiles[index]
+            targets.append(self._rank.weights_at(partition.slices[tile.slice].param_group, tile.begin, numel))
+            sources.append(new_weights.narrow(0, tile.begin - block.begin, numel))
+            self._rank.telemetry.h2d_bytes += numel * new_weights.element_size()
+        if targets:
+            torch._foreach_copy_(targets, sources, non_blocking=True)

@@ -1,7 +1,7 @@
 """The asynchronous protocol between the training thread and the worker, from the trainer's side."""
 
 import dataclasses
-from collections.abc import Container, Iterable, Sequence, Set
+from collections.abc import Container, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -9,13 +9,14 @@ from torch import Tensor
 
 from lightning_zenflow.core.device import Event, runtime_of
 from lightning_zenflow.core.schedule import StaggeredSchedule, StalenessCompensation, UpdateSchedule
+from lightning_zenflow.core.step_inputs import GroupHyperparameters, mean_beta1
 from lightning_zenflow.native import Tentative
-from lightning_zenflow.offload.in_backward import Verification
 from lightning_zenflow.offload.in_flight import JobsInFlight
+from lightning_zenflow.offload.plan import StepContext
 from lightning_zenflow.offload.rank_state import Block, RankState, SlotPool, Window
+from lightning_zenflow.offload.verification import Verification
 from lightning_zenflow.telemetry import Cause
 from lightning_zenflow.worker.arena import WORD_BYTES, StepWords
-from lightning_zenflow.worker.supervisor import SupervisedWorker
 
 
 class JobQueue:
@@ -32,21 +33,19 @@ class JobQueue:
     4. *submit*: the windows that close at t become jobs. From here until the job is done, its publish buffer and the block's master
        weights and moments belong to the worker, and its slots until the job that commits them is done. With d = 0, a block is submitted
        *in backward*, as soon as it is filled: step t is then *tentative*, with a predicted factor and a sequence number of the block's own
-       behind its gradient (`BackwardSubmission`), and its gradient stays in the block's next window. The buffer may be the block's weights
-       themselves, in place (`Publisher`): the worker then writes them while backward is running, since the sequence number is behind the
-       step's last read of them as well.
+       behind its gradient (`Fill`), and its gradient stays in the block's next window. The buffer may be the block's weights themselves, in
+       place (`JobsInFlight`): the worker then writes them while backward is running, since the sequence number is behind the step's last
+       read of them as well.
     5. *replay*, in the worker: wait for the sequence number of the job's last committed step, and of the block if there is a tentative
        one; apply the committed gradients in order, with their true factors; write the new weights, with the tentative gradient, in the
        model's type to the publish buffer; answer *done*. The order of the jobs is in ``csrc/common/protocol.h``.
     6. *publish*: jobs that are due at t are waited for (this is the stall that is measured), and their weights are copied into the model
        (h2d). No kernel of step t reads a slice's weights any more once its gradient has arrived: the copies are ordered behind that event
-       in *fill*, and those of jobs that are done in time are enqueued there (`Publisher`). In place, nothing is copied, and a job is waited
-       for where its weights are fetched in step t + 1 (`await_slice`).
-    7. *verify*, where no forward pass may see another factor than the true one (`Verification`): behind *seal*, the last block that was
-       submitted in backward is submitted once more, tentatively with the true factor. The answer says that the step's word is there. If it
-       is another than the blocks', these are submitted again: at the end of *publish* with the step committed; in place, where that hides
-       behind the forward pass, tentatively, before the next fetch, or all of them behind *seal* where the step before was clipped. The
-       worker has nothing to do for a block that shows the true factor already.
+       in *fill*, and those of jobs that are done in time are enqueued there (`JobsInFlight`). In place, nothing is copied, and a job is
+       waited for where its weights are fetched in step t + 1 (`await_slice`).
+    7. *verify*, where no forward pass may see another factor than the true one (`Verification`): blocks that have shown another one are
+       submitted again at the end of *publish*; in place, where that hides behind the forward pass, before the next fetch, or all of them
+       behind *seal* where the step before was clipped.
 
     *flush* closes every open window, commits what is tentative and publishes every job; then the arena is the exact state of all steps so
     far.
@@ -64,7 +63,6 @@ class JobQueue:
     block commits early depends on the order of arrival alone, never on the worker's speed, so runs repeat.
 
     Args:
-        worker: processes the jobs, those of a block in order, each exactly once (see `SupervisedWorker`).
         schedule: S and d at the start.
         compensation: weight prediction and provisional updates of the run.
         in_backward: whether blocks may be submitted in backward.
@@ -75,13 +73,14 @@ class JobQueue:
         n_steps_in_backward: steps in which blocks were submitted in backward, since the start.
         slots: of all blocks.
         schedule: S and d, and which blocks close when.
+        submitted_in_backward: blocks that were submitted in the backward pass of the present step, in order; the worker is ahead of that
+            step.
         verification: of the factors that forward passes see.
     """
 
     def __init__(
         self,
         rank: RankState,
-        worker: SupervisedWorker,
         schedule: UpdateSchedule,
         compensation: StalenessCompensation,
         *,
@@ -89,7 +88,7 @@ class JobQueue:
         verifies: bool = False,
     ) -> None:
         self._rank = rank
-        self._worker = worker
+        self._worker = rank.worker
         self.slots = SlotPool(rank)
         self._compensation = compensation
         self._in_backward = in_backward
@@ -99,19 +98,16 @@ class JobQueue:
         # rounded, if they are: which job has shown the true factor makes a difference then, and must not depend on when the worker begins.
         may_know = verifies and rank.in_place and not rank.arena.rounds
         self._in_backward_tentative = Tentative.TRUE_IF_KNOWN if may_know else Tentative.PREDICTED
-        self.in_flight = JobsInFlight(rank, worker, self.slots, has_scratch=in_backward)
-        self.verification = Verification(rank, worker, self.in_flight, verifies=verifies)
+        self.in_flight = JobsInFlight(rank, self.slots, has_scratch=in_backward)
+        self.verification = Verification(rank, self.in_flight)
+        self._verifies = verifies
         self._longest = self._largest_lag = 0
+        self._ahead = 0.0  # steps by which published weights are predicted, in the step that is submitted
         self._dropped: list[int] = []  # slots of interrupted steps, free after the next flush
         self._open_step: int | None = None  # the step that is in phase *fill*
-        self._submitted_in_backward: dict[Block, None] = {}  # in the present step, in order
+        self.submitted_in_backward: dict[Block, None] = {}
         self.n_steps_in_backward = 0
         self.set_schedule(schedule)
-
-    @property
-    def submitted_in_backward(self) -> Set[Block]:
-        """Blocks that were submitted in the backward pass of the present step; the worker is ahead of that step."""
-        return self._submitted_in_backward.keys()
 
     def set_schedule(self, schedule: UpdateSchedule) -> None:
         """Uses another S and d from the next submission on; S is a power of two times, or a power of two'th of, the S before.
@@ -135,7 +131,8 @@ class JobQueue:
 
     def open(self, step: int) -> None:
         """Phase *open*."""
-        self.verification.run_in_place()
+        if self.verification.step is not None:
+            self.verification.run_in_place()
         self._open_step = step
 
     def acquire(self, blocks: Iterable[Block], step: int) -> None:
@@ -147,52 +144,43 @@ class JobQueue:
         """
         for block in blocks:
             if block.slot is None:
-                while not self.slots.n_free:
+                while not self.slots.free:
                     if not self.in_flight.read_answer("slot"):
                         self._commit_early(step)
                 self.slots.acquire(block)
 
     def seal(self, step: int, factor: Tensor) -> None:
-        """Phase *seal*.
+        """Phase *seal*; `factor` is 0-D float32 on the device, NaN if the step changes nothing."""
+        buffers = self.in_flight.free_buffers
+        self._write_word(self._rank.arena.step_words, step, step, factor, behind=buffers.values())
+        self.in_flight.free_buffers = dict.fromkeys(buffers)
+
+    def submit_closing(self, context: StepContext, groups: Sequence[GroupHyperparameters]) -> Sequence[Block]:
+        """Phase *submit*: the windows that the schedule closes, or all of them in a synchronous step; returns their blocks.
 
         Args:
-            step: number of the step.
-            factor: 0-D float32 on the device; NaN if the step changes nothing.
+            context: the step.
+            groups: its hyperparameters, which may be others than in backward.
         """
-        behind = self.in_flight.free_buffers.values()
-        self._write_word(self._rank.arena.step_words, step, step, factor, behind=behind)
-        self.in_flight.sealed()
-
-    def submit_closing(
-        self, step: int, *, beta1: float, synchronous: bool, as_shown: bool, loss_scale: float
-    ) -> Sequence[Block]:
-        """Phase *submit*: the windows that the schedule closes, or all of them in a synchronous step.
-
-        Args:
-            step: number of the step.
-            beta1: decay of the first moment; decides how far weights are predicted.
-            synchronous: whether the jobs are due in this step already.
-            as_shown: whether the step has the hyperparameters of the jobs in backward.
-            loss_scale: of the step.
-
-        Returns:
-            Blocks whose windows closed.
-        """
+        step, synchronous = context.number, context.synchronous
         self._end_fill(step)
-        shown = list(self._submitted_in_backward)
+        shown = list(self.submitted_in_backward)
         self.n_steps_in_backward += bool(shown)
         blocks = self._rank.blocks
         closing = blocks if synchronous else [blocks[number] for number in self.schedule.closing_blocks(step)]
         overlapping = self.schedule.publish_lag >= self.schedule.update_interval
-        ahead = 0.0 if synchronous else self._compensation.prediction_steps(self.schedule, beta1)
+        self._ahead = 0.0 if synchronous else self._prediction_steps(groups)
         is_awaited = bool(closing) and (synchronous or self.schedule.publish_lag == 0)
-        again = self.verification.begin(step, shown, as_shown=as_shown, loss_scale=loss_scale, is_awaited=is_awaited)
+        again: Sequence[Block] = ()
+        if self._verifies:
+            as_shown = groups == context.inputs.groups
+            again = self.verification.begin(context, shown, as_shown=as_shown, is_awaited=is_awaited)
         for block in closing:
-            if block not in self._submitted_in_backward or block in again:
+            if block not in self.submitted_in_backward or block in again:
                 # A block that changes its columns must have no other job in flight when this one is published. With a lag of a whole window
                 # or more there would be one: its job, and with it all earlier ones, is then due in this step.
                 at_once = synchronous or (overlapping and block.changes_columns)
-                self._submit(block, due_step=step if at_once else self._due_step(step), prediction_steps=ahead)
+                self._submit(block, due_step=step if at_once else self._due_step(step), prediction_steps=self._ahead)
         return closing
 
     def can_submit_in_backward(self, block: Block, step: int) -> bool:
@@ -201,20 +189,19 @@ class JobQueue:
         # After a change to d = 0 an older job may be in flight, whose weights would otherwise come up behind these.
         return at_once and block.number in self.schedule.closing_blocks(step) and block.next_due() is None
 
-    def submit_in_backward(self, block: Block, step: int, factor: Tensor, *, beta1: float) -> None:
+    def submit_in_backward(self, block: Block, context: StepContext, factor: Tensor) -> None:
         """Phase *submit* of one block in backward, behind its gradient, which is applied tentatively.
 
         Args:
             block: one that `can_submit_in_backward`.
-            step: step of the backward pass.
+            context: the step of the backward pass.
             factor: 0-D float32 on the device, a prediction; NaN: the published weights do not have the gradient.
-            beta1: see `submit_closing`.
         """
+        step, ahead = context.number, self._prediction_steps(context.inputs.groups)
         while (buffer := self.in_flight.free_buffer(block)) is None:
             # Every job that was submitted in this backward pass gives its own back.
             answered = self.in_flight.read_answer("slot")
             assert answered, "as many jobs are in flight as buffers are in use"
-        ahead = self._compensation.prediction_steps(self.schedule, beta1)
         copied = self.in_flight.free_buffers[buffer]
         self._write_word(self._rank.arena.block_words, block.number, step, factor, behind=[copied])
         # No kernel of the step reads or updates the block's weights any more.
@@ -231,25 +218,17 @@ class JobQueue:
                 tentative=self._in_backward_tentative,
                 overwritable=overwritable,
             )
-            self._submitted_in_backward[block] = None
+            self.submitted_in_backward[block] = None
         self._worker.send()
 
-    def publish(self, step: int, *, beta1: float) -> dict[Block, int]:
-        """Phase *publish*, and *verify* where weights are copied.
-
-        Args:
-            step: number of the step.
-            beta1: see `submit_closing`.
-
-        Returns:
-            See `JobsInFlight.publish`.
-        """
+    def publish(self, step: int) -> dict[Block, int]:
+        """Phase *publish*, and *verify* where weights are copied; returns what `JobsInFlight.publish` does."""
         published = self.in_flight.publish(step, "publish_wait", due_only=True)
-        if not self._rank.in_place:
-            ahead = self._compensation.prediction_steps(self.schedule, beta1)
-            self.verification.end(partial(self._submit, due_step=step, prediction_steps=ahead, cause="correction"))
+        if self.verification.step is not None and not self._rank.in_place:
+            correct = partial(self._submit, due_step=step, prediction_steps=self._ahead, cause="correction")
+            self.verification.end(correct)
             published |= self.in_flight.publish(step, "correction", due_only=True)
-        self._submitted_in_backward.clear()
+        self.submitted_in_backward.clear()
         return published
 
     def flush(self, step: int) -> None:
@@ -270,10 +249,10 @@ class JobQueue:
         self.in_flight.publish(step, "flush", due_only=False)
         self.verification.end()
         with self._rank.records:
-            self.slots.free(self._dropped)
+            self.slots.free += self._dropped
             self._dropped.clear()
         self._forget_words(step + 1)
-        self._submitted_in_backward.clear()
+        self.submitted_in_backward.clear()
         self._check_integrity()
 
     def _check_integrity(self) -> None:
@@ -309,10 +288,10 @@ class JobQueue:
 
     def change_trained(self, slices: Container[int]) -> None:
         """Updates and publishes these slices from now on; right after a flush only."""
-        assert not self.in_flight, "flush comes before"
+        self._check_integrity()
         self._rank.arena.write_trained(slices)
         self._worker.restart()
-        self.in_flight.publisher.follow(slices)
+        self.in_flight.follow(slices)
 
     def _write_word(
         self, words: StepWords, index: int, step: int, factor: Tensor, *, behind: Iterable[Event | None]
@@ -324,6 +303,9 @@ class JobQueue:
             words.write(index, step, factor)
         self._rank.telemetry.d2h_bytes += WORD_BYTES
 
+    def _prediction_steps(self, groups: Sequence[GroupHyperparameters]) -> float:
+        return self._compensation.prediction_steps(self.schedule, mean_beta1(groups))
+
     def _due_step(self, step: int) -> int:
         # In place: the end of the next step, if nothing fetches the weights before.
         return step + self.schedule.publish_lag + self._rank.in_place
@@ -332,7 +314,7 @@ class JobQueue:
         """Ends phase *fill*: the gradients of all blocks that are not submitted yet belong to their windows."""
         with self._rank.records:
             for block in self._rank.blocks:
-                if block.slot is not None and block not in self._submitted_in_backward:
+                if block.slot is not None and block not in self.submitted_in_backward:
                     block.fill(step)
                 block.slot = None
             self._open_step = None
@@ -358,7 +340,7 @@ class JobQueue:
         """
         with self._rank.records:
             for block in self._rank.blocks:
-                if block.slot is not None and block not in self._submitted_in_backward:
+                if block.slot is not None and block not in self.submitted_in_backward:
                     self._dropped.append(block.slot)
                 block.slot = None
                 if block.window is not None and block.window.last_step > step:

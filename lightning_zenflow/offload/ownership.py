@@ -13,13 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_zenflow.core.device import AsyncHostCopy
+from lightning_zenflow.core.device import AsyncHostCopy, DeviceNumber
 from lightning_zenflow.core.partition import Partition, column_count
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
-from lightning_zenflow.kernels.base import Selection
 from lightning_zenflow.offload.columns import Columns, DeviceColumns, ExportRegion, adamw, region_sizes
 from lightning_zenflow.offload.rank_state import Block, Owned, RankState
-from lightning_zenflow.worker.supervisor import SupervisedWorker
 
 AUTO_INTERVAL = 512
 """Steps between two selections of `select_interval: auto`. Selecting again makes no measurable difference (docs/convergence.md)."""
@@ -45,12 +43,7 @@ def select_columns(squared_norms: Tensor, topk_ratio: float) -> Tensor:
 
 
 class ColumnSquaredNorms:
-    """Column proxies of all matrices of the model; one all-reduce adds them over the ranks.
-
-    Args:
-        columns: see `Selector`.
-        device: the training device.
-    """
+    """Column proxies of all matrices of the model (`Selector`); one all-reduce adds them over the ranks."""
 
     def __init__(self, columns: Sequence[int], device: torch.device) -> None:
         self.flat = torch.zeros(sum(columns), dtype=torch.float32, device=device)
@@ -70,6 +63,8 @@ class Selector:
 
     Attributes:
         epoch: that the next step belongs to.
+        owned: positions of the selected columns in `ColumnSquaredNorms.flat`, on the device; None before the first selection.
+        owned_norm_share: share of the squared norm of the gradient that lies in device-owned columns, copied where it is measured.
     """
 
     def __init__(
@@ -87,26 +82,21 @@ class Selector:
         self._interval = (1 if by_epoch else AUTO_INTERVAL) if interval == "auto" else interval
         self._device = device
         self.epoch = 0
+        self.owned_norm_share = DeviceNumber()
         self.start_over()
-
-    @property
-    def has_selected(self) -> bool:
-        """Whether columns have been selected since the start."""
-        return self._owned is not None
 
     def start_over(self) -> None:
         """Forgets all selections."""
-        # Positions of the selected columns in `ColumnSquaredNorms.flat`, on the device; step or epoch of the next selection.
-        self._owned: Tensor | None = None
-        self._next: int | None = 0
+        self.owned: Tensor | None = None
+        self._next: int | None = 0  # step or epoch of the next selection
 
     def state_dict(self) -> dict[str, Any]:
         """Columns selected last, and the time of the next selection."""
-        return {"owned": None if self._owned is None else self._owned.cpu(), "next": self._next, "epoch": self.epoch}
+        return {"owned": None if self.owned is None else self.owned.cpu(), "next": self._next, "epoch": self.epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`."""
-        self._owned = None if state["owned"] is None else state["owned"].to(self._device)
+        self.owned = None if state["owned"] is None else state["owned"].to(self._device)
         self._next, self.epoch = state["next"], state["epoch"]
 
     def is_due(self, step: int) -> bool:
@@ -132,8 +122,8 @@ class Selector:
         copied = AsyncHostCopy(torch.cat([torch.isfinite(flat).all().long().view(1), chosen])).read()
         if not copied[0].tolist():
             return None
-        share = flat.index_select(0, positions if self._owned is None else self._owned).sum() / flat.sum()
-        self._owned = positions
+        share = flat.index_select(0, positions if self.owned is None else self.owned).sum() / flat.sum()
+        self.owned = positions
         self._next = self._now(step) + self._interval if self._interval else None
         numbers = [column_count(n, self._topk_ratio) if n else 0 for n in self._columns]
         host, device = (_of_parameters(values, self._columns, numbers) for values in (copied[1:], chosen))
@@ -162,12 +152,9 @@ class Selector:
 
 
 def _of_parameters(flat: Tensor, columns: Sequence[int], numbers: Sequence[int]) -> dict[int, Tensor]:
-    """Every parameter's part of `flat`, a view. Matrices with equally many columns lie beside each other, so that one call works on all.
+    """Every parameter's part of `flat`, a view of as many entries as `numbers` says.
 
-    Args:
-        flat: entries of all parameters.
-        columns: of each parameter.
-        numbers: of entries of each parameter.
+    Matrices with equally many columns lie beside each other, so that one call works on all.
     """
     order = sorted(range(len(columns)), key=columns.__getitem__)
     return dict(zip(order, torch.split(flat, [numbers[parameter] for parameter in order]), strict=True))
@@ -196,19 +183,16 @@ class Freezing:
         """Slices of the parameters that are trained by these flags."""
         return frozenset(index for index, s in enumerate(self._partition.slices) if trained[s.parameter])
 
-    def no_columns(self) -> list[Columns]:
-        """For each parameter, no column."""
-        none = torch.empty(0, dtype=torch.int64, device="cpu")
-        return [Columns(device=none.to(p.device), host=none) for p in self._parameters[:1]] * len(self._parameters)
-
-    def of_slices(self, columns: Sequence[Columns | None]) -> list[Columns | None]:
+    def of_slices(self, columns: Sequence[Columns | None] | None) -> list[Columns | None]:
         """For each slice the columns of its parameter; no columns where it is frozen.
 
         Args:
-            columns: for each parameter, columns over the whole row; None: all.
+            columns: for each parameter, columns over the whole row, None for all; or None, for no columns of any parameter.
         """
-        none = self.no_columns()
-        return [(columns if self.trained[s.parameter] else none)[s.parameter] for s in self._partition.slices]
+        empty = torch.empty(0, dtype=torch.int64, device="cpu")
+        none = Columns(device=empty.to(self._parameters[0].device), host=empty)
+        numbers = [s.parameter for s in self._partition.slices]
+        return [none if columns is None or not self.trained[number] else columns[number] for number in numbers]
 
 
 class Ownership:
@@ -228,22 +212,23 @@ class Ownership:
     Nothing is reset, dropped or applied twice.
 
     Args:
-        worker: exports exact state.
         topk_ratio: largest share of the columns that is selected.
+
+    Attributes:
+        selections: by number, for each slice columns over the whole row, None for all; while there are none, nothing is owned.
     """
 
-    def __init__(self, rank: RankState, worker: SupervisedWorker, *, topk_ratio: float) -> None:
+    def __init__(self, rank: RankState, *, topk_ratio: float) -> None:
         self._rank = rank
         self._sizes = region_sizes(rank.partition, topk_ratio)
         begins = accumulate((size.n_bytes for size in self._sizes), initial=0)
         places = zip(begins, self._sizes, strict=False)
-        self._regions = [ExportRegion(rank, worker, begin=begin, size=size) for begin, size in places]
+        self._regions = [ExportRegion(rank, begin=begin, size=size) for begin, size in places]
         # For each parameter group [3, n] float32 and [n] in the model's type (`DeviceColumns`), while columns are owned.
         self._states: list[Tensor] = []
         self._staging: list[Tensor] = []
         self._write: Callable[[], None] | None = None  # made anew when blocks have changed their columns
-        self._selections: dict[int, Sequence[Columns | None]] = {}
-        """By number: for each slice, columns over the whole row; None: all."""
+        self.selections: dict[int, Sequence[Columns | None]] = {}
 
     @property
     def numel(self) -> int:
@@ -255,24 +240,20 @@ class Ownership:
         return [block.owned.current for block in self._rank.blocks if block.owned.current is not None]
 
     def select(self, columns: Sequence[Columns | None]) -> None:
-        """Makes every block change to these columns at its next window boundary.
-
-        Args:
-            columns: for each slice, columns over the whole row; None: all.
-        """
-        number = max(self._selections, default=0) + 1
-        self._selections[number] = columns
+        """Makes every block change to these columns, for each slice over the whole row or None for all, at its next window boundary."""
+        number = max(self.selections, default=0) + 1
+        self.selections[number] = columns
         for block in self._rank.blocks:
             block.owned.wanted = number
         # No block has or changes to the others any more.
         in_use = {number for block in self._rank.blocks for number in (block.owned.wanted, block.owned.selection)}
-        self._selections = {number: columns for number, columns in self._selections.items() if number in in_use}
+        self.selections = {number: columns for number, columns in self.selections.items() if number in in_use}
 
     def clear(self) -> None:
         """Makes nothing device-owned."""
         for block in self._rank.blocks:
             block.owned = Owned()
-        self._selections.clear()
+        self.selections.clear()
         self._states, self._staging, self._write = [], [], None
 
     def submitted(self, blocks: Iterable[Block]) -> None:
@@ -298,13 +279,12 @@ class Ownership:
         for block in self._rank.blocks:
             if (incoming := block.owned.incoming) is not None:
                 self._settle(block, incoming)
-        self._load_current()
-
-    def selections(self, tile_index: int) -> list[Selection]:
-        """Columns of a tile's gradient that `step` needs, and their destinations: present columns, and those to come."""
-        owned = self._rank.blocks.of_tile[tile_index].owned
-        of_block = owned.current, owned.incoming
-        return [c.selections[tile_index] for c in of_block if c is not None and tile_index in c.selections]
+        # The worker exports one block while the device copies another.
+        current = self._current
+        for columns in current:
+            columns.request("flush")
+        for columns in current:
+            columns.load("flush")
 
     def step(self, groups: Sequence[GroupHyperparameters], scale: StepScale) -> None:
         """One exact AdamW step of every owned entry; columns to come record it."""
@@ -328,29 +308,21 @@ class Ownership:
             "wanted": [block.owned.wanted for block in self._rank.blocks],
             "selections": {
                 number: [None if c is None else c.host for c in selection]
-                for number, selection in self._selections.items()
+                for number, selection in self.selections.items()
             },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`; values are loaded from the arena."""
         self.clear()
-        self._selections = {
+        self.selections = {
             number: [None if c is None else Columns(device=c.to(self._rank.device), host=c) for c in selection]
             for number, selection in state["selections"].items()
         }
         for block, selection, wanted in zip(self._rank.blocks, state["of_block"], state["wanted"], strict=True):
             current = None if selection is None else self._columns_of(block, selection, *self._segments(block))
             block.owned = Owned(wanted=wanted, selection=selection, current=current)
-        self._load_current()
-
-    def _load_current(self) -> None:
-        # The worker exports one block while the device copies another.
-        current = self._current
-        for columns in current:
-            columns.request("flush")
-        for columns in current:
-            columns.load("flush")
+        self.reload()
 
     def _settle(self, block: Block, incoming: DeviceColumns) -> None:
         """Makes columns to come a block's present ones, in its segment; their state is to be loaded."""
@@ -372,5 +344,5 @@ class Ownership:
     def _columns_of(
         self, block: Block, selection: int, states: Sequence[Tensor], staging: Sequence[Tensor]
     ) -> DeviceColumns:
-        columns, region = self._selections[selection], self._regions[block.number]
+        columns, region = self.selections[selection], self._regions[block.number]
         return DeviceColumns(self._rank, block.number, columns, region, states=states, staging=staging)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,11 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import AsyncHostCopy, runtime_of
 from lightning_zenflow.core.schedule import SchedulePolicy, StaggeredSchedule, UpdateSchedule, load_and_stall
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
-from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.ownership import ColumnSquaredNorms, Selector
 from lightning_zenflow.offload.rank_state import RankState
+
+if TYPE_CHECKING:
+    from lightning_zenflow.offload.jobs import JobQueue
 
 
 class StepState(Enum):
@@ -29,32 +31,9 @@ class StepState(Enum):
     ACCUMULATING = auto()
     """The last micro-batch's backward pass has not begun."""
     OPEN = auto()
-    """It has begun, or is over; the step's `StepContext` is fixed."""
-    REDUCED = auto()
-    """The gradient norm is known, and no more gradients are received."""
+    """It has begun, or is over; the step's `StepContext` is fixed. No more gradients are received once the gradient norm is known."""
     UNDER_WAY = auto()
     """A change between these, or the phases behind *reduce*. If it is found by a later call, an exception has interrupted them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepPlan:
-    """Kind of one step; the same on every rank."""
-
-    synchronous: bool
-    """Every window closes and is published in the step itself, exactly."""
-    shows_exact_weights: bool
-    """The step ends with weights that have all of its gradients, so that no provisional update is needed."""
-    submits_in_backward: bool
-    """Blocks whose window closes are submitted as soon as their gradient is complete."""
-    selects: bool
-    """Column proxies are added up and decide on new columns."""
-    releases: bool
-    """The device gives up its columns, because nothing is late any more."""
-
-    @property
-    def changes_columns(self) -> bool:
-        """Blocks change their columns from this step on, each with its own next window."""
-        return self.selects or self.releases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,17 +50,32 @@ class StepInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """One optimizer step, passed along with its gradients."""
+    """One optimizer step, passed along with its gradients; its kind is the same on every rank."""
 
     number: int
     """Counted from 1."""
-    plan: StepPlan
     inputs: StepInputs
     """Read as backward begins; `ZenFlowStep.step` reads hyperparameters and largest norm again."""
     schedule: StaggeredSchedule
     """S and d of each block."""
+    synchronous: bool
+    """Every window closes and is published in the step itself, exactly."""
+    submits_in_backward: bool
+    """Blocks whose window closes are submitted as soon as their gradient is complete."""
     column_norms: ColumnSquaredNorms | None
-    """Sums for the column proxies; None in steps that do not select."""
+    """Sums for the column proxies, which decide on new columns; None in steps that do not select."""
+    releases: bool
+    """The device gives up its columns, because nothing is late any more."""
+
+    @property
+    def shows_exact_weights(self) -> bool:
+        """The step ends with weights that have all of its gradients, so that no provisional update is needed."""
+        return self.synchronous or self.schedule.is_immediate
+
+    @property
+    def changes_columns(self) -> bool:
+        """Blocks change their columns from this step on, each with its own next window."""
+        return self.column_norms is not None or self.releases
 
 
 _LOOK = 16
@@ -139,26 +133,25 @@ class ScheduleControl:
         self._left_out = 1 + max(s, longest) + d
         self._last = self._clocks()
 
-    def end_step(self, step: int, plan: StepPlan, *, may_change: bool) -> str | None:
+    def end_step(self, context: StepContext, *, may_change: bool) -> str | None:
         """Adds a step to the measured ones; reduces them when they are enough, or reads what was reduced and decides.
 
         Args:
-            step: number of the step.
-            plan: kind of the step. One that changes columns waits for reasons of its own and is left out. In a synchronous one the worker
+            context: the step. One that changes columns waits for reasons of its own and is left out. In a synchronous one the worker
                 computes for one gradient, as with S = 1, and its wait is not the schedule's.
             may_change: whether the schedule may change after this step; the same on every rank.
 
         Returns:
             Reason of a change of `schedule`; None if it does not change.
         """
-        last, self._last = self._last, self._clocks()
+        step, last, self._last = context.number, self._last, self._clocks()
         duration, waited, worker = (now - before for now, before in zip(self._last, last, strict=True))
-        if plan.synchronous and self.schedule.update_interval > 1:
+        if context.synchronous and self.schedule.update_interval > 1:
             self.interrupt()
-        elif self._left_out and not plan.changes_columns:
+        elif self._left_out and not context.changes_columns:
             self._left_out -= 1
-        elif self._sent is None and not plan.changes_columns:
-            self._steps.append((max(0.0, duration - waited), worker, 0.0 if plan.synchronous else waited))
+        elif self._sent is None and not context.changes_columns:
+            self._steps.append((max(0.0, duration - waited), worker, 0.0 if context.synchronous else waited))
         if self._sent is None and len(self._steps) == max(_LOOK, self.schedule.update_interval):
             load, stall = load_and_stall(self._steps)
             # The jobs published at that step are submitted after this one, so the device has finished the reduction before.
@@ -205,7 +198,7 @@ class Planner:
     """
 
     def __init__(
-        self, config: ZenFlowConfig, jobs: JobQueue, control: ScheduleControl | None, selector: Selector
+        self, config: ZenFlowConfig, jobs: "JobQueue", control: ScheduleControl | None, selector: Selector
     ) -> None:
         self._config = config
         self._jobs = jobs
@@ -221,7 +214,7 @@ class Planner:
 
     @property
     def _awaits_selection(self) -> bool:
-        return self._wants_columns and not self._selector.has_selected
+        return self._wants_columns and self._selector.owned is None
 
     def start_over(self, step: int, count: int) -> None:
         """Makes the next steps synchronous: the rest of the warm-up, and until columns are selected where some are wanted.
@@ -254,20 +247,22 @@ class Planner:
         # Earlier checkpoints do not say.
         self.has_single_backward = state.get("single_backward", False)
 
-    def plan(self, step: int) -> StepPlan:
+    def plan(self, step: int, inputs: StepInputs) -> StepContext:
         """Plan of the next step."""
-        wants_columns = self._wants_columns
+        schedule, wants_columns = self._jobs.schedule, self._wants_columns
         synchronous = step <= self._synchronous_until
         may_change = step >= self._synchronous_until and not (self._control is not None and self._control.waits(step))
         selects = may_change and wants_columns and self._selector.is_due(step)
-        releases = may_change and not wants_columns and self._selector.has_selected
-        in_backward = self._config.submits_in_backward and self._jobs.schedule.publish_lag == 0
-        return StepPlan(
+        releases = may_change and not wants_columns and self._selector.owned is not None
+        in_backward = self._config.submits_in_backward and schedule.publish_lag == 0
+        return StepContext(
+            number=step,
+            inputs=inputs,
+            schedule=schedule,
             synchronous=synchronous,
-            shows_exact_weights=synchronous or self._jobs.schedule.is_immediate,
             # In a step that changes columns, windows must end after the change.
             submits_in_backward=in_backward and not (synchronous or selects or releases),
-            selects=selects,
+            column_norms=self._selector.new_column_norms() if selects else None,
             releases=releases,
         )
 
@@ -286,20 +281,16 @@ class Planner:
         if self._control is not None:
             self._control.interrupt()
 
-    def end_step(self, step: int, plan: StepPlan) -> None:
-        """Changes the schedule where that is due, and logs the change.
-
-        Args:
-            step: step that has ended.
-            plan: plan of the step.
-        """
-        if plan.synchronous and self._awaits_selection:
+    def end_step(self, context: StepContext) -> None:
+        """Changes the schedule where that is due behind a step, and logs the change."""
+        step = context.number
+        if context.synchronous and self._awaits_selection:
             # The gradient was not finite; nothing could be selected.
             self._synchronous_until = max(self._synchronous_until, step + 1)
         if self._control is None:
             return
         before = self._control.schedule
-        reason = self._control.end_step(step, plan, may_change=step >= self._changing_until)
+        reason = self._control.end_step(context, may_change=step >= self._changing_until)
         if reason is None:
             return
         self.apply_schedule()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zenflow.core.device import has_room, runtime_of
+from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.partition import Slice
 from lightning_zenflow.core.schedule import StaggeredSchedule, StalenessCompensation, UpdateSchedule
 from lightning_zenflow.core.step_inputs import StepScale
@@ -77,12 +77,7 @@ class ProvisionalUpdate:
         # On the gradients of the open step. Both stay in their memory: backward and the step use different streams.
         self._factor = self._clip.clone()
         # For each slice its full rows in the model, [rows, columns].
-        self._rows = [
-            _full_rows(s, rank.weights_at(s.param_group, s.begin, s.numel))
-            if compensation.updates_provisionally
-            else None
-            for s in rank.partition.slices
-        ]
+        self._rows = [_full_rows(s, rank.weights_at(s.param_group, s.begin, s.numel)) for s in rank.partition.slices]
         # By slice, from the first gradient that is late on: a run that stays at S = 1, d = 0 has none.
         self._moments: dict[int, SecondMoment] = {}
         self._keeps_on_device: dict[StaggeredSchedule, bool] = {}
@@ -116,8 +111,8 @@ class ProvisionalUpdate:
             gradient: of its full rows, [rows, columns], model dtype, on the device; its memory may be reused after the work that this call
                 enqueues.
             squared_norms: of the gradient, with those of rows and columns.
-            late: of each tile whose gradient some forward pass will lack, the block, and the position in the full rows with the gradient's
-                slot in host memory.
+            late: of each tile of the full rows, whose gradient some forward pass will lack: the block, and the position in the rows with
+                the gradient's slot in host memory.
         """
         step, schedule = context.number, context.schedule
         rows, h = self._rows[slice_index], context.inputs.groups[self._rank.partition.slices[slice_index].param_group]
@@ -132,8 +127,7 @@ class ProvisionalUpdate:
                 block.exact_for = step - 1
             # The age: gradients that the block's weights lack, this one included.
             of_tiles.append((step - block.exact_for, block.next_due()))
-        all_late = sum(place.slot.numel() for _, place in late) == gradient.numel()
-        if all_late and len(set(of_tiles)) == 1 and of_tiles[0][1] is None:
+        if len(set(of_tiles)) == 1 and of_tiles[0][1] is None:
             self._apply(whole, of_tiles[0][0], schedule)
             return
         for (block, place), (age, due_step) in zip(late, of_tiles, strict=True):
@@ -172,10 +166,8 @@ class ProvisionalUpdate:
         for block in self._rank.blocks:
             block.kept, block.exact_for = [], None
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """Second moments, last clip coefficient and position in the rounding noise, on the CPU; None without provisional updates."""
-        if not self._compensation.updates_provisionally:
-            return None
+    def state_dict(self) -> dict[str, Any]:
+        """Second moments, last clip coefficient and position in the rounding noise, on the CPU."""
         return {
             "second_moments": [
                 tuple(t.cpu() for t in self._moments[index]) if index in self._moments else None
@@ -185,10 +177,8 @@ class ProvisionalUpdate:
             "noise": self._noise.offsets.getstate(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`, for the same slices."""
-        if state is None:
-            return
         self._moments.clear()
         for index, saved in enumerate(state["second_moments"]):
             for ours, theirs in () if saved is None else zip(self._moment(index), saved, strict=True):
@@ -200,10 +190,11 @@ class ProvisionalUpdate:
         """Keeps an update of a tile whose block has a job in flight, with the gradient in its slot or a copy of it."""
         # The memory of a CPU device is the slots'.
         kept = slot
-        if runtime_of(self._rank.device).runs_behind:
+        runtime = runtime_of(self._rank.device)
+        if runtime.runs_behind:
             if schedule not in self._keeps_on_device:
                 n_bytes = self._rank.partition.numel * self._rank.dtype.itemsize * schedule.kept_share
-                self._keeps_on_device[schedule] = has_room(n_bytes, update.gradient.device)
+                self._keeps_on_device[schedule] = runtime.has_room(n_bytes)
             update.in_slot = not self._keeps_on_device[schedule]
             kept = slot if update.in_slot else update.gradient.clone()
         update.gradient = kept

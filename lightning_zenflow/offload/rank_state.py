@@ -5,7 +5,6 @@ and its jobs until their weights are in the model.
 from collections import deque
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,11 +12,11 @@ from torch import Tensor
 
 from lightning_zenflow.core.device import Event, SideStream
 from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.kernels.base import Kernels
+from lightning_zenflow.kernels.base import Kernels, Selection
 from lightning_zenflow.native import Tentative
 from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena
-from lightning_zenflow.worker.supervisor import Submission, Transaction
+from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker, Transaction
 
 if TYPE_CHECKING:
     from lightning_zenflow.offload.columns import DeviceColumns
@@ -41,20 +40,6 @@ class Window:
         return self.first_step + len(self.slots) - 1
 
 
-class JobState(Enum):
-    """Life of a job."""
-
-    SUBMITTED = auto()
-    """The worker has it, and owns the state of its block, its slots and its publish buffer."""
-    ANSWERED = auto()
-    """The worker is done: the buffer holds the new weights. The committed slots are free, unless an older job of the block is in flight and
-    its weights are to be copied."""
-    PARTLY_PUBLISHED = auto()
-    """Copies of some of its weights into the model have been enqueued in backward."""
-    PUBLISHED = auto()
-    """The model has its weights, or never will; slots and buffer are free."""
-
-
 @dataclass(kw_only=True, eq=False)
 class Job:
     """A closed window on its way through the worker. Nothing but `JobsInFlight` changes it."""
@@ -69,15 +54,17 @@ class Job:
     """Publish buffer; None: the weights are discarded."""
     submission: Submission
     """The job's message to the worker, and its answer."""
-    state: JobState = JobState.SUBMITTED
     held_slots: Sequence[int]
-    """Slots that become free with the job."""
+    """Slots that become free with the job: with its answer, unless an older job of the block is in flight and its weights are to be
+    copied."""
     holds_buffer: bool
     """Whether the buffer is still to be given back."""
     read: set[int]
     """Slices that are to be published and that kernels of the due step may still read or update."""
     overwritable: list[tuple[Event, Set[int]]]
     """Slices that are to be published and that may be overwritten once the event completes."""
+    is_partly_published: bool = False
+    """Whether copies of some of its weights into the model have been enqueued in backward."""
 
     @property
     def is_shown(self) -> bool:
@@ -96,6 +83,11 @@ class Owned:
     current: "DeviceColumns | None" = None
     incoming: "DeviceColumns | None" = None
     """Its next columns, before their state has been loaded."""
+
+    def selections(self, tile: int) -> list[Selection]:
+        """Columns of a tile's gradient that the device needs, and their destinations: of present columns, and of those to come."""
+        both = (self.current, self.incoming)
+        return [columns.selections[tile] for columns in both if columns is not None and tile in columns.selections]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,11 +188,13 @@ class RankState:
     """Of the partition, with all that is under way with them. Unlike the record, they change."""
     arena: Arena
     """Shared memory: exact state, gradient slots and publish buffers."""
+    worker: SupervisedWorker
+    """Processes jobs and requests, those of a block in order, each exactly once."""
     weights: Sequence[Tensor]
     """For each parameter group the rank's flat partition of the model's weights, model dtype; on the device, or in place: views of
     `Arena.publish`, which `Arena.close` frees."""
     in_place: bool
-    """Whether the weights are where the worker writes them: see `Publisher`."""
+    """Whether the weights are where the worker writes them: see `JobsInFlight`."""
     device: torch.device
     """Training device: of gradients and of what is computed from them."""
     kernels: Kernels
@@ -223,57 +217,41 @@ class RankState:
             weights.data = weights.new_empty(0)
 
     def weights_at(self, param_group: int, begin: int, numel: int) -> Tensor:
-        """View [numel] of the model's weights.
-
-        Args:
-            param_group: parameter group of the elements.
-            begin: first element, counted over the partition.
-            numel: number of elements, all of the same group.
-        """
+        """View [numel] of the model's weights, all of one parameter group; `begin` is counted over the partition."""
         return self.weights[param_group].narrow(0, begin - self.partition.group_begins[param_group], numel)
 
 
 class SlotPool:
     """Owner of the arena's gradient slots: host memory for one gradient of one block.
 
-    A slot belongs to the training thread from `acquire` until the job that applies its gradient is submitted, then to the worker, and is
-    free again when the job is done. The slot freed last is taken first, so that a schedule touches no more memory than it needs.
-
-    `free` is called within `RankState.records`, together with the callers' own changes.
+    `JobQueue` says whose a slot is. The slot freed last is taken first, so that a schedule touches no more memory than it needs.
 
     Attributes:
         n_slots: slots in use at most.
+        free: slots that can be acquired, the one freed last at the end. Those whose gradients have been applied or dropped are taken back
+            within `RankState.records`, together with the callers' own changes.
     """
 
     def __init__(self, rank: RankState) -> None:
         self._rank = rank
         self.n_slots = 0
-        self._free: list[int] = []
+        self.free: list[int] = []
         self._views: dict[tuple[int, int], Tensor] = {}
-
-    @property
-    def n_free(self) -> int:
-        """Slots that can be acquired."""
-        return len(self._free)
 
     def grow(self, n_slots: int) -> None:
         """Allows the pool to use the first `n_slots` slots of the arena."""
         with self._rank.records:
-            self._free[:0] = reversed(range(self.n_slots, n_slots))
+            self.free[:0] = reversed(range(self.n_slots, n_slots))
             self.n_slots = max(self.n_slots, n_slots)
 
     def acquire(self, block: Block) -> None:
         """Takes a free slot, of which there must be one, for a block's gradient of the present or next step."""
         with self._rank.records:
-            block.slot = self._free.pop()
+            block.slot = self.free.pop()
 
     def check_integrity(self, acquired: Iterable[int]) -> None:
         """Asserts that all slots but those that blocks have acquired are free, each once."""
-        assert sorted([*acquired, *self._free]) == list(range(self.n_slots)), "each slot has one owner"
-
-    def free(self, slots: Sequence[int]) -> None:
-        """Takes back slots whose gradients have been applied or dropped."""
-        self._free.extend(slots)
+        assert sorted([*acquired, *self.free]) == list(range(self.n_slots)), "each slot has one owner"
 
     def view(self, tile_index: int) -> Tensor:
         """Destination of a tile's gradient in the slot that its block has acquired.

@@ -12,10 +12,10 @@ from torch.profiler import record_function
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import AsyncHostCopy
-from lightning_zenflow.core.step_inputs import StepScale, add_over_ranks, mean_beta1, step_scale
+from lightning_zenflow.core.step_inputs import StepScale, add_over_ranks, step_scale
 from lightning_zenflow.offload.ownership import Freezing
 from lightning_zenflow.offload.plan import StepContext, StepInputs, StepState
-from lightning_zenflow.offload.run_state import RunState, StepParts
+from lightning_zenflow.offload.run_state import VERSION, StepParts, difference_of, layout_of
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.worker.supervisor import Transaction
 
@@ -52,7 +52,7 @@ class ZenFlowStep:
         number: steps so far.
         micro_batches: backward passes since the last step.
         count: 0-D float64 on the device: number of applied steps.
-        layout: `RunState.layout`.
+        layout: what must be the same for a run to continue this one bit for bit.
     """
 
     def __init__(
@@ -65,9 +65,8 @@ class ZenFlowStep:
         read_inputs: Callable[[], StepInputs],
         gather_weights: Callable[[], None],
     ) -> None:
-        self._run_state = RunState(config, parts, freezing, world_size=dist.get_world_size(group))
-        self.layout = self._run_state.layout
-        self._counters, self._write_count = parts.counters, parts.write_count
+        self.layout = layout_of(config, parts.rank.partition, world_size=dist.get_world_size(group))
+        self._parts = parts
         self._freezing = freezing
         self._group = group
         self._read_inputs = read_inputs
@@ -78,7 +77,7 @@ class ZenFlowStep:
         self.count = torch.zeros((), dtype=torch.float64, device=parts.rank.device)
         self._state = StepState.IDLE
         self._context: StepContext | None = None  # from OPEN on
-        self._squared_norm: Tensor | None = None  # from REDUCED on
+        self._squared_norm: Tensor | None = None  # from phase *reduce* on
         self.micro_batches = 0
         self.number = self._flushed_number = 0
         self._flushing = Transaction()
@@ -102,11 +101,7 @@ class ZenFlowStep:
         return self._state == StepState.UNDER_WAY or self._flushing.is_broken or self._rank.records.is_broken
 
     def begin_backward(self, *, last: bool) -> None:
-        """Counts a backward pass, before its first gradient.
-
-        Args:
-            last: whether this is the step's last micro-batch.
-        """
+        """Counts a backward pass, before its first gradient; `last`: of the step's last micro-batch."""
         self._refuse_interrupted()
         self.micro_batches += 1
         if last:
@@ -136,7 +131,7 @@ class ZenFlowStep:
     @property
     def has_gradients(self) -> bool:
         """Whether the last micro-batch of a step is over, or under way, and the step is not."""
-        return self._state in (StepState.OPEN, StepState.REDUCED) and not self.was_interrupted
+        return self._state is StepState.OPEN and not self.was_interrupted
 
     def state_written(self) -> None:
         """Notes that the arena's exact state has been changed from outside, right after a flush."""
@@ -186,7 +181,7 @@ class ZenFlowStep:
             Its scale; and the copy of `StepScale.finite`, which has begun before the rest of the step was enqueued, if it is asked for.
         """
         context = self._opened()
-        number, plan = context.number, context.plan
+        number = context.number
         # reduce
         with record_function("zenflow reduce"):
             squared_norm = self._reduce(context)
@@ -198,7 +193,7 @@ class ZenFlowStep:
 
         # clip
         scale = step_scale(squared_norm, max_norm=inputs.max_norm, loss_scale=loss_scale, count=self.count)
-        self._fill.in_backward.end_step(squared_norm, scale, context)
+        self._fill.end_step(squared_norm, scale, context)
         finite = AsyncHostCopy(scale.finite) if copies_finite else None
         # seal
         self._jobs.seal(number, scale.factor)
@@ -208,33 +203,32 @@ class ZenFlowStep:
             self._telemetry.skipped.add_(~scale.finite)
         # update
         with record_function("zenflow update"):
-            self._ownership.step(groups, scale)
-        self._provisional.end_step(scale, loss_scale)
+            if self._ownership.selections:
+                self._ownership.step(groups, scale)
+        if self._provisional is not None:
+            self._provisional.end_step(scale, loss_scale)
         # select
         with record_function("zenflow select"):
             self._select(context)
         # submit
         with record_function("zenflow submit"):
-            closed = self._jobs.submit_closing(
-                number,
-                beta1=mean_beta1(groups),
-                synchronous=plan.synchronous,
-                as_shown=groups == context.inputs.groups,
-                loss_scale=loss_scale,
-            )
-            self._ownership.submitted(closed)
+            closed = self._jobs.submit_closing(context, groups)
+            if self._ownership.selections:
+                self._ownership.submitted(closed)
         # publish
         with record_function("zenflow publish"):
-            published = self._jobs.publish(number, beta1=mean_beta1(groups))
-            self._provisional.published(published, context.schedule)
-            self._ownership.published(published)
-            self._ownership.write_weights()
+            published = self._jobs.publish(number)
+            if self._provisional is not None:
+                self._provisional.published(published, context.schedule)
+            if self._ownership.selections:
+                self._ownership.published(published)
+                self._ownership.write_weights()
         # gather
         with record_function("zenflow gather"):
             self._gather_weights()
 
         self._telemetry.steps += 1
-        self._planner.end_step(number, plan)
+        self._planner.end_step(context)
         if not copies_finite:
             self._telemetry.warn_of_skipped(number)
         self._end_micro_batches()
@@ -285,12 +279,13 @@ class ZenFlowStep:
             )
         with torch.no_grad(), self._flushing:
             self._jobs.flush(self.number)
-            self._provisional.flushed()
+            if self._provisional is not None:
+                self._provisional.flushed()
             self._ownership.reload()
             self._ownership.write_weights()
             self._gather_weights()
             # Not the arena's count: on a rank that holds only padding, no job ever counts steps there.
-            self._write_count(int(self.count))
+            self._parts.write_count(int(self.count))
             self._planner.interrupt()
             self._flushed_number = self.number
         self._flushing.repaired()
@@ -302,7 +297,14 @@ class ZenFlowStep:
 
     def state_dict(self) -> dict[str, Any]:
         """State besides AdamW's that continues the run bit for bit; right after a flush only."""
-        return self._run_state.state_dict(self.number)
+        return {
+            "version": VERSION,
+            "layout": self.layout,
+            "step": self.number,
+            "skipped": int(self._telemetry.skipped),
+            "trained": self._freezing.trained,
+            **self._parts.state_dict(),
+        }
 
     def load_state_dict(self, saved: Mapping[str, Any] | None, count: int) -> str:
         """Continues a run; AdamW's state has been loaded into the arena.
@@ -315,8 +317,9 @@ class ZenFlowStep:
             Reason why the run does not continue bit for bit; empty if it does.
         """
         self.count = torch.full_like(self.count, count)
-        difference = "it is not one of ZenFlow" if saved is None else self._run_state.difference_of(saved)
+        difference = "it is not one of ZenFlow"
         if saved is not None:
+            difference = difference_of(saved, self.layout, len(self._rank.blocks))
             self.number = self._flushed_number = saved["step"]
             self._telemetry.skipped.fill_(saved["skipped"])
         self._rank.arena.resolved = (self.number, count)
@@ -327,7 +330,7 @@ class ZenFlowStep:
         if saved["trained"] != self._freezing.trained:
             self._change_trained(saved["trained"])
         self.start_over(count)
-        self._run_state.load_state_dict(saved)
+        self._parts.load_state_dict(saved)
         return ""
 
     def _change_trained(self, trained: list[bool]) -> None:
@@ -343,12 +346,11 @@ class ZenFlowStep:
 
     def _reduce(self, context: StepContext) -> Tensor:
         """Phase *reduce*, once a step; returns the squared norm of all ranks' gradients: 0-D float64 on the device."""
-        if self._state is not StepState.REDUCED:
+        if self._squared_norm is None:
             self._state = StepState.UNDER_WAY
             squared_norm = self._fill.finish(context)
             add_over_ranks(squared_norm, self._group)
-            self._squared_norm, self._state = squared_norm, StepState.REDUCED
-        assert self._squared_norm is not None
+            self._squared_norm, self._state = squared_norm, StepState.OPEN
         return self._squared_norm
 
     def _refuse_interrupted(self) -> None:
@@ -367,14 +369,7 @@ class ZenFlowStep:
                 self._state_written = False
                 with torch.no_grad():
                     self._ownership.reload()
-            plan = self._planner.plan(self.number + 1)
-            self._context = StepContext(
-                number=self.number + 1,
-                plan=plan,
-                inputs=inputs,
-                schedule=self._jobs.schedule,
-                column_norms=self._selector.new_column_norms() if plan.selects else None,
-            )
+            self._context = self._planner.plan(self.number + 1, inputs)
             self._fill.open(self._context)
             self._state = StepState.OPEN
         assert self._context is not None
@@ -383,9 +378,9 @@ class ZenFlowStep:
     def _select(self, context: StepContext) -> None:
         """Adds the proxies over the ranks and selects, or gives up all columns, where that is due."""
         columns = None
-        if context.plan.releases:
+        if context.releases:
             self._selector.start_over()
-            columns = self._freezing.of_slices(self._freezing.no_columns())
+            columns = self._freezing.of_slices(None)
         if (norms := context.column_norms) is not None:
             add_over_ranks(norms.flat, self._group)
             # The host waits for the proxies; counted as stall.
@@ -393,7 +388,7 @@ class ZenFlowStep:
                 selected = self._selector.select(norms, context.number)
             if selected is not None:
                 columns = self._freezing.of_slices(selected[0])
-                self._counters.owned_norm_share.copy(selected[1])
+                self._selector.owned_norm_share.copy(selected[1])
         if columns is not None:
             self._ownership.select(columns)
             self._planner.columns_change(context.number)

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from gpu_cases import MILLISECOND, device, optimizer_of
 from harness import APPROXIMATE, Case, run_here
-from lightning_zenflow.core.device import has_room, runtime_of
+from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.partition import Slice, build_partition
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
 from same_bits import assert_same_tensors
@@ -83,9 +83,9 @@ def test_room_without_the_peak_of_the_start() -> None:
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     torch.empty(free * 8 // 10, dtype=torch.uint8, device=device())
-    assert not has_room(free // 2, device())
+    assert not runtime_of(device()).has_room(free // 2)
     runtime_of(device()).forget_peak()
-    assert has_room(free // 2, device())
+    assert runtime_of(device()).has_room(free // 2)
     torch.cuda.empty_cache()
 
 

@@ -17,8 +17,8 @@ from typing_extensions import override
 from gpu_cases import MILLISECOND, RACES, device
 from harness import Case, Run, run_here, workers
 from lightning_zenflow.kernels.base import Kernels
-from lightning_zenflow.offload.fill import Fill, GradientRouter
-from lightning_zenflow.offload.in_flight import Publisher
+from lightning_zenflow.offload.fill import Fill
+from lightning_zenflow.offload.in_flight import JobsInFlight
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.ownership import Ownership
 from lightning_zenflow.worker.arena import StepWords
@@ -100,7 +100,7 @@ def late(owner: type, method: str) -> Callable[[pytest.MonkeyPatch], None]:
 def published_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every due job is waited for in backward, and the device sleeps before its weights arrive."""
     monkeypatch.setattr(SupervisedWorker, "has_answered", lambda self, job: seen(self, job, True))
-    late(Publisher, "_copy")(monkeypatch)
+    late(JobsInFlight, "_copy")(monkeypatch)
 
 
 def published_after_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def published_after_backward(monkeypatch: pytest.MonkeyPatch) -> None:
 DELAYS: dict[str, Callable[[pytest.MonkeyPatch], None] | type[pl.Callback]] = {
     "backward": SlowBackward,
     "worker": SlowWorker,
-    "reduced gradients": late(GradientRouter, "route"),
+    "reduced gradients": late(Fill, "_route_rectangles"),
     "copies to the host": late(Kernels, "route"),
     "sums of gradients": late(Fill, "finish"),
     "the step's number": late(JobQueue, "seal"),
@@ -135,7 +135,7 @@ def undisturbed(needs_cuda: None) -> dict[str, tuple[Run, Tensor]]:
     """Runs in which the device is waited for before and after every step's phases, so that nothing can overtake anything."""
     with pytest.MonkeyPatch.context() as patch:
         for owner, method in (
-            (GradientRouter, "route"),
+            (Fill, "_route_rectangles"),
             (JobQueue, "seal"),
             (JobQueue, "publish"),
             (Ownership, "step"),

@@ -152,7 +152,7 @@ class DirectStep:
 
     def close(self) -> None:
         """Ends the worker and frees the memory; the weights remain."""
-        self.parts.worker.kill()
+        self.parts.rank.worker.kill()
         self._fetches = False
         self.parts.rank.arena.close(keep_state=False, take_weights=self._take_weights)
 
@@ -235,6 +235,6 @@ def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
         step.flush()
         run.weights, run.untrained = snapshot(model), untrained(model)
         run.skipped = int(traffic.skipped)
-        run.in_backward_jobs = direct.parts.counters.read().in_backward_jobs
+        run.in_backward_jobs = direct.parts.read_counters().in_backward_jobs
         run.counts = [direct.count] * len(direct.masters)
         return run, direct.flat_state()

@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 from lightning_zenflow.core.schedule import SchedulePolicy, UpdateSchedule
-from lightning_zenflow.offload.plan import StepPlan
+from lightning_zenflow.offload.plan import StepContext
 
 Entry = tuple[int, int, int]
 """Step, S and d."""
@@ -43,8 +43,9 @@ class ScriptedSchedule:
     def interrupt(self) -> None:
         """No effect: nothing is measured."""
 
-    def end_step(self, step: int, plan: StepPlan, *, may_change: bool) -> str | None:
+    def end_step(self, context: StepContext, *, may_change: bool) -> str | None:
         """As `ScheduleControl.end_step`."""
+        step = context.number
         due = bool(self._script) and step >= self._script[0][0]
         self._waits = due and not may_change
         if not due or self._waits:

@@ -14,7 +14,7 @@ from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.schedule import LARGEST_LAG, UpdateSchedule
 from lightning_zenflow.offload import plan as planning
-from lightning_zenflow.offload.plan import ScheduleControl, StepPlan
+from lightning_zenflow.offload.plan import ScheduleControl, StepContext
 from lightning_zenflow.worker.machine import HOST_MEMORY
 from models import LinearLossModule
 from rank_processes import run_on_ranks
@@ -113,9 +113,9 @@ def test_times_of_other_work_are_not_measured(monkeypatch: pytest.MonkeyPatch) -
     steps: list[int] = []
     end_step = ScheduleControl.end_step
 
-    def noted(self: ScheduleControl, step: int, plan: StepPlan, **options: Any) -> str | None:
-        steps.append(step)
-        return end_step(self, step, plan, **options)
+    def noted(self: ScheduleControl, context: StepContext, **options: Any) -> str | None:
+        steps.append(context.number)
+        return end_step(self, context, **options)
 
     def looks(**options: Any) -> list[int]:
         seen: list[int] = []

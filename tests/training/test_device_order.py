@@ -15,10 +15,9 @@ from typing_extensions import override
 from callbacks import At
 from gpu_cases import RACES
 from harness import AUTO, EVERYTHING, Case, optimizer_of, run_here
-from lightning_zenflow.core.device import SideStream, runtime_of
+from lightning_zenflow.core.device import HostRuntime, SideStream, runtime_of
 from lightning_zenflow.deepspeed.fetch import FetchCoordinator
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
-from lightning_zenflow.offload import provisional_update
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from networks import TiedNet
 from rank_processes import run_on_ranks
@@ -127,7 +126,7 @@ def test_every_access_is_ordered(name: str, events_are_reached: bool) -> None:
 
 
 def test_without_room_for_gradients_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provisional_update, "has_room", lambda *_: False)
+    monkeypatch.setattr(HostRuntime, "has_room", lambda *_: False)
     device = record(NETWORK)
     assert not device.order.races
     assert any(o.kind == "h2d" and o.place == "device.to_device" for o in device.order.operations)

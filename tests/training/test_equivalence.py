@@ -8,7 +8,8 @@ import torch
 
 from direct_step import direct_step
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, fit, run_here
-from lightning_zenflow.offload import fill
+from lightning_zenflow.core.device import HostRuntime
+from lightning_zenflow.offload.plan import StepInputs
 from models import OptimizerOptions
 from oracle import adamw_reference
 from same_bits import assert_is_adamw, assert_same_run, assert_same_tensors
@@ -87,11 +88,12 @@ def test_the_oracle_is_torchs_adamw(kind: str) -> None:
 def test_the_warm_up_is_not_repeated() -> None:
     """A change of `requires_grad` starts over all but the steps that have been counted."""
     weights, synchronous = [torch.nn.Parameter(torch.randn(6, 4)) for _ in range(2)], []
+    inputs = StepInputs(groups=(), loss_scale=1.0, max_norm=0.0)
     with direct_step([weights], topk_ratio=0, update_interval=4, publish_lag=1, full_warm_up_rounds=3) as direct:
         for number in range(1, 9):
             weights[0].requires_grad_(number not in (2, 6))
             direct.step.follow_freezing()
-            synchronous.append(direct.parts.planner.plan(number).synchronous)
+            synchronous.append(direct.parts.planner.plan(number, inputs).synchronous)
             direct.backward([torch.ones(6, 4)] * 2)
             direct.step.step()
     assert synchronous == [True] * 3 + [False] * 5
@@ -146,7 +148,7 @@ def test_flushes_between_micro_batches() -> None:
 def test_where_sums_are(where: str, room: bool, on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Host sums cross PCIe both ways; "auto" takes the device where that has room for them."""
     asked = []
-    monkeypatch.setattr(fill, "has_room", lambda n_bytes, _: asked.append(n_bytes) or room)
+    monkeypatch.setattr(HostRuntime, "has_room", lambda _, n_bytes: asked.append(n_bytes) or room)
     # Of one matrix that blocks cut.
     with direct_step(
         [[torch.zeros(10, 3)]], update_interval=2, publish_lag=1, topk_ratio=0, accumulate_on=where

@@ -150,7 +150,7 @@ def test_the_bits_do_not_depend_on_when_the_worker_begins(dtype: str, monkeypatc
                     # The last block only: there are slots for few more than the blocks of a step.
                     if index == 0 and is_late:
                         wait_for(are_done)
-                        os.kill(direct.parts.worker.pid, signal.SIGSTOP)
+                        os.kill(direct.parts.rank.worker.pid, signal.SIGSTOP)
                     direct.receive(index, gradients[index], last=True)
                 direct.join()
                 if not is_late:
@@ -160,7 +160,7 @@ def test_the_bits_do_not_depend_on_when_the_worker_begins(dtype: str, monkeypatc
                 direct.step.step()
                 direct.max_norm = 1.0
                 if is_late:
-                    os.kill(direct.parts.worker.pid, signal.SIGCONT)
+                    os.kill(direct.parts.rank.worker.pid, signal.SIGCONT)
                 direct.fetch()
                 shown.append([flat.clone() for flat in direct.shown])
     assert kinds == {

@@ -144,7 +144,7 @@ def test_lightning_gives_the_same_bits(case: Case) -> None:
 
 
 def has_corrected(trainer: pl.Trainer) -> None:
-    assert optimizer_of(trainer).counters.read().corrected_steps > 0
+    assert optimizer_of(trainer).parts.read_counters().corrected_steps > 0
 
 
 CORRECTS = At("on_train_end", has_corrected)
@@ -198,7 +198,7 @@ def test_what_is_submitted_in_backward_depends_on_the_factors_before(loss_scale:
     shown = []
     for in_backward in (True, False):
         with direct_step([random_tensors(50)], loss_scale=loss_scale, overlap_step=in_backward, **KEYS) as direct:
-            before = direct.parts.counters.read()
+            before = direct.parts.read_counters()
             for number, (max_norm, submits, corrects) in enumerate(STEPS):
                 gradients = random_tensors(number)
                 if math.isnan(max_norm):
@@ -208,7 +208,7 @@ def test_what_is_submitted_in_backward_depends_on_the_factors_before(loss_scale:
                 direct.backward(gradients)
                 direct.step.step()
                 shown.append([flat.clone() for flat in direct.shown])
-                now = direct.parts.counters.read()
+                now = direct.parts.read_counters()
                 found = (now.steps_in_backward - before.steps_in_backward, now.corrected_steps - before.corrected_steps)
                 assert found == ((submits, corrects) if in_backward else (False, False)), number
                 before = now
@@ -246,4 +246,4 @@ def test_steps_that_do_not_end_and_workers_that_die(accumulate_on: str) -> None:
     for deaths in (0, 0.3):
         with direct_step([random_tensors(50)], **options) as direct:
             assert_same_training(train(direct, deaths), expected)
-            assert direct.parts.counters.read().corrected_steps > 2
+            assert direct.parts.read_counters().corrected_steps > 2

@@ -136,8 +136,8 @@ def test_the_second_moment_is_of_clipped_gradients() -> None:
             direct.loss_scale *= 2
             direct.backward([gradient])
             direct.step.step()
+        assert direct.parts.provisional is not None
         state = direct.parts.provisional.state_dict()
-    assert state is not None
     clips = [2.0 / (float(gradient.double().norm()) + 1e-6) for gradient in gradients]
     assert max(clips) < 0.5
     expected = factored_second_moment(

@@ -83,7 +83,7 @@ def watch(case: Case, *, answers: bool | None = None, more: int = 0) -> Watched:
 
     def watched_acquire(self: SlotPool, block: Block) -> None:
         acquire(self, block)
-        watched.slots = max(watched.slots, self.n_slots - self.n_free)
+        watched.slots = max(watched.slots, self.n_slots - len(self.free))
 
     def watched_set(self: JobQueue, *args: Any) -> None:
         set_schedule(self, *args)

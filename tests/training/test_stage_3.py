@@ -314,7 +314,7 @@ def assert_in_place(trainer: pl.Trainer) -> None:
     places = {t.untyped_storage().data_ptr() for t in (*pieces, *optimizer.fp16_partitioned_groups_flat)}
     assert places == {optimizer.parts.rank.arena.publish.untyped_storage().data_ptr()}
     assert optimizer.param_groups_fp16_flat_cpu_memory == []
-    assert optimizer.counters.read().h2d_bytes == 0
+    assert optimizer.parts.read_counters().h2d_bytes == 0
 
 
 class Validated(Sharded):

@@ -252,7 +252,7 @@ def test_one_that_waits_for_other_ranks_is_waited_for(arena: Arena, partition: P
 
 def test_what_the_trainer_says_of_one_that_does_not_answer() -> None:
     with direct_step([[torch.ones(8, 8)]], update_interval=1, publish_lag=0) as direct:
-        worker = direct.parts.worker
+        worker = direct.parts.rank.worker
         worker._worker._timeout_s = 0.3
         os.kill(worker.pid, signal.SIGSTOP)
         with pytest.raises(
