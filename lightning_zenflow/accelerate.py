@@ -33,7 +33,6 @@ from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, resolve_config, without
 from lightning_zenflow.deepspeed.environment import use_cpu_accelerator
 from lightning_zenflow.deepspeed.release import remove_hooks
-from lightning_zenflow.deepspeed.users import refuse_unsupported_module, validate_optimizer
 from lightning_zenflow.fabric import LoopCalls, ZenFlowStrategy
 from lightning_zenflow.session import Session
 
@@ -94,8 +93,7 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
         self.strategy: AccelerateStrategy | None = None
         if self.distributed_type != DistributedType.DEEPSPEED:
             raise MisconfigurationException(
-                "ZenFlowAccelerator: cpu must be False, and an accelerator of another type must not have been made before; where there is"
-                " no GPU the CPU is used without being asked for"
+                "ZenFlowAccelerator: cpu must be False (without a GPU the CPU is used anyway), and no other Accelerator made before"
             )
         if (ranks := int(os.environ.get("WORLD_SIZE", 1))) != self.num_processes:
             raise MisconfigurationException(
@@ -276,18 +274,15 @@ class AccelerateStrategy(ZenFlowStrategy):
         Raises:
             MisconfigurationException: ZenFlow does not support the model or the optimizer, or there is a training.
         """
-        if self._engine is not None:
+        if self._trained is not None:
             raise MisconfigurationException(
                 "accelerator.prepare: a model with an optimizer has been prepared before: call `accelerator.free_memory()` when its"
                 " training has ended, or train another one in another process"
             )
         (model,) = (item for item in build.args if isinstance(item, Module))
         optimizer = next((item for item in build.args if isinstance(item, Optimizer)), None)
-        refuse_unsupported_module(model)
         # Of an engine that has evaluated it.
         remove_hooks(model)
-        if optimizer is not None:
-            validate_optimizer(optimizer, model, scheduled=True)
 
         def initialize() -> tuple[Any, tuple[Any, ...]]:
             # Accelerate keeps the first, which may be of a model that is not trained.
@@ -301,9 +296,7 @@ class AccelerateStrategy(ZenFlowStrategy):
             patch("deepspeed.DeepSpeedEngine", ZenFlowEngine),
             patch("accelerate.accelerator.DeepSpeedOptimizerWrapper", partial(_Optimizer, self)),
         ):
-            built: tuple[Any, tuple[Any, ...]] = self._set_up(initialize, model, optimizer)
-        self._begin_training(built[0], model)
-        return built[1]
+            return self._begin_training(initialize, model, optimizer)[1]
 
 
 class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]

@@ -21,12 +21,11 @@ from typing_extensions import override
 from lightning_zenflow.config import KEYS, ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.environment import PlainPrecision, inference_engine
-from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.users import refuse_unsupported_module, validate_optimizer
+from lightning_zenflow.deepspeed.users import FromTrainer, refuse_unsupported_module, validate_optimizer
 from lightning_zenflow.fabric_checkpoints import FabricCheckpoints
 from lightning_zenflow.monitor.summary import StepMeter
 from lightning_zenflow.offload.step import ZenFlowStep
-from lightning_zenflow.session import FromTrainer
+from lightning_zenflow.session import Built
 
 
 class LoopCalls(NamedTuple):
@@ -103,8 +102,6 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
                 )
         # DeepSpeed clips to 1 where nothing is said.
         self.config = {"gradient_clipping": 0.0, **self.config}
-        # DeepSpeed's, of the model that is trained.
-        self._engine: Any = None
         # DeepSpeed's, of models that are not trained; a user may drop them before.
         self._inference: weakref.WeakSet[Module] = weakref.WeakSet()
         # Whether an error has interrupted a backward pass.
@@ -144,34 +141,34 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         """
         if len(optimizers) != 1:
             raise MisconfigurationException(
-                f"fabric.setup: ZenFlowStrategy must have one optimizer, got {len(optimizers)}; put the parameters into its parameter"
-                " groups"
+                f"fabric.setup: ZenFlowStrategy must have one optimizer, got {len(optimizers)}: use its parameter groups"
             )
         if self.zenflow_optimizer is not None:
             raise MisconfigurationException(
-                "fabric.setup: ZenFlowStrategy must have one model with an optimizer, got a second one; set up models that are not trained"
-                " with `fabric.setup_module(model)`, and train another one with another Fabric and ZenFlowStrategy"
+                "fabric.setup: ZenFlowStrategy must have one model with an optimizer, got a second one: for models that are not trained"
+                " call `fabric.setup_module(model)`, and train another one with another Fabric"
             )
         (user_optimizer,) = optimizers
-        refuse_unsupported_module(module)
-        validate_optimizer(user_optimizer, module, scheduled=True)
         # Private: calls `deepspeed.initialize`, as in the base class' own set-up.
         initialize = partial(self._initialize_engine, module, user_optimizer)
-        engine, *_ = self._set_up(initialize, module, user_optimizer)
-        self._begin_training(engine, module)
+        engine, *_ = self._begin_training(initialize, module, user_optimizer)
         # Private: as in the base class' own set-up.
         self._set_deepspeed_activation_checkpointing()
         return engine, [engine.optimizer], scheduler
 
-    def _begin_training(self, engine: Any, module: Module) -> None:
-        """What the loop's calls need of the engine that trains a module."""
+    def _begin_training(self, initialize: Callable[[], Built], module: Module, optimizer: Optimizer | None) -> Built:
+        """Checks what is trained, and sets up what the loop's calls need; otherwise as `_set_up`."""
+        refuse_unsupported_module(module)
+        if optimizer is not None:
+            validate_optimizer(optimizer, module, scheduled=True)
+        built = self._set_up(initialize, module, optimizer)
         # Private: Fabric's own attribute, which it writes to where the loop names the model in `fabric.backward`.
-        self._engine = self._deepspeed_engine = engine
-        optimizer: ZenFlowOptimizer = engine.optimizer
-        self._max_norm = optimizer.clip_grad
+        self._deepspeed_engine = self._trained
+        assert self.zenflow_optimizer is not None
+        self._max_norm = self.zenflow_optimizer.clip_grad
         # The first step may be clipped: no block is submitted before its factor is known.
-        optimizer.clip_grad = self._max_norm or math.inf
-        self._meter = StepMeter(optimizer)
+        self.zenflow_optimizer.clip_grad = self._max_norm or math.inf
+        self._meter = StepMeter(self.zenflow_optimizer)
         # Until the first forward pass.
         self._meter.pause()
         # DeepSpeed keeps engines and models for as long as the process lives, and with them what their hooks refer to.
@@ -180,6 +177,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         flush_hook = module.register_state_dict_pre_hook(_weak(self.flush))  # type: ignore[no-untyped-call]
         for hook in (forward_hook, flush_hook):
             self._ending.callback(hook.remove)
+        return built
 
     @override
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
@@ -190,17 +188,15 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
                 one was interrupted by an error.
         """
         call = self.calls.backward
-        step = self._usable_step(call)
-        # Not in the condition itself, for the type checker.
-        is_other = module is not self._engine
-        if is_other:
+        step, engine = self._usable_step(call), self._trained
+        if module is not engine:
             raise RuntimeError(f"{call}: model must be the one that was set up with the optimizer, got another")
         if step.is_complete:
             raise RuntimeError(
                 f"{call} was called twice in a step, or after `{self.calls.clip}`: call `optimizer.step()` between them, or"
                 f" {self.calls.accumulate}, and clip after the last"
             )
-        self._engine.set_gradient_accumulation_boundary(not self.micro_batches.more_to_come)
+        self._trained.set_gradient_accumulation_boundary(not self.micro_batches.more_to_come)
         self._was_interrupted = True
         super().backward(tensor, module, *args, **kwargs)
         self._was_interrupted = False
@@ -256,15 +252,14 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         """
         if kwargs:
             raise MisconfigurationException(
-                f"optimizer.step must be called without arguments under ZenFlow, got {', '.join(kwargs)}; call `{self.calls.backward}`"
-                " before it"
+                f"optimizer.step must be without arguments under ZenFlow, got {', '.join(kwargs)}: call `{self.calls.backward}` before"
             )
         self._after_backward("optimizer.step")
         max_norm, self._norm_of_step = self._norm_of_step, None
         assert self.zenflow_optimizer is not None
         self.zenflow_optimizer.clip_grad = self._max_norm if max_norm is None else max_norm
-        self._engine.set_gradient_accumulation_boundary(True)
-        output = super().optimizer_step(self._engine)
+        self._trained.set_gradient_accumulation_boundary(True)
+        output = super().optimizer_step(self._trained)
         assert self._meter is not None
         self._meter.end_step()
         return output
@@ -300,7 +295,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
 
     @override
     def _in_engines(self) -> Sequence[Module]:
-        return [*([] if self._engine is None else [self._engine]), *self._inference]
+        return [*([] if self._trained is None else [self._trained]), *self._inference]
 
     @property
     @override
@@ -315,8 +310,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
             raise RuntimeError(f"{what}: {ended}; call `{self.calls.setup}` before")
         if self._was_interrupted:
             raise RuntimeError(
-                f"{what}: an error has interrupted a backward pass, and DeepSpeed's buckets hold a part of its gradients; start again from"
-                " a checkpoint"
+                f"{what}: an error has interrupted a backward pass, of which gradients are left; start again from a checkpoint"
             )
         return optimizer.zenflow_step
 
@@ -328,14 +322,12 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
                 " make the state exact, with that step or without it"
             )
         if step.micro_batches == 0:
-            raise RuntimeError(
-                f"{what} must come after `{self.calls.backward}(loss)`, got no backward pass since the last step"
-            )
+            raise RuntimeError(f"{what} must come after `{self.calls.backward}(loss)`, got none since the last step")
         return step
 
     def _begin_forward(self) -> None:
         assert self._meter is not None and self.zenflow_optimizer is not None
-        if not self._engine.module.training:
+        if not self._trained.module.training:
             self.zenflow_optimizer.refuse_asleep(reads=["lp_params"])
             self._meter.pause()
             self.flush()

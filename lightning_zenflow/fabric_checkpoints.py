@@ -10,21 +10,25 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.collective import load_file_together, load_together, one_engine, read_file_together
-from lightning_zenflow.checkpoint.engine_content import to_save
+from lightning_zenflow.checkpoint.collective import (
+    all_cores,
+    load_file_together,
+    load_together,
+    one_engine,
+    optimizer_of,
+    read_file_together,
+)
+from lightning_zenflow.checkpoint.engine import to_save
 from lightning_zenflow.checkpoint.files import place_of
 from lightning_zenflow.checkpoint.single_file import FILE_KEY, SavedFile, WholeState
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.parameters import load_whole
-from lightning_zenflow.saving import Saving
+from lightning_zenflow.session import Session
 
 
-class FabricCheckpoints(Saving):
+class FabricCheckpoints(Session):
     """Mixin of Fabric's strategy."""
-
-    # DeepSpeed's, of the model that is trained.
-    _engine: Any
 
     @override
     def save_checkpoint(
@@ -43,13 +47,13 @@ class FabricCheckpoints(Saving):
             MisconfigurationException: there are several models that were set up, or none; or an entry has the name of ours.
         """
         self.flush()
-        with self._with_all_cores():
+        with all_cores(ranks_on_host=self.num_processes):
             if self._saves_file():
                 self._save_as_file(path, state, storage_options, filter or {})
                 return
             save = super().save_checkpoint
             engine = one_engine(state.values())
-            content = state if self._engine is None else to_save(state, self._engine)
+            content = state if self._trained is None else to_save(state, self._trained)
             self._save_folder(path, engine, lambda folder: save(folder, content, storage_options, filter))
 
     def _save_as_file(
@@ -64,7 +68,7 @@ class FabricCheckpoints(Saving):
         others = convert({name: item for name, item in state.items() if name not in ours}, {})
         whole = WholeState(
             engine,
-            engine.optimizer if isinstance(engine.optimizer, ZenFlowOptimizer) else None,
+            optimizer_of(engine),
             self._optimized,
             engine.module.state_dict(),
             moments=any(item is engine.optimizer for item in ours.values()),
@@ -123,7 +127,7 @@ class FabricCheckpoints(Saving):
             # DeepSpeed's engine names its parameters "module.NAME".
             self.flush()
             super().load_checkpoint(path, getattr(state, "module", state), strict, weights_only)
-            if optimizer is not None and state is self._engine:
+            if optimizer is not None and state is self._trained:
                 optimizer.reset_master_from_model()
             return {}
         state = state or {}
@@ -132,8 +136,8 @@ class FabricCheckpoints(Saving):
         if saved is not None:
             return self._load_from_file(saved, state, strict=strict)
         items = list(state.values())
-        is_trained = optimizer is not None and any(item is self._engine for item in items)
-        engine = self._engine if is_trained else one_engine(items)
+        is_trained = optimizer is not None and any(item is self._trained for item in items)
+        engine = self._trained if is_trained else one_engine(items)
         has_optimizer = any(item is optimizer for item in items)
         client_state = load_together(engine, Path(place_of(path)), strict=strict, optimizer_states=has_optimizer)
         names = {name for name, item in state.items() if item is not engine and not isinstance(item, ZenFlowOptimizer)}

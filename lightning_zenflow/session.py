@@ -1,22 +1,30 @@
-"""One model's training under ZenFlow on one rank: what the Trainer's strategy and Fabric's do alike."""
+"""One model's training under ZenFlow on one rank, and its saves: what the Trainer's strategy and Fabric's do alike."""
 
 import inspect
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zenflow.checkpoint.background import BackgroundSaves
+from lightning_zenflow.checkpoint.collective import Put, save_together
+from lightning_zenflow.checkpoint.engine import deepspeed_files
+from lightning_zenflow.checkpoint.files import place_of
+from lightning_zenflow.checkpoint.single_file import FILE_KEY, WholeState
 from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
+from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.build import rank_resources
 from lightning_zenflow.deepspeed.config import (
@@ -34,43 +42,18 @@ from lightning_zenflow.deepspeed.environment import (
     restore_types,
 )
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.release import Released, make_whole, pickled_as_before, release
+from lightning_zenflow.deepspeed.release import Released, as_in_training, make_whole, pickled_as_before, release
 from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
-from lightning_zenflow.deepspeed.users import UsersOptimizer
+from lightning_zenflow.deepspeed.users import FromTrainer, UsersOptimizer
+from lightning_zenflow.worker.process import WorkerError
 
 Built = TypeVar("Built", bound=tuple[Any, ...])
 
 
-class FromTrainer:
-    """Property of a strategy that has the value of the present Trainer or Fabric, or else one that the user gave the strategy itself.
-
-    Lightning keeps both in one place. A strategy that has been in one Trainer would then be refused by the next one, for having an
-    accelerator "through both strategy class and accelerator flag", and would go on with the first one's precision.
-
-    Args:
-        ours: name of the strategy's attribute with a subclass of Lightning's precision, of which an object takes the place of Lightning's.
-    """
-
-    def __init__(self, ours: str | None = None) -> None:
-        self._ours = ours
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._owner, self._name = owner, name
-
-    def __get__(self, strategy: Any, _: type) -> Any:
-        if strategy is None:
-            return self
-        return vars(strategy).get(self._name) or getattr(super(self._owner, strategy), self._name)
-
-    def __set__(self, strategy: Any, value: Any) -> None:
-        if self._ours is not None and type(value) in (ours := getattr(strategy, self._ours)).__bases__:
-            value = ours(value.precision)
-        vars(strategy)[self._name] = value
-
-
 class Session(RankEnvironment):
-    """Mixin of a `DeepSpeedStrategy`: the life of the optimizer, from the set-up of the engine to the end of the worker.
+    """Mixin of a `DeepSpeedStrategy`: the life of the optimizer, from the set-up of the engine to the end of the worker; formats, plugins
+    and the collective save of its checkpoints.
 
     A set-up replaces the one before it; what has been closed stays readable.
 
@@ -117,6 +100,9 @@ class Session(RankEnvironment):
         self._trained: Any = None
         self._released: list[Released] = []
         self._users_optimizer: UsersOptimizer | None = None
+        self._plugin: CheckpointIO | None = None
+        # During a training with `async_checkpoints`.
+        self._background: BackgroundSaves | None = None
         # What must end with the training; refers to no strategy.
         self._ending = ExitStack()
         super().__init__(config=self._users_config, **options)
@@ -126,7 +112,7 @@ class Session(RankEnvironment):
         if offloads_parameters(self.config):
             if unused := self.zenflow_config.without_effect_on_host:
                 rank_zero_info(
-                    f"ZenFlow: {', '.join(unused)} has no effect where parameters are in host memory: no weight is ever late"
+                    f"ZenFlow: {', '.join(unused)} has no effect with parameters in host memory: nothing is late"
                 )
             self.zenflow_config = self.zenflow_config.with_weights_on_host()
         self._given_config = self.zenflow_config
@@ -150,6 +136,7 @@ class Session(RankEnvironment):
             WorkerError: the worker did not start.
             RuntimeError: another rank has failed, whose error is in the message.
         """
+        self._end_background()
         # What a training before has left is as large as what this one needs.
         self._trained, self._released, self.zenflow_optimizer = None, [], None
         self.zenflow_config = self._given_config
@@ -159,8 +146,7 @@ class Session(RankEnvironment):
             self.zenflow_config = fixed = self._given_config.without_measurements()
             rank_zero_info(
                 f"ZenFlow: torch's deterministic algorithms are on, so that runs must repeat: update_interval={fixed.update_interval},"
-                f" publish_lag={fixed.publish_lag}, and no measured time changes them. Steps wait for the CPU where its work does not hide"
-                " behind training; then set update_interval and publish_lag to larger values"
+                f" publish_lag={fixed.publish_lag}, and no measured time changes them. If steps wait for the CPU, set larger values"
             )
         resources = rank_resources(
             self.zenflow_config,
@@ -200,6 +186,8 @@ class Session(RankEnvironment):
         # More than `close`: DeepSpeed's engine outlives the training, and its hooks would keep the arena alive.
         self._ending.callback(self.zenflow_optimizer.destroy)
         self._ending.enter_context(pickled_as_before([*model.modules(), *model.parameters()]))
+        if self.zenflow_config.async_checkpoints:
+            self._background = BackgroundSaves(ranks_on_host=self.num_processes, timeout=self._timeout)
         return built
 
     def _begin_micro_batch(self, *, hides_gradients: bool = True) -> None:
@@ -219,9 +207,9 @@ class Session(RankEnvironment):
         if hides_gradients:
             self.zenflow_optimizer.taken.hide()
         self.zenflow_optimizer.begin_micro_batch()
-        if step.was_interrupted:
+        if step.was_interrupted and not self.zenflow_optimizer.closed:
             # On this rank alone, perhaps.
-            Session.flush(self)
+            self.zenflow_optimizer.flush()
         if step.micro_batches == 0:
             for name, parameter in self._frozen_at_setup.items():
                 if parameter.requires_grad:
@@ -247,9 +235,16 @@ class Session(RankEnvironment):
         return super().backward(*args, scale_wrt_gas=False, **kwargs)
 
     def flush(self) -> None:
-        """Makes weights and optimizer states exact. After a training that ended with an exception, weights stay as they are."""
+        """Makes weights and optimizer states exact. After a training that ended with an exception, weights stay as they are. All ranks call
+        it together.
+
+        Raises:
+            OSError: a save in the background has failed.
+        """
         if self.zenflow_optimizer is not None and not self.zenflow_optimizer.closed:
             self.zenflow_optimizer.flush()
+        if self._background is not None:
+            self._background.check()
 
     @abstractmethod
     def _in_engines(self) -> Sequence[Module]:
@@ -268,18 +263,137 @@ class Session(RankEnvironment):
         if self.zenflow_optimizer is not None and self.zenflow_optimizer.is_elsewhere:
             # Behind `sys.exit` in a child that a hook has forked.
             return
-        self._ending.close()
-        models = self._in_engines()
-        for model in models:
-            make_whole(model, ranks_on_host=self.num_processes, together=self._ends_together)
-        try:
-            super().teardown()
-        finally:
-            released = [release(model) for model in models]
+        with ExitStack() as last:
+            last.callback(self._end_background)
+            self._ending.close()
+            models = self._in_engines()
             for model in models:
-                restore_types(model)
-            # An evaluation after a training releases nothing of it.
-            if any(model is self._trained for model in models):
-                self._released = released
-            if self._users_optimizer is not None:
-                self._users_optimizer.give_back()
+                make_whole(model, ranks_on_host=self.num_processes, together=self._ends_together)
+            try:
+                super().teardown()
+            finally:
+                released = [release(model) for model in models]
+                for model in models:
+                    restore_types(model)
+                # An evaluation after a training releases nothing of it.
+                if any(model is self._trained for model in models):
+                    self._released = released
+                if self._users_optimizer is not None:
+                    self._users_optimizer.give_back()
+
+    def wait_for_checkpoint(self) -> None:
+        """Waits for the checkpoint that is being written in the background, if any (`async_checkpoints`). All ranks call it together.
+
+        Raises:
+            OSError: it could not be saved, on this rank or on another one.
+        """
+        if self._background is not None:
+            self._background.wait()
+
+    def _end_background(self) -> None:
+        background, self._background = self._background, None
+        if self.zenflow_optimizer is not None and self.zenflow_optimizer.is_elsewhere:
+            return
+        try:
+            if background is not None:
+                background.close()
+        except Exception:
+            # The thread has logged it, and training ends with another error.
+            if self._ends_together:
+                raise
+
+    def _background_of(self, path: Any) -> BackgroundSaves | None:
+        """What finishes the save of a checkpoint; None: the training thread."""
+        # A plugin of the user's decides itself when it writes.
+        return self._background if self._plugin is None else None
+
+    def _saves_file(self, *, weights_only: bool = False) -> bool:
+        """Whether a checkpoint is one file (`checkpoint_format`)."""
+        format_ = self.zenflow_config.checkpoint_format
+        return weights_only or format_ == "lightning" or (format_ == "auto" and self.world_size == 1)
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's plugin, or Lightning's own, which no further Trainer takes for one of the user's."""
+        if any(kind.__name__ == "_WrappingCheckpointIO" for kind in type(self._plugin).__mro__):
+            # As Lightning's getter: what a plugin without a base wraps. The class is private, and there are two of it.
+            self._plugin.checkpoint_io = TorchCheckpointIO()  # type: ignore[union-attr]
+        return self._plugin or TorchCheckpointIO()
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, plugin: CheckpointIO | None) -> None:
+        self._plugin = plugin
+
+    def _io_of(self, place: Path | str) -> CheckpointIO | None:
+        """What writes, reads and removes a file: a plugin of the user's, or Lightning's own in a store; None: this package, as folders."""
+        is_ours = isinstance(place, Path) and (self._plugin is None or place.is_dir())
+        return None if is_ours else self.checkpoint_io
+
+    def _refuse_folder(self, path: Any) -> None:
+        """Raises MisconfigurationException if a checkpoint that is a folder cannot be written here."""
+        if self._plugin is not None or isinstance(place_of(path), str):
+            raise MisconfigurationException(
+                f"checkpoint_format must be 'lightning', one file, for checkpoints in {path} by {type(self.checkpoint_io).__name__}, got"
+                f" {self.zenflow_config.checkpoint_format!r}: folders, the default on several ranks, need a local path and no plugin"
+            )
+
+    def _save_folder(self, path: Any, engine: Any, save: Callable[[Any], None]) -> None:
+        """Saves DeepSpeed's folder, by a method that has its engine save to a path; as `_save`."""
+
+        def write(folder: Path | str, put: Put) -> None:
+            with deepspeed_files(engine, put):
+                save(folder)
+
+        self._refuse_folder(path)
+        self._save(path, write)
+
+    def _save_file(
+        self, path: Any, state: WholeState, content: Callable[[], Mapping[str, Any]], storage_options: Any
+    ) -> None:
+        """Saves one file with `content`, which rank 0 calls when `state` is put together; as `_save`."""
+        io = self._io_of(place_of(path))
+        if io is None and storage_options is not None:
+            raise TypeError(f"storage_options must be None without a plugin that reads them, got {storage_options!r}")
+
+        def write(file: Path | str, put: Put) -> None:
+            if self.is_global_zero:
+                whole = {**content(), **({} if state.run_state is None else {FILE_KEY: state.run_state})}
+                if io is None:
+                    put(whole, torch.save, file)
+                else:
+                    put(whole, partial(io.save_checkpoint, storage_options=storage_options), path)
+
+        self._save(path, write, state)
+
+    def _save(self, path: Any, write: Callable[[Any, Put], None], state: WholeState | None = None) -> None:
+        """Saves the exact state after the last step, atomically; as `save_together`, by default of the optimizer.
+
+        Raises:
+            OSError: the save failed; or the one before, in the background.
+            WorkerError: the exact state is lost, or an exception has interrupted the ranks in different steps.
+        """
+        self.wait_for_checkpoint()
+        place = self.broadcast(place_of(path) if self._io_of(place_of(path)) is None else str(path))
+        if self.zenflow_optimizer is not None:
+            self.zenflow_optimizer.flush()
+            if not in_common([self.zenflow_optimizer.zenflow_step.number]):
+                raise WorkerError(
+                    "an exception has interrupted the ranks in different steps: no state is exact; continue from the last checkpoint"
+                )
+        # A file has the parameters as they are after training, DeepSpeed's code needs its own attributes of them.
+        with (
+            pickled_as_before(p for of_module in self._released for p in of_module),
+            nullcontext() if state is not None else as_in_training(self._released),
+            self._optimizer_in_training(),
+        ):
+            save_together(
+                place,
+                write,
+                state or self.zenflow_optimizer,
+                sync=self.zenflow_config.sync_checkpoints,
+                background=self._background_of(path),
+            )
+
+    def _optimizer_in_training(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._users_optimizer is None else self._users_optimizer.in_training()

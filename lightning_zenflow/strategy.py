@@ -27,12 +27,12 @@ from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config
 from lightning_zenflow.deepspeed.environment import TrainerPrecision, inference_engine
 from lightning_zenflow.deepspeed.users import (
+    FromTrainer,
     refuse_unsupported_callbacks,
     refuse_unsupported_module,
     validate_optimizer,
 )
 from lightning_zenflow.monitor.callbacks import StallMonitor, StallMonitoring, insert_first
-from lightning_zenflow.session import FromTrainer
 from lightning_zenflow.trainer_checkpoints import TrainerCheckpoints
 
 
@@ -171,9 +171,8 @@ class TrainerStrategy(TrainerCheckpoints):
         if is_interactive and not self.is_alone:
             # Lightning's own error advises a strategy that does not offload.
             raise MisconfigurationException(
-                "ZenFlowStrategy: in a notebook or at Python's prompt devices must be 1, got"
-                f" {self.num_nodes * self.num_processes}, since the other processes would run the program's file, and there is none; use"
-                " devices=1, or write the training to a file (`%%writefile train.py`) and run that (`!python train.py`)"
+                f"ZenFlowStrategy: in a notebook or at Python's prompt devices must be 1, got {self.num_nodes * self.num_processes}: other"
+                " processes need a file to run; write one (`%%writefile train.py`) and run it (`!python train.py`)"
             )
         super()._configure_launcher()
 
@@ -194,8 +193,7 @@ class TrainerStrategy(TrainerCheckpoints):
             refuse_unsupported_module(self.lightning_module)
             if (algorithm := trainer.gradient_clip_algorithm) not in (None, "norm"):
                 raise MisconfigurationException(
-                    f"ZenFlowStrategy: gradient_clip_algorithm must be 'norm', got {str(algorithm.value)!r}: clipping by value is not"
-                    " implemented"
+                    f"ZenFlowStrategy: gradient_clip_algorithm must be 'norm', got {str(algorithm.value)!r}, which is not implemented"
                 )
             if trainer.state.fn == TrainerFn.FITTING:
                 self._check_checkpoint_callbacks(trainer.checkpoint_callbacks)
@@ -243,8 +241,7 @@ class TrainerStrategy(TrainerCheckpoints):
         # Private: what Lightning puts in the place of None.
         if isinstance(optimizer, self.lightning.core.optimizer._MockOptimizer):
             raise MisconfigurationException(
-                "configure_optimizers must return an optimizer, got None: ZenFlowStrategy has nothing to offload then; use"
-                " `Trainer(strategy='auto')`, or `validate`, `test` and `predict`"
+                "configure_optimizers must return an optimizer, got None; use `Trainer(strategy='auto')`, or `validate`, `test`, `predict`"
             )
         validate_optimizer(optimizer, self.lightning_module, scheduled=scheduler is not None)
         return optimizer, scheduler
@@ -260,8 +257,7 @@ class TrainerStrategy(TrainerCheckpoints):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         if self.zenflow_optimizer is not None and not self.zenflow_optimizer.closed:
             raise MisconfigurationException(
-                "ZenFlowStrategy: setup_optimizers must not be called in training; change the values of `optimizer.param_groups`, or end"
-                " `fit` and call it again with the checkpoint"
+                "setup_optimizers must not be called in training: change `optimizer.param_groups`, or call `fit` with the checkpoint"
             )
         super().setup_optimizers(trainer)
 
@@ -309,8 +305,8 @@ class TrainerStrategy(TrainerCheckpoints):
             # Lightning's DeepSpeed plugin checks only the last micro-batch of a step.
             if output is None:
                 raise MisconfigurationException(
-                    "ZenFlowStrategy: training_step must return a loss, got None: all ranks reduce gradients in every micro-batch, so a"
-                    " rank that skips one would block the others (to skip a batch, return any output times zero)"
+                    "ZenFlowStrategy: training_step must return a loss, got None, which would block the other ranks: to skip a batch,"
+                    " return any output times zero"
                 )
             if self.zenflow_optimizer is not None:
                 # For `on_before_zero_grad`.
@@ -333,8 +329,7 @@ class TrainerStrategy(TrainerCheckpoints):
             if is_over or plugin.norm_of_step is not None:
                 raise MisconfigurationException(
                     "ZenFlowStrategy: a step must have no backward pass behind `clip_gradients`, and no second one in the closure of"
-                    " `optimizer.step` where the closure before had one only; call `manual_backward` for the other micro-batches before"
-                    " `optimizer.step`"
+                    " `optimizer.step` where the closure before had one only; call `manual_backward` before `optimizer.step`"
                 )
         return super().backward(*args, **kwargs)
 

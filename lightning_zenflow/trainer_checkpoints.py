@@ -12,15 +12,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.atomic import remove
 from lightning_zenflow.checkpoint.background import BackgroundSaves
-from lightning_zenflow.checkpoint.collective import load_file_together, load_together, read_file_together
-from lightning_zenflow.checkpoint.engine_content import AVERAGED, CURRENT, as_lightning_saved, to_save
-from lightning_zenflow.checkpoint.files import place_of
+from lightning_zenflow.checkpoint.collective import all_cores, load_file_together, load_together, read_file_together
+from lightning_zenflow.checkpoint.engine import AVERAGED, CURRENT, as_lightning_saved, to_save
+from lightning_zenflow.checkpoint.files import place_of, remove
 from lightning_zenflow.checkpoint.single_file import SavedFile, WholeState
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.parameters import is_in_pieces, load_whole
-from lightning_zenflow.saving import Saving
+from lightning_zenflow.session import Session
 
 
 class DeferredSaves:
@@ -62,7 +61,7 @@ class DeferredSaves:
         self.make_up()
 
 
-class TrainerCheckpoints(Saving):
+class TrainerCheckpoints(Session):
     """Mixin of the Trainer's strategy."""
 
     # Lightning's own, declared for the type checker.
@@ -188,7 +187,7 @@ class TrainerCheckpoints(Saving):
             if self.zenflow_optimizer is not None:
                 self.zenflow_optimizer.before_step = self._save_before_step
             return
-        with self._saves.undisturbed(), self._with_all_cores():
+        with self._saves.undisturbed(), all_cores(ranks_on_host=self.num_processes):
             self._save_now(checkpoint, filepath, storage_options)
 
     def _save_now(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:

@@ -5,11 +5,17 @@ torch's checksums. The thread pauses instead of having a low priority, which doe
 """
 
 import copy
+import errno
+import fcntl
+import io
 import logging
+import mmap
+import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +27,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.files import new_pages
 from lightning_zenflow.core.distributed import all_agree
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
 from lightning_zenflow.worker.machine import allowed_cores, cpu_limit, free_host_memory
@@ -35,6 +40,12 @@ most of it in its host, which no clock here counts.
 
 _LONGEST_PAUSES_S = 300.0
 """From the start of a save, after which it goes at full speed, as other ranks may wait for this one; at most a quarter of their limit."""
+
+_CHUNK_BYTES = 2**20
+"""Copied at once, under Python's lock."""
+
+_PIECE_BYTES = 2**24
+"""Written at once."""
 
 
 class BackgroundSaves:
@@ -203,3 +214,85 @@ class _HostCopies(TorchFunctionMode):
         memory = self._present[key] if key in self._present else self._to_fill[key][0]
         copied = memory.as_strided(tensor.shape, tensor.stride())
         return copied.requires_grad_(tensor.requires_grad).as_subclass(type(tensor))
+
+
+def new_pages(numel: int, dtype: torch.dtype) -> Tensor:
+    """[numel] on the CPU, which begins with a page. The kernel gives the memory when it is written first."""
+    if numel == 0:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    pages = mmap.mmap(-1, dtype.itemsize * numel, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype)
+
+
+@contextmanager
+def uncached(path: Any, pause: Callable[[int], None]) -> Iterator["UncachedFile"]:
+    """Context with an `UncachedFile`, in which this thread's `torch.save` has each storage begin with a page of the file."""
+    aligned: AbstractContextManager[Any] = nullcontext()
+    # Not in torch 2.6.
+    with suppress(ImportError):
+        from torch.utils.serialization import config
+
+        if hasattr(config.save, "storage_alignment"):
+            aligned = config.patch({"save.storage_alignment": mmap.PAGESIZE})  # type: ignore[attr-defined]  # torch adds it to the module
+    with aligned, UncachedFile(path, pause) as file:
+        yield file
+
+
+class UncachedFile(io.FileIO):
+    """A new file that is written past the page cache: to fill that, and to write its pages to the disk, would take cores from training.
+
+    What begins with a page, in memory (`new_pages`) and in the file (`uncached`), is written from where it is; all else is copied first.
+
+    Args:
+        path: path of the file.
+        pause: called behind each write, with its bytes.
+    """
+
+    def __init__(self, path: Any, pause: Callable[[int], None]) -> None:
+        super().__init__(path, "wb")
+        self._pause = pause
+        self._chunk = mmap.mmap(-1, _CHUNK_BYTES)
+        # File systems in memory refuse.
+        with suppress(OSError):
+            fcntl.fcntl(self, fcntl.F_SETFL, os.O_DIRECT)
+
+    @override
+    def write(self, data: Any) -> int:
+        left = memoryview(data).cast("B")
+        n_bytes = left.nbytes
+        if n_bytes >= _CHUNK_BYTES and self._chunk.tell() % mmap.PAGESIZE == 0:
+            self._write_chunk()
+            n_rest = n_bytes % mmap.PAGESIZE
+            left = left[n_bytes - n_rest - self._write_out(left[: n_bytes - n_rest]).nbytes :]
+        while left:
+            left = left[self._chunk.write(left[: _CHUNK_BYTES - self._chunk.tell()]) :]
+            if self._chunk.tell() == _CHUNK_BYTES:
+                self._write_chunk()
+        return n_bytes
+
+    @override
+    def flush(self) -> None:
+        # The rest may end within a page.
+        fcntl.fcntl(self, fcntl.F_SETFL, 0)
+        self._write_chunk()
+
+    def _write_chunk(self) -> None:
+        left = memoryview(self._chunk)[: self._chunk.tell()]
+        self._chunk.seek(0)
+        if left := self._write_out(left):
+            # Not even a chunk has the right length, or a part of one was written, so that the rest has not.
+            fcntl.fcntl(self, fcntl.F_SETFL, 0)
+            self._write_out(left)
+
+    def _write_out(self, left: memoryview) -> memoryview:
+        """Writes memory; returns what the file system refuses to write past the page cache."""
+        try:
+            while left:
+                n_bytes = super().write(left[:_PIECE_BYTES])
+                left = left[n_bytes:]
+                self._pause(n_bytes)
+        except OSError as error:
+            is_direct = fcntl.fcntl(self, fcntl.F_GETFL) & os.O_DIRECT
+            if not is_direct or error.errno not in (errno.EFAULT, errno.EINVAL, errno.ENOTSUP):
+                raise
+        return left

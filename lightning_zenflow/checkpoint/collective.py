@@ -6,29 +6,33 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import deepspeed.runtime.engine as engine_module
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 
-from lightning_zenflow.checkpoint.atomic import StagedSave, recover, sync_all
-from lightning_zenflow.checkpoint.background import BackgroundSaves
-from lightning_zenflow.checkpoint.engine_content import load_engine
-from lightning_zenflow.checkpoint.files import CheckpointError, place_of, read, uncached, verify
+from lightning_zenflow.checkpoint.background import BackgroundSaves, uncached
+from lightning_zenflow.checkpoint.files import CheckpointError, StagedSave, place_of, read, recover, sync_all, verify
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint, is_part
-from lightning_zenflow.checkpoint.single_file import SavedFile, WholeState
+from lightning_zenflow.checkpoint.single_file import COUNTS, SavedFile, WholeState, restore_counts
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.parameters import is_divided, is_in_pieces, load_whole, whole_shape
+from lightning_zenflow.deepspeed.parameters import is_divided, is_in_pieces, load_pieces, load_whole, whole_shape
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
+from lightning_zenflow.worker.machine import allowed_cores
 from lightning_zenflow.worker.process import WorkerError
+
+_OF_THE_ENGINE = (
+    *("module", FROZEN_PARAM_FRAGMENTS, "dp_world_size", "mp_world_size", "data_sampler", "random_ltd"),
+    *COUNTS,
+)
+"""Keys of the model's file that DeepSpeed's engine writes; all others are the client state."""
 
 Write = Callable[[Any, Any], None]
 """Writes what a file has to a path or an open file, as `torch.save`."""
@@ -116,6 +120,17 @@ def _write(write: Write, content: Any, path: Any, opening: Callable[[Any], Abstr
 
 
 @contextmanager
+def all_cores(*, ranks_on_host: int) -> Iterator[None]:
+    """Context in which torch uses this rank's share of all allowed cores, in a save, while the worker has nothing to do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(threads, len(allowed_cores()) // ranks_on_host))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
 def _saving(path: Path | str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raises an error of this part of a save on all ranks, with its cause and what to do about it."""
     with raising_together(OSError, group):
@@ -138,40 +153,6 @@ def _saving(path: Path | str, group: dist.ProcessGroup | None = None) -> Iterato
             raise OSError(
                 f"checkpoint {path} could not be saved: {cause or reason}; training can continue.{advice}"
             ) from reason
-
-
-@contextmanager
-def deepspeed_files(engine: DeepSpeedEngine, put: Put) -> Iterator[None]:
-    """Context in which the engine's `save_checkpoint` runs without collectives, so that a rank whose part fails anywhere leaves no other
-    waiting, and has its files written by `put`.
-
-    The collectives are barriers, where here the directory exists before and all ranks meet after it, and a comparison of the tag, a
-    constant.
-
-    Private: the engine calls ``deepspeed.comm`` by a module-level name, and has what writes files as `checkpoint_engine`. Both are replaced
-    inside this context only.
-    """
-    comm, files = engine_module.dist, engine.checkpoint_engine
-    skipped = dict.fromkeys(("barrier", "all_reduce"), lambda *_, **__: None)
-    engine_module.dist = SimpleNamespace(**{**vars(comm), **skipped})
-    engine.checkpoint_engine = _PutFiles(files, put)
-    try:
-        yield
-    finally:
-        engine_module.dist, engine.checkpoint_engine = comm, files
-
-
-class _PutFiles:
-    """DeepSpeed's checkpoint engine, with saves by `put`."""
-
-    def __init__(self, files: Any, put: Put) -> None:
-        self._files, self._put = files, put
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._files, name)
-
-    def save(self, state_dict: Any, path: str) -> None:
-        self._put(state_dict, self._files.save, path)
 
 
 @contextmanager
@@ -241,6 +222,8 @@ def load_together(
 ) -> dict[str, Any]:
     """Loads model and optimizer from a folder of any number of ranks, after `read_file_together`. A collective: all ranks must call it.
 
+    The engine's own `load_checkpoint` reads folders of as many ranks only, and under stage 3 gathers the whole model on every rank.
+
     Args:
         engine: DeepSpeed's engine; without an optimizer of this package only weights are loaded.
         path: path of the checkpoint.
@@ -254,7 +237,7 @@ def load_together(
     Raises:
         CheckpointError: a rank cannot continue from the checkpoint, of which nothing has been loaded; or the model is another one.
     """
-    optimizer = engine.optimizer if isinstance(engine.optimizer, ZenFlowOptimizer) else None
+    optimizer = optimizer_of(engine)
     groups = [] if optimizer is None else optimizer.shapes_by_name
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if optimizer is not None:
@@ -274,14 +257,21 @@ def load_together(
         # Copied: callbacks keep what they have saved.
         states, pieces = saved.read_model(0, mapped=False), dict[str, Tensor]()
         if saved.is_stage_3:
+            # The optimizer makes the others from its state.
             trained = {name for of_group in groups for name in of_group}
             shapes = {name: whole_shape(p) for name, p in engine.module.named_parameters() if name not in trained}
             pieces = saved.weights_for(rank, shapes, world_size=world_size)
     with nullcontext() if optimizer is None else optimizer.loading(), _loading(path):
-        client_state = load_engine(engine, states, pieces, strict=strict)
+        if saved.is_stage_3:
+            load_pieces(engine.module, states["module"], pieces, strict=strict)
+        else:
+            engine.module.load_state_dict(states["module"], strict=strict)
+        restore_counts(engine, states)
+        if engine.random_ltd_enabled() and "random_ltd" in states:
+            engine.random_ltd_scheduler.load_state_dict(states["random_ltd"])
         if optimizer is not None:
             optimizer.load_partitions(state, optimizer_states=optimizer_states)
-    return client_state
+    return {key: value for key, value in states.items() if key not in _OF_THE_ENGINE}
 
 
 def load_file_together(
@@ -306,7 +296,7 @@ def load_file_together(
     Raises:
         CheckpointError: a rank cannot continue from the checkpoint.
     """
-    optimizer = engine.optimizer if isinstance(engine.optimizer, ZenFlowOptimizer) else None
+    optimizer = optimizer_of(engine)
     if optimizer is None:
         with _loading(saved.path):
             load_whole(engine.module, weights, strict=strict)
@@ -321,6 +311,11 @@ def load_file_together(
         optimizer.load_full_state(_as_loaded(masters, optimizer), state)
         if state is not None:
             saved.restore_engine(engine)
+
+
+def optimizer_of(engine: Any) -> ZenFlowOptimizer | None:
+    """The optimizer of this package that an engine has, if any."""
+    return engine.optimizer if isinstance(engine.optimizer, ZenFlowOptimizer) else None
 
 
 def _as_loaded(masters: Mapping[str, Tensor], optimizer: ZenFlowOptimizer) -> dict[str, Tensor]:

@@ -1,16 +1,29 @@
-"""DeepSpeed's engine for programs that call its `save_checkpoint` and `load_checkpoint`: Accelerate and the Trainer of transformers."""
+"""DeepSpeed's engine in saves and loads: as programs call it, Accelerate and the Trainer of transformers; and its *client state*, what a
+folder has beside the engine's and the optimizer's state, as Lightning and callbacks have it.
+"""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+import deepspeed.runtime.engine as engine_module
+import lightning.pytorch as pl
 from deepspeed import DeepSpeedEngine
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.collective import load_together
-from lightning_zenflow.checkpoint.engine_content import to_save
+from lightning_zenflow.checkpoint.collective import Put, load_together
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
+from lightning_zenflow.deepspeed.parameters import further_names, is_in_pieces
+
+AVERAGED = "averaged_state_dict"
+"""Key of the averaged weights, which Lightning's `WeightAveraging` saves in the place of the model's."""
+
+CURRENT = "current_model_state"
+"""Key of the model's own weights, beside averaged ones."""
 
 
 class ZenFlowEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no type information
@@ -61,3 +74,58 @@ class ZenFlowEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
         self.optimizer.flush()
         return super()._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+
+@contextmanager
+def deepspeed_files(engine: DeepSpeedEngine, put: Put) -> Iterator[None]:
+    """Context in which the engine's `save_checkpoint` runs without collectives, so that a rank whose part fails anywhere leaves no other
+    waiting, and has its files written by `put`.
+
+    The collectives are barriers, where here the directory exists before and all ranks meet after it, and a comparison of the tag, a
+    constant.
+
+    Private: the engine calls ``deepspeed.comm`` by a module-level name, and has what writes files as `checkpoint_engine`. Both are replaced
+    inside this context only.
+    """
+    skipped = dict.fromkeys(("barrier", "all_reduce"), lambda *_, **__: None)
+    comm, files = SimpleNamespace(**{**vars(engine_module.dist), **skipped}), engine.checkpoint_engine
+    write = files.save
+    with (
+        patch.object(engine_module, "dist", comm),
+        patch.object(files, "save", lambda state_dict, path: put(state_dict, write, path)),
+    ):
+        yield
+
+
+def to_save(checkpoint: Mapping[str, Any], engine: DeepSpeedEngine) -> dict[str, Any]:
+    """The client state to save, of a checkpoint as Lightning or, with Fabric, the user made it.
+
+    `DeepSpeedStrategy` drops "state_dict", because the engine saves the weights. `WeightAveraging` has put the averaged weights there, and
+    the model's at `CURRENT`.
+
+    "shared_params" has further names of parameters that have several, each with the first, under which the parameter is saved. It takes the
+    place of what DeepSpeed finds: that compares addresses, which all parameters without elements have in common, so that `zero_to_fp32`
+    would give them one shape, and it overlooks modules that have several names.
+    """
+    client_state = dict(checkpoint)
+    if CURRENT in client_state:
+        # The model's are the engine's, and need not be saved twice.
+        client_state[CURRENT] = None
+        client_state[AVERAGED] = client_state["state_dict"]
+    client_state["shared_params"] = further_names(engine.module)
+    return client_state
+
+
+def as_lightning_saved(client_state: Mapping[str, Any], module: pl.LightningModule) -> dict[str, Any]:
+    """The loaded client state with the entries that callbacks expect; the engine has loaded the model's weights.
+
+    A model in pieces has no whole weights to show: "state_dict" is absent, as under plain `DeepSpeedStrategy`.
+    """
+    checkpoint = dict(client_state)
+    if is_in_pieces(module):
+        return checkpoint
+    weights = module.state_dict()
+    checkpoint["state_dict"] = checkpoint.pop(AVERAGED, weights)
+    if CURRENT in checkpoint:
+        checkpoint[CURRENT] = weights
+    return checkpoint

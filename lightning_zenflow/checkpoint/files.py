@@ -1,29 +1,233 @@
-"""Files of a checkpoint as torch writes them: reading, comparison with their checksums, and errors that name them."""
+"""Files of checkpoints: where they are; atomic creation and replacement, safe against a kill of the writing process and a failure of power;
+and what torch has written, read and compared with its checksums, with errors that name the file.
 
+A checkpoint, directory or file, is written in a staging directory in the same folder and renamed when it is complete. Names that only this
+module makes, with a random TOKEN:
+
+* ``.TOKEN.zenflow-saving``: being written.
+* ``.TOKEN.zenflow-lock``: file on which the process that saves holds a lock (flock), which ends with the process. The next save in the
+  folder, of any name, deletes what belongs to a lock that no process holds.
+* ``.TOKEN.zenflow-removed``: being deleted; the next save in the folder deletes it.
+* ``STEM.zenflow-replaced.SUFFIX``: the complete checkpoint STEM.SUFFIX between two renames, see `StagedSave.commit`.
+"""
+
+import contextlib
 import errno
 import fcntl
-import io
-import mmap
 import os
 import pickle
+import re
+import secrets
+import shutil
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from typing_extensions import override
 
 from lightning_zenflow.deepspeed.host_state import WithoutConversion
 from lightning_zenflow.offload.run_state import VERSION
 
-_CHUNK_BYTES = 2**20
-"""Read or copied at once, the latter under Python's lock."""
+_OF_DEEPSPEED = re.compile(r"latest|zero_to_\w+\.py|[^/]+/[^/]+_states\.pt")
+"""Files of a checkpoint; a folder in it has those of the ranks."""
 
-_PIECE_BYTES = 2**24
-"""Written at once."""
+_SAVING, _LOCK, _REMOVED, _REPLACED = (f".zenflow-{what}" for what in ("saving", "lock", "removed", "replaced"))
+
+
+class StagedSave:
+    """A checkpoint that is being saved.
+
+    Args:
+        path: path of the checkpoint.
+        sync: whether the checkpoint must survive a failure of power. Files of other processes than this one are synced by them.
+        is_file: whether it is a single file.
+
+    Attributes:
+        content: what becomes the checkpoint: the staging directory, empty at first, to which its files are to be written; or the file to
+            be written in it.
+
+    Raises:
+        IsADirectoryError: a folder has the path that is no checkpoint.
+        OSError: the directory cannot be created.
+    """
+
+    def __init__(self, path: Path, *, sync: bool, is_file: bool = False) -> None:
+        refuse_folder(path)
+        self._path = path
+        self._sync = sync
+        created = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
+        for folder in reversed(created):
+            folder.mkdir(exist_ok=True)
+        if sync:
+            sync_all(folder.parent for folder in created)
+        _clear(path.parent)
+        recover(path)
+        self._lock_file = _beside(path, _LOCK)
+        self._lock_file.touch()
+        # Without a lock no process can tell that this one has ended, and none deletes its files.
+        self._lock_fd = _lock(self._lock_file, wait=True)
+        self._folder = self._lock_file.with_suffix(_SAVING)
+        # Not the checkpoint's own name: torch refuses some, such as ".hidden".
+        self.content = self._folder / "file" if is_file else self._folder
+        try:
+            self._folder.mkdir()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def commit(self) -> None:
+        """Gives the content the checkpoint's path; deletes a previous checkpoint of this name.
+
+        A file takes the place of another one at once. Where either is a directory, a kill between two renames leaves the previous
+        checkpoint complete under another name, until `recover`. Lightning takes it for ``last`` as well. Names are not exchanged in one
+        system call, since network file systems cannot do it.
+
+        Raises:
+            OSError: the content cannot be renamed or synced.
+        """
+        if self._sync:
+            sync_all([*self._folder.rglob("*"), self._folder])
+        replaced = _replaced_path(self._path)
+        if os.path.lexists(self._path) and (self._path.is_dir() or self.content.is_dir()):
+            self._path.rename(replaced)
+        try:
+            self.content.rename(self._path)
+        except BaseException:
+            recover(self._path)
+            raise
+        if self._sync:
+            sync_all([self._path.parent])
+        _discard(replaced)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Deletes the directory with what is left in it, and ends the lock; may be called again, and after `commit`."""
+        _delete(self._folder)
+        self._lock_file.unlink(missing_ok=True)
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+
+def recover(path: Path) -> None:
+    """Puts a checkpoint back in place that a save was replacing when it was killed between two renames.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    replaced = _replaced_path(path)
+    if not os.path.lexists(path) and os.path.lexists(replaced):
+        replaced.rename(path)
+
+
+def refuse_folder(path: Path) -> None:
+    """Refuses a folder that has more in it than a checkpoint of DeepSpeed's; an empty folder, and all that is none, may be replaced.
+
+    Raises:
+        IsADirectoryError: names the folder, and what is in it.
+    """
+    if not path.is_dir():
+        return
+    entries = [*path.glob("*"), *path.glob("*/*")]
+    folders = sorted({entry.parent for entry in entries} - {path})
+    is_saved = {entry: entry.is_file() and _OF_DEEPSPEED.fullmatch(str(entry.relative_to(path))) for entry in entries}
+    # Of several folders, a user's own code has saved all but one.
+    others = [entry for entry in entries if entry not in folders and not is_saved[entry]] + folders[1:]
+    if others:
+        raise IsADirectoryError(
+            f"{path} must be a checkpoint, an empty folder or a new name, got a folder with {others[0].name!r}, which"
+            " ZenFlow does not delete: choose another path, or delete the folder if nobody needs it"
+        )
+
+
+def remove(path: Path) -> None:
+    """Deletes a checkpoint; a kill on the way leaves nothing under its name.
+
+    Raises:
+        IsADirectoryError: the path is of a folder that is no checkpoint.
+    """
+    refuse_folder(path)
+    # First what a killed save was replacing: alone, it would be taken for the checkpoint.
+    _discard(_replaced_path(path))
+    _discard(path)
+
+
+def sync_all(paths: Iterable[Path]) -> None:
+    """Makes the content of files and the entries of directories survive a failure of power.
+
+    Raises:
+        OSError: a disk has failed or, on network storage, is full.
+    """
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            # Some network file systems do not sync directories.
+            if not path.is_dir() or error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS):
+                raise
+        finally:
+            os.close(fd)
+
+
+def _clear(folder: Path) -> None:
+    """Deletes what killed processes have left in a folder; nothing of a process that is alive, and nothing of the user's."""
+    names = set(os.listdir(folder))
+    for file in map(folder.joinpath, names):
+        # What cannot be deleted, as another user's, is no reason not to save.
+        with contextlib.suppress(OSError):
+            if file.suffix == _REMOVED:
+                _delete(file)
+            elif file.suffix == _LOCK and (lock := _lock(file, wait=False)) is not None:
+                _delete(file.with_suffix(_SAVING))
+                file.unlink(missing_ok=True)
+                os.close(lock)
+            elif (replaced := _replaced_path(file)).name in names:
+                # The new checkpoint is in place.
+                _discard(replaced)
+
+
+def _lock(file: Path, *, wait: bool) -> int | None:
+    """Locks a file; None if another process holds the lock (and `wait` is false) or has deleted the file, or if there are no locks.
+
+    The process that saves waits for one that looks whether it is alive, which takes no time.
+    """
+    with contextlib.suppress(OSError):
+        fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            return fd
+        except OSError:
+            os.close(fd)
+    return None
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    """A new name in the folder of a checkpoint."""
+    return path.with_name(f".{secrets.token_hex(8)}{suffix}")
+
+
+def _replaced_path(path: Path) -> Path:
+    """Name of a checkpoint between two renames: that of a checkpoint, so that Lightning finds the last one under it."""
+    return path.with_name(f"{path.stem}{_REPLACED}{path.suffix}")
+
+
+def _discard(path: Path) -> None:
+    """Deletes a file or directory so that a kill on the way leaves nothing under its name; ignores a missing one."""
+    if os.path.lexists(path):
+        removed = _beside(path, _REMOVED)
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(removed)
+        _delete(removed)
+
+
+def _delete(path: Path) -> None:
+    """Deletes a file, link or directory; ignores a missing one and one that cannot be deleted."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    elif os.path.lexists(path):
+        path.unlink(missing_ok=True)
 
 
 def place_of(path: Any) -> Path | str:
@@ -56,7 +260,7 @@ def refuse_other_version(path: Path | str, ours: Mapping[str, Any] | None, weigh
         )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _reading(file: Path) -> Iterator[None]:
     """Converts every error of a file that torch cannot read.
 
@@ -91,7 +295,7 @@ def verify(file: Path) -> None:
                 # 0 where torch was told to compute none.
                 if entry.CRC != 0:
                     with archive.open(entry) as content:
-                        while content.read(_CHUNK_BYTES):
+                        while content.read(2**20):
                             pass
 
 
@@ -115,85 +319,3 @@ def read(file: Path, *, mapped: bool = True, weights_only: bool | None = False) 
             if weights_only is False or not is_archive:
                 raise
             raise refusal(file, "this file has Python objects: if you trust it, pass `weights_only=False`") from error
-
-
-def new_pages(numel: int, dtype: torch.dtype) -> Tensor:
-    """[numel] on the CPU, which begins with a page. The kernel gives the memory when it is written first."""
-    if numel == 0:
-        return torch.empty(0, dtype=dtype, device="cpu")
-    pages = mmap.mmap(-1, dtype.itemsize * numel, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=dtype)
-
-
-@contextmanager
-def uncached(path: Any, pause: Callable[[int], None]) -> Iterator["UncachedFile"]:
-    """Context with an `UncachedFile`, in which this thread's `torch.save` has each storage begin with a page of the file."""
-    aligned: AbstractContextManager[Any] = nullcontext()
-    # Not in torch 2.6.
-    with suppress(ImportError):
-        from torch.utils.serialization import config
-
-        if hasattr(config.save, "storage_alignment"):
-            aligned = config.patch({"save.storage_alignment": mmap.PAGESIZE})  # type: ignore[attr-defined]  # torch adds it to the module
-    with aligned, UncachedFile(path, pause) as file:
-        yield file
-
-
-class UncachedFile(io.FileIO):
-    """A new file that is written past the page cache: to fill that, and to write its pages to the disk, would take cores from training.
-
-    What begins with a page, in memory (`new_pages`) and in the file (`uncached`), is written from where it is; all else is copied first.
-
-    Args:
-        path: path of the file.
-        pause: called behind each write, with its bytes.
-    """
-
-    def __init__(self, path: Any, pause: Callable[[int], None]) -> None:
-        super().__init__(path, "wb")
-        self._pause = pause
-        self._chunk = mmap.mmap(-1, _CHUNK_BYTES)
-        # File systems in memory refuse.
-        with suppress(OSError):
-            fcntl.fcntl(self, fcntl.F_SETFL, os.O_DIRECT)
-
-    @override
-    def write(self, data: Any) -> int:
-        left = memoryview(data).cast("B")
-        n_bytes = left.nbytes
-        if n_bytes >= _CHUNK_BYTES and self._chunk.tell() % mmap.PAGESIZE == 0:
-            self._write_chunk()
-            n_rest = n_bytes % mmap.PAGESIZE
-            left = left[n_bytes - n_rest - self._write_out(left[: n_bytes - n_rest]).nbytes :]
-        while left:
-            left = left[self._chunk.write(left[: _CHUNK_BYTES - self._chunk.tell()]) :]
-            if self._chunk.tell() == _CHUNK_BYTES:
-                self._write_chunk()
-        return n_bytes
-
-    @override
-    def flush(self) -> None:
-        # The rest may end within a page.
-        fcntl.fcntl(self, fcntl.F_SETFL, 0)
-        self._write_chunk()
-
-    def _write_chunk(self) -> None:
-        left = memoryview(self._chunk)[: self._chunk.tell()]
-        self._chunk.seek(0)
-        if left := self._write_out(left):
-            # Not even a chunk has the right length, or a part of one was written, so that the rest has not.
-            fcntl.fcntl(self, fcntl.F_SETFL, 0)
-            self._write_out(left)
-
-    def _write_out(self, left: memoryview) -> memoryview:
-        """Writes memory; returns what the file system refuses to write past the page cache."""
-        try:
-            while left:
-                n_bytes = super().write(left[:_PIECE_BYTES])
-                left = left[n_bytes:]
-                self._pause(n_bytes)
-        except OSError as error:
-            is_direct = fcntl.fcntl(self, fcntl.F_GETFL) & os.O_DIRECT
-            if not is_direct or error.errno not in (errno.EFAULT, errno.EINVAL, errno.ENOTSUP):
-                raise
-        return left

@@ -30,18 +30,20 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor
 
-from lightning_zenflow.checkpoint.engine_content import counts_of, further_names, restore_counts
 from lightning_zenflow.checkpoint.files import refusal, refuse_other_version
 from lightning_zenflow.core.distributed import all_agree, in_common
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
 from lightning_zenflow.deepspeed.host_state import MOMENTS, with_own_storage
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.parameters import is_divided, is_in_pieces
+from lightning_zenflow.deepspeed.parameters import further_names, is_divided, is_in_pieces
 from lightning_zenflow.deepspeed.users import REQUIRED_OPTIONS
 
 FILE_KEY = "lightning_zenflow.run_state"
 """Entry of ours in a file, beside those of users."""
+
+COUNTS = ("global_steps", "global_samples", "skipped_steps")
+"""Counters of DeepSpeed's engine: the names of its attributes, and their keys in its checkpoints and ours."""
 
 _WEIGHTS_ONLY = "`model = Module.load_from_checkpoint(path)`"
 
@@ -117,9 +119,8 @@ class WholeState:
             is_handed = entry in known and (not handed or shown is handed.get(entry))
             if not is_handed and isinstance(shown, Tensor) and shown.numel() == 0:
                 raise MisconfigurationException(
-                    "under stage 3 the entries of the module's state dict must have the parameters' names and be as they are, without"
-                    f" elements, got {entry!r}, which was renamed or changed: do so after loading, or save folders,"
-                    ' `checkpoint_format="deepspeed"`'
+                    f"under stage 3 the entries of the state dict must have the parameters' names and no elements, got {entry!r}, which was"
+                    ' renamed or changed: do so after loading, or save folders, `checkpoint_format="deepspeed"`'
                 )
 
     @property
@@ -171,8 +172,15 @@ class WholeState:
                     if copies:
                         copies[key][name].copy_(whole)
         self._gather(copies.get(None, {}))
-        if len(self._keys) > 1:
-            self._add_run_state()
+        if self._optimizer is not None and len(self._keys) > 1:
+            of_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+            dist.gather_object(self._optimizer.zenflow_step.state_dict(), of_ranks)
+            self.run_state = {
+                "ranks": of_ranks,
+                "loss_scaler": dict(vars(self._optimizer.loss_scaler)),
+                "clip_grad": self._optimizer.clip_grad,
+                "counts": {name: getattr(self._engine, name) for name in COUNTS},
+            }
         shown = dict(self.weights)
         try:
             if copies:
@@ -195,18 +203,6 @@ class WholeState:
         if self._optimizer is not None:
             with self._optimizer.saved_as(None):
                 pass
-
-    def _add_run_state(self) -> None:
-        optimizer, engine = self._optimizer, self._engine
-        assert optimizer is not None
-        of_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(optimizer.zenflow_step.state_dict(), of_ranks)
-        self.run_state = {
-            "ranks": of_ranks,
-            "loss_scaler": dict(vars(optimizer.loss_scaler)),
-            "clip_grad": optimizer.clip_grad,
-            "counts": counts_of(engine),
-        }
 
     def _fill(self, copies: Mapping[str | None, Mapping[str, Tensor]]) -> None:
         masters, entries = copies[None], dict[str, str]()
@@ -284,11 +280,10 @@ class SavedFile:
         Raises:
             CheckpointError: there is none, or there are several.
         """
-        states = self.entry("optimizer_states")
+        states: Sequence[Mapping[str, Any]] = self.entry("optimizer_states")
         if len(states) != 1:
             raise refusal(self.path, f"the file must have the state of one optimizer, got {len(states)}")
-        state: Mapping[str, Any] = states[0]
-        return state
+        return states[0]
 
     def unmap_others(self, mapped: Sequence[str]) -> None:
         """Copies what is in the content, but for the entries `mapped`, so that who keeps it does not hold the file."""
@@ -365,7 +360,7 @@ class SavedFile:
             )
         return {
             "count": next(iter(counts), 0),
-            "groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
+            "groups": groups,
             "moments": {key: {name: of_one[key] for name, of_one in states.items()} for key in MOMENTS},
         }
 
@@ -389,6 +384,12 @@ class SavedFile:
         scaler, saved = vars(engine.optimizer.loss_scaler), self._run_state["loss_scaler"]
         if scaler.keys() == saved.keys():
             scaler.update(saved)
+
+
+def restore_counts(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
+    """Restores the counters of an engine that were saved."""
+    for name in saved.keys() & set(COUNTS):
+        setattr(engine, name, saved[name])
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

@@ -321,7 +321,7 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
             count = saved["count"]
             for group, values in zip(self.optimizer.param_groups, saved["groups"], strict=True):
                 # Copied: a tensor may be a view of a mapped file, and would keep it open.
-                group.update(deepcopy(values))
+                group.update(deepcopy({key: value for key, value in values.items() if key != "params"}))
         self._host_state.write_count(count)
         difference = self.zenflow_step.load_state_dict(None if saved is None else saved.get(CHECKPOINT_KEY), count)
         if difference:

@@ -39,6 +39,13 @@ def whole_shape(parameter: Tensor) -> torch.Size:
     return shape
 
 
+def further_names(module: Module) -> dict[str, str]:
+    """Further names of the parameters that have several, each with the first."""
+    firsts: dict[int, str] = {}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: first for name, p in named if (first := firsts.setdefault(id(p), name)) != name}
+
+
 def piece_of(whole: Tensor, parameter: Any) -> Tensor:
     """This rank's piece of a parameter, [elements of a piece]: a part of `whole`, or a copy with zeros as padding."""
     numel, flat = parameter.partition_numel(), whole.reshape(-1)

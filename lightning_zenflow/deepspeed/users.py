@@ -1,5 +1,5 @@
 """What the user gives, module, callbacks and optimizer: checks that ZenFlow and DeepSpeed can train it, each of which raises
-`MisconfigurationException`, and says why; and the optimizer's groups and state before and after the training.
+`MisconfigurationException`, and says why; the optimizer's groups and state before and after the training; and plugins.
 """
 
 from collections import defaultdict
@@ -32,6 +32,33 @@ REQUIRED_OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False
 
 _trained: "WeakSet[Optimizer]" = WeakSet()
 """Those that a training has given back: its moments are in its own arena."""
+
+
+class FromTrainer:
+    """Property of a strategy that has the value of the present Trainer or Fabric, or else one that the user gave the strategy itself.
+
+    Lightning keeps both in one place. A strategy that has been in one Trainer would then be refused by the next one, for having an
+    accelerator "through both strategy class and accelerator flag", and would go on with the first one's precision.
+
+    Args:
+        ours: name of the strategy's attribute with a subclass of Lightning's precision, of which an object takes the place of Lightning's.
+    """
+
+    def __init__(self, ours: str | None = None) -> None:
+        self._ours = ours
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def __get__(self, strategy: Any, _: type) -> Any:
+        if strategy is None:
+            return self
+        return vars(strategy).get(self._name) or getattr(super(self._owner, strategy), self._name)
+
+    def __set__(self, strategy: Any, value: Any) -> None:
+        if self._ours is not None and type(value) in (ours := getattr(strategy, self._ours)).__bases__:
+            value = ours(value.precision)
+        vars(strategy)[self._name] = value
 
 
 class UsersOptimizer:

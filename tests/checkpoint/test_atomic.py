@@ -1,4 +1,4 @@
-"""Directories and files that are complete or absent, whatever is killed or fails: `checkpoint.atomic` without training."""
+"""Directories and files that are complete or absent, whatever is killed or fails: `checkpoint.files` without training."""
 
 import errno
 import fcntl
@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from lightning_zenflow.checkpoint import atomic
-from lightning_zenflow.checkpoint.atomic import StagedSave, recover, remove, sync_all
+from lightning_zenflow.checkpoint import files
+from lightning_zenflow.checkpoint.files import StagedSave, recover, remove, sync_all
 
 OF_THE_USER = [".notes.removed", ".old.removed", ".a.ckpt.saving", "b.replaced.ckpt", ".lock"]
 
@@ -167,7 +167,7 @@ def test_all_is_on_the_disk_before_it_has_its_name(sync: bool, tmp_path: Path, m
     path = tmp_path / "new" / "folder" / "a.ckpt"
     synced: set[str] = set()
     events: list[str] = []
-    rename, discard = Path.rename, atomic._discard
+    rename, discard = Path.rename, files._discard
 
     def noting_rename(source: Path, target: Path) -> Path:
         if target == path:
@@ -184,7 +184,7 @@ def test_all_is_on_the_disk_before_it_has_its_name(sync: bool, tmp_path: Path, m
 
     monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.readlink(f"/proc/self/fd/{fd}")))
     monkeypatch.setattr(Path, "rename", noting_rename)
-    monkeypatch.setattr(atomic, "_discard", noting_discard)
+    monkeypatch.setattr(files, "_discard", noting_discard)
     for name in ("first", "second"):
         staged = StagedSave(path, sync=sync)
         assert name == "second" or sync == {str(tmp_path), str(tmp_path / "new")}.issubset(synced)

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from checkpoint_files import MODEL_FILE, RANK_FILE, change_byte
 from harness import Case, run_here
-from lightning_zenflow import saving
+from lightning_zenflow import session
 from lightning_zenflow.checkpoint import collective
 from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.worker.process import WorkerError
@@ -148,7 +148,7 @@ class SaveInDifferentSteps(pl.Callback):
         if trainer.global_step == 3:
             with pytest.MonkeyPatch.context() as patch, pytest.raises(WorkerError, match="ranks in different steps"):
                 # What the ranks agree on: the step would also decide whether a rank flushes, which all do together.
-                patch.setattr(saving, "in_common", lambda numbers: in_common([numbers[0] + trainer.global_rank]))
+                patch.setattr(session, "in_common", lambda numbers: in_common([numbers[0] + trainer.global_rank]))
                 trainer.save_checkpoint(self.path)
             assert not self.path.exists()
 

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.common.processes import fresh_environment
 
-# `checkpoint.atomic` alone is killed at each call in `test_atomic.py`.
+# `StagedSave` alone is killed at each call in `test_atomic.py`.
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parents[1] / "support" / "killed_saves.py"

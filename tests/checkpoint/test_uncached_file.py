@@ -13,8 +13,8 @@ import pytest
 import torch
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint import files
-from lightning_zenflow.checkpoint.files import UncachedFile, new_pages, uncached
+from lightning_zenflow.checkpoint import background
+from lightning_zenflow.checkpoint.background import UncachedFile, new_pages, uncached
 from processes import leaves_no_file_open
 
 
@@ -40,14 +40,14 @@ class Refusing(io.FileIO):
 def test_more_than_a_chunk(
     code: int | None, zipped: bool, from_page: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_CHUNK_BYTES", 2**16)
-    monkeypatch.setattr(files, "_PIECE_BYTES", 2**17)
+    monkeypatch.setattr(background, "_CHUNK_BYTES", 2**16)
+    monkeypatch.setattr(background, "_PIECE_BYTES", 2**17)
     monkeypatch.setattr(Refusing, "code", code)
 
     class File(UncachedFile, Refusing):
         """The order of the bases is as in `UncachedFile`, with the disk's doing before `FileIO`."""
 
-    monkeypatch.setattr(files, "UncachedFile", File)
+    monkeypatch.setattr(background, "UncachedFile", File)
     data, path = torch.arange(100_003, dtype=torch.int32), tmp_path / "file"
     if from_page:
         data = new_pages(len(data), data.dtype).copy_(data)
@@ -86,7 +86,7 @@ def test_what_begins_with_a_page_is_not_copied(tmp_path: Path, monkeypatch: pyte
     class File(UncachedFile, Recording):
         """See above."""
 
-    monkeypatch.setattr(files, "UncachedFile", File)
+    monkeypatch.setattr(background, "UncachedFile", File)
     with uncached(path, pause) as file:
         torch.save({"small": torch.ones(3), "large": data}, file)
     assert sum(sizes) == data.nbytes // mmap.PAGESIZE * mmap.PAGESIZE
