@@ -69,9 +69,7 @@ class SavedCheckpoint:
         if self.tag is None and (whole := is_part(self.path)) is not None:
             raise refusal(self.path, f"the path must be a whole checkpoint, got a part: use {whole}")
         if self.tag is None and not (self.path / "latest").is_file():
-            raise refusal(
-                self.path, "the directory must be a checkpoint of DeepSpeed, got one without the file `latest`"
-            )
+            raise refusal(self.path, "the path must be a checkpoint of DeepSpeed, got one without the file `latest`")
         # Not `Path.is_dir`, which raises an error for a name that is too long.
         if not os.path.isdir(self.folder):
             name = str(self.folder.relative_to(self.path))
@@ -82,8 +80,7 @@ class SavedCheckpoint:
             raise refusal(self.path, f"the file {name} is missing: the checkpoint is incomplete")
         if all(file.is_file() for file in self._first_model_files):
             raise refusal(
-                self.path,
-                f"the folder {self.folder.name} must have files of one ZeRO stage, got 2 and 3: save to a new one",
+                self.path, f"{self.folder.name}/ must have files of one ZeRO stage, got 2 and 3: save to a new one"
             )
 
     @cached_property
@@ -179,10 +176,8 @@ class SavedCheckpoint:
             param_groups = self.optimizer_state(0)[BASE_OPTIMIZER_STATE]["param_groups"]
             groups = [{n: s for _ in group["params"] for n, s in next(buffers).items()} for group in param_groups]
         if len(groups) != len(ours):
-            raise refusal(
-                self.path,
-                f"configure_optimizers must return the saved number of parameter groups, {len(groups)}, got {len(ours)}",
-            )
+            must = "configure_optimizers must return the saved number of parameter groups"
+            raise refusal(self.path, f"{must}, {len(groups)}, got {len(ours)}")
         for group, (saved, present) in enumerate(zip(groups, ours, strict=True)):
             if saved.keys() != present.keys():
                 unknown = [f"{n} only in the checkpoint" for n in saved if n not in present]
@@ -193,11 +188,8 @@ class SavedCheckpoint:
                 )
             for name, shape in saved.items():
                 if tuple(shape) != tuple(present[name]):
-                    raise refusal(
-                        self.path,
-                        f"the model must be the saved one: parameter group {group} must have {name} {list(shape)}, got"
-                        f" {name} {list(present[name])}",
-                    )
+                    must = f"the model must be the saved one: parameter group {group} must have"
+                    raise refusal(self.path, f"{must} {name} {list(shape)}, got {name} {list(present[name])}")
 
     @property
     def _shapes(self) -> Sequence[Mapping[str, tuple[int, ...]]]:
@@ -262,10 +254,8 @@ class SavedCheckpoint:
         """Refuses what DeepSpeed cuts in another way (MiCS, AutoEP), or has elsewhere (NVMe), and files of another save."""
         count, places = state.get(PARTITION_COUNT), state.get("ds_zero_partition_groups")
         if count != self.world_size or places is not None:
-            of_ranks = count if places is None else places
-            raise refusal(
-                file, f"each parameter must be cut into a piece for each of {self.world_size} ranks, got {of_ranks}"
-            )
+            must = f"each parameter must be cut into a piece for each of {self.world_size} ranks"
+            raise refusal(file, f"{must}, got {count if places is None else places}")
         sizes = [flat.numel() for flat in state[SINGLE_PARTITION_OF_FP32_GROUPS]]
         needed = [layout.partition_numel for layout in self._layouts(state)]
         if sizes != needed:
@@ -296,13 +286,8 @@ class SavedCheckpoint:
             def read(r: int) -> list[list[Tensor]]:
                 return _partitions_of(own if r == own_rank else self.optimizer_state(r))
 
-            partitions = [
-                [
-                    torch.zeros(layout.partition_numel, dtype=torch.float32, device="cpu")
-                    for _ in range(1 + len(MOMENTS))
-                ]
-                for layout in layouts
-            ]
+            sizes = [(1 + len(MOMENTS), layout.partition_numel) for layout in layouts]
+            partitions = [list(torch.zeros(size, dtype=torch.float32, device="cpu")) for size in sizes]
             copy_parts(read, saved_layouts, layouts, rank, partitions)
             if self.is_stage_3 and ours:
                 # So that all ranks find the difference: some may have the slices of the run that saved. (Stage 2 trains in another order
@@ -311,9 +296,7 @@ class SavedCheckpoint:
         return {
             "partitions": partitions,
             "count": int(base["state"][_keys_of(base)[0]]["step"]),
-            "groups": [
-                {key: value for key, value in group.items() if key != "params"} for group in base["param_groups"]
-            ],
+            "groups": base["param_groups"],
             "attributes": {name: own[name] for name in _ATTRIBUTES if name in own},
             CHECKPOINT_KEY: ours,
         }
@@ -351,10 +334,8 @@ class SavedCheckpoint:
         names = [name for name in shapes if name in saved]
         for name in names:
             if tuple(saved[name]) != tuple(shapes[name]):
-                raise refusal(
-                    self.path,
-                    f"the model must be the saved one: {name} must be {list(saved[name])}, got {list(shapes[name])}",
-                )
+                must = f"the model must be the saved one: {name} must be {list(saved[name])}"
+                raise refusal(self.path, f"{must}, got {list(shapes[name])}")
 
         def cut(n_ranks: int, names: Iterable[str]) -> list[Layout]:
             return [Layout.of_pieces({name: math.prod(saved[name])}, n_ranks=n_ranks) for name in names]
