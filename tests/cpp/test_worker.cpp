@@ -7,7 +7,6 @@
 #include <chrono>
 #include <cmath>
 #include <csignal>
-#include <cstdlib>
 #include <functional>
 #include <string>
 #include <thread>
@@ -32,123 +31,88 @@ using test::tentative;
 using test::TrainerArena;
 using test::WorkerProcess;
 
-constexpr float kSkipped = 0.0f;  // in the table of clip coefficients: the device wrote NaN
-
-// Two blocks over two parameter groups, with padding between them, and the expected state.
-class Training {
-  public:
-    explicit Training(DataType type) : arena_(make_spec(type)), expected_(test::random_state(arena_.spec().numel, 5)) {
-        arena_.set_state(expected_);
-    }
-
-    TrainerArena& arena() { return arena_; }
-
+// Several jobs over two blocks and two parameter groups, with padding between them. Of a second worker on the same memory: see
+// test_kill.cpp.
+void train(DataType type) {
+    ArenaSpec spec;
+    spec.ranges = {{0, 30000, 0, 0}, {30016, 50001, 1, 0}};
+    spec.blocks = {{0, 33000}, {33000, 50048}};
+    spec.numel = 50048;
+    spec.n_slots = 8;
+    spec.n_publish_buffers = 3;
+    spec.model_dtype = type;
+    TrainerArena arena(spec);
+    State expected = test::random_state(spec.numel, 5);
+    arena.set_state(expected);
+    const float clips[] = {0.5f, 1.0f, std::nanf(""), 0.25f};
+    const int64_t counts[] = {1, 2, 2, 3};
+    const auto gradient = [&spec](int64_t step, uint32_t b) {
+        return test::random_gradient(spec.blocks[b].end - spec.blocks[b].begin, static_cast<uint32_t>(step) * 2 + b);
+    };
+    const auto slot = [](int64_t step, uint32_t b) { return static_cast<uint32_t>(step) % 4 * 2 + b; };
     // Everything of a step except its word.
-    void prepare(int64_t step) {
-        for (uint32_t group = 0; group < 2; ++group) {
-            arena_.hyperparameters(step, group) = group == 0 ? test::kDecoupled : test::kGradientDecay;
-            arena_.hyperparameters(step, group).lr /= static_cast<double>(step);
+    const auto prepare = [&](int64_t step) {
+        for (uint32_t i = 0; i < 2; ++i) {
+            arena.hyperparameters(step, i) = i == 0 ? test::kDecoupled : test::kGradientDecay;
+            arena.hyperparameters(step, i).lr /= static_cast<double>(step);
+            arena.set_gradient(slot(step, i), gradient(step, i));
         }
-        for (uint32_t b = 0; b < 2; ++b) arena_.set_gradient(slot(step, b), gradient(step, b));
-    }
+    };
+    const auto arrive = [&](int64_t step) { arena.write_word(step, clips[step - 1]); };
 
-    // The step's word.
-    void arrive(int64_t step, float clip) {
-        if (clip != kSkipped) ++count_;
-        clips_.push_back(clip);
-        counts_.push_back(count_);
-        arena_.write_word(step, clip == kSkipped ? std::nanf("") : clip);
-    }
-
-    void submit(WorkerProcess& worker, uint32_t block, int64_t job_id, int64_t first_step, uint32_t n_steps, uint32_t buffer) {
+    const std::string cores = test::all_cores();
+    WorkerProcess worker(arena, cores);
+    const Ready ready = worker.receive_ready();
+    CHECK_EQ(ready.version, kVersion);
+    CHECK_EQ(ready.n_threads, 1 + static_cast<uint32_t>(std::count(cores.begin(), cores.end(), ',')));
+    std::vector<UpdateJob> submitted;
+    const auto submit = [&](const UpdateJob& job) {
         std::vector<uint32_t> slots;
-        for (uint32_t i = 0; i < n_steps; ++i) slots.push_back(slot(first_step + i, block));
-        submitted_.push_back(job_of(block, job_id, first_step, n_steps, buffer));
-        worker.submit(submitted_.back(), slots);
-    }
-
+        for (uint32_t i = 0; i < job.n_committed; ++i) slots.push_back(slot(job.first_step + i, job.block));
+        submitted.push_back(job);
+        worker.submit(job, slots);
+    };
     // Receives the answers, in order of submission, and applies the jobs to the expected state.
-    void check_answers(WorkerProcess& worker) {
-        for (const UpdateJob& job : submitted_) {
+    const auto check_answers = [&] {
+        for (const UpdateJob& job : submitted) {
             const Done done = worker.receive_done();
             CHECK_EQ(done.block, job.block);
             CHECK_EQ(done.job_id, job.job_id);
             CHECK(done.start_ns > 0 && done.wait_ns >= 0 && done.busy_ns >= 0);  // a repeated job takes no time
             for (int64_t step = job.first_step; step < job.first_step + job.n_committed; ++step) {
-                const auto index = static_cast<size_t>(step - 1);
-                if (clips_[index] == kSkipped) continue;
-                arena_.expect_step(expected_, job.block, step, gradient(step, job.block), counts_[index], clips_[index]);
+                arena.expect_step(expected, job.block, step, gradient(step, job.block), counts[step - 1], clips[step - 1]);
             }
-            arena_.check_published(job.block, job.publish_buffer, expected_);
+            arena.check_published(job.block, job.publish_buffer, expected);
         }
-        submitted_.clear();
-        test::check_same_state("arena", arena_.read_state().view(), expected_);
-    }
-
-  private:
-    static ArenaSpec make_spec(DataType type) {
-        ArenaSpec spec;
-        spec.ranges = {{0, 30000, 0, 0}, {30016, 50001, 1, 0}};
-        spec.blocks = {{0, 33000}, {33000, 50048}};
-        spec.numel = 50048;
-        spec.n_slots = 8;
-        spec.n_publish_buffers = 3;
-        spec.model_dtype = type;
-        return spec;
-    }
-
-    static uint32_t slot(int64_t step, uint32_t block) { return static_cast<uint32_t>(step) % 4 * 2 + block; }
-
-    std::vector<float> gradient(int64_t step, uint32_t b) const {
-        const Block& block = arena_.spec().blocks[b];
-        return test::random_gradient(block.end - block.begin, static_cast<uint32_t>(step) * 2 + b);
-    }
-
-    TrainerArena arena_;
-    State expected_;
-    std::vector<UpdateJob> submitted_;  // without an answer
-    int64_t count_ = 0;
-    std::vector<float> clips_;     // of step index + 1
-    std::vector<int64_t> counts_;  // of step index + 1
-};
-
-// Several jobs over two blocks and two parameter groups. Of a second worker on the same memory: see test_kill.cpp.
-void train(DataType type) {
-    Training training(type);
-    const std::string cores = test::all_cores();
-    WorkerProcess worker(training.arena(), cores);
-    const Ready ready = worker.receive_ready();
-    CHECK_EQ(ready.version, kVersion);
-    CHECK_EQ(ready.n_threads, 1 + static_cast<uint32_t>(std::count(cores.begin(), cores.end(), ',')));
+        submitted.clear();
+        test::check_same_state("arena", arena.read_state().view(), expected);
+    };
 
     // Without steps a job only publishes.
-    training.submit(worker, 0, 1, 0, 0, 2);
-    training.check_answers(worker);
+    submit(job_of(0, 1, 0, 0, 2));
+    check_answers();
 
     // A window of two steps is submitted before its data arrives. The other block's job finds the steps resolved.
-    training.prepare(1);
-    training.arrive(1, 0.5f);
-    training.submit(worker, 0, 2, 1, 2, 0);
-    training.submit(worker, 1, 3, 1, 2, 1);
-    training.prepare(2);
-    training.arrive(2, 1.0f);
-    training.check_answers(worker);
-    CHECK_EQ(training.arena().header().resolved_step, 2);
-    CHECK_EQ(training.arena().record(2).count, 2);
+    prepare(1);
+    arrive(1);
+    submit(job_of(0, 2, 1, 2, 0));
+    submit(job_of(1, 3, 1, 2, 1));
+    prepare(2);
+    arrive(2);
+    check_answers();
+    CHECK_EQ(arena.header().resolved_step, 2);
+    CHECK_EQ(arena.record(2).count, 2);
 
     // A step whose gradient is not finite is skipped. Jobs submitted before the exit message are completed.
-    training.prepare(3);
-    training.prepare(4);
-    training.arrive(3, kSkipped);
-    training.arrive(4, 0.25f);
-    training.submit(worker, 0, 4, 3, 2, 2);
-    training.submit(worker, 1, 5, 3, 1, 0);
-    training.submit(worker, 1, 6, 4, 1, 1);
-    worker.ask_to_exit();
-    training.check_answers(worker);
+    for (const int64_t step : {3, 4}) prepare(step), arrive(step);
+    submit(job_of(0, 4, 3, 2, 2));
+    submit(job_of(1, 5, 3, 1, 0));
+    submit(job_of(1, 6, 4, 1, 1));
+    worker.send(MessageHeader{static_cast<uint32_t>(MessageType::kExit), 0});
+    check_answers();
     CHECK_EQ(worker.wait(), 0);
-    CHECK_EQ(training.arena().header().resolved_step, 4);
-    CHECK_EQ(training.arena().record(4).count, 3);
+    CHECK_EQ(arena.header().resolved_step, 4);
+    CHECK_EQ(arena.record(4).count, 3);
 }
 
 TEST(worker, replays_jobs) {
@@ -175,8 +139,7 @@ TEST(worker, takes_the_newest_job_first) {
     worker.signal(SIGSTOP);
     for (const UpdateJob& job : jobs)
         worker.submit(job, job.block == 0 ? std::vector<uint32_t>(job.n_committed) : std::vector<uint32_t>{1, 2});
-    const Touch touch{static_cast<uint32_t>(MessageType::kTouch), 0, 1, arena.header().export_offset, 1, 1};
-    worker.send(&touch, sizeof(touch));
+    worker.send(Touch{static_cast<uint32_t>(MessageType::kTouch), 0, 1, arena.header().export_offset, 1, 1});
     worker.submit(job_of(0, 5, 1, 0), {});
     worker.signal(SIGCONT);
     for (const int64_t job_id : {1, 3, 2}) CHECK_EQ(worker.receive_done().job_id, job_id);
@@ -329,11 +292,9 @@ TEST(worker, reports_invalid_messages) {
              worker.submit(job_of(1, 2, 1, 0), {});
          },
          "job_id must be above 2, that of the job before, got 2"},
-        {nothing,
-         [](WorkerProcess& worker) {
-             const MessageHeader message{77, 0};
-             worker.send(&message, sizeof(message));
-         },
+        {nothing, submitting(job_of(0, 1, 1, 2), std::vector<uint32_t>((kMaxMessageBytes - sizeof(UpdateJob)) / 4)),
+         "with n_committed = 2 and tentative = 0, got 16384"},
+        {nothing, [](WorkerProcess& worker) { worker.send(MessageHeader{77, 0}); },
          "type must be 1 (job), 2 (exit), 6 (export) or 7 (touch), got 77"},
         {[](TrainerArena& arena) {
              arena.header().begun_job = 5;

@@ -1,60 +1,186 @@
 // The worker executable, started as the trainer starts it.
 #pragma once
 
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/types.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <cerrno>
+#include <csignal>
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <vector>
 
+#include "check.h"
 #include "common/protocol.h"
 #include "trainer_arena.h"
 
 namespace zenflow::test {
 
 // The usable logical cores, or the first of them, as an argument of --cores.
-std::string all_cores();
-std::string first_core();
+inline std::string all_cores() {
+    cpu_set_t set;
+    CHECK_EQ(sched_getaffinity(0, sizeof(set), &set), 0);
+    std::string cores;
+    for (int core = 0; core < CPU_SETSIZE; ++core) {
+        if (CPU_ISSET(core, &set)) cores += (cores.empty() ? "" : ",") + std::to_string(core);
+    }
+    return cores;
+}
+
+inline std::string first_core() {
+    const std::string cores = all_cores();
+    return cores.substr(0, cores.find(','));
+}
+
+// Forks and executes the worker with the given file descriptors kept open. `output` receives both standard streams.
+inline pid_t start(std::vector<std::string> arguments, const std::vector<int>& kept_fds, int output) {
+    arguments.insert(arguments.begin(), ZENFLOW_WORKER);
+    std::vector<char*> argv;
+    for (std::string& argument : arguments) argv.push_back(argument.data());
+    argv.push_back(nullptr);
+    const pid_t pid = fork();
+    CHECK(pid >= 0);
+    if (pid == 0) {
+        for (const int fd : kept_fds) fcntl(fd, F_SETFD, 0);
+        dup2(output, STDOUT_FILENO);
+        dup2(output, STDERR_FILENO);
+        execv(ZENFLOW_WORKER, argv.data());
+        _exit(127);
+    }
+    return pid;
+}
+
+inline int status_of(pid_t pid) {
+    int status = 0;
+    CHECK_EQ(waitpid(pid, &status, 0), pid);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
 
 // Owns the process, which it kills on destruction, and the trainer's end of the socket.
 class WorkerProcess {
   public:
-    // `cores` and `extra` become arguments. `output` receives both standard streams; if it is negative, nothing does.
+    // `cores` and `extra` become arguments. `output` receives both standard streams; if it is negative, nothing does: most tests
+    // read errors from the messages.
     WorkerProcess(const TrainerArena& arena, const std::string& cores, const std::vector<std::string>& extra = {},
-                  int output = -1);
-    ~WorkerProcess();
+                  int output = -1) {
+        int ends[2];
+        CHECK_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
+        socket_ = ends[0];
+        const timeval limit{kReceiveTimeoutS, 0};
+        CHECK_EQ(setsockopt(socket_, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)), 0);
+        std::vector<std::string> arguments = {
+            "--arena-fd", std::to_string(arena.fd()), "--socket-fd", std::to_string(ends[1]), "--cores", cores};
+        arguments.insert(arguments.end(), extra.begin(), extra.end());
+        const int null = open("/dev/null", O_WRONLY | O_CLOEXEC);
+        pid_ = start(arguments, {arena.fd(), ends[1]}, output >= 0 ? output : null);
+        close(null);
+        close(ends[1]);
+    }
+    ~WorkerProcess() {
+        close_socket();
+        if (pid_ > 0) {
+            kill(pid_, SIGKILL);
+            waitpid(pid_, nullptr, 0);
+        }
+    }
     WorkerProcess(const WorkerProcess&) = delete;
     WorkerProcess& operator=(const WorkerProcess&) = delete;
 
-    void send(const void* data, size_t size);
-    void submit(const UpdateJob& job, const std::vector<uint32_t>& slots);
-    void ask_to_exit();
-    void signal(int number);
+    template <typename T>
+    void send(const T& message) {
+        send(&message, sizeof(message));
+    }
+    void send(const void* data, size_t size) { CHECK_EQ(::send(socket_, data, size, MSG_NOSIGNAL), static_cast<ssize_t>(size)); }
+    void submit(const UpdateJob& job, const std::vector<uint32_t>& slots) {
+        std::string message(reinterpret_cast<const char*>(&job), sizeof(job));
+        message.append(reinterpret_cast<const char*>(slots.data()), slots.size() * sizeof(uint32_t));
+        send(message.data(), message.size());
+    }
+    void signal(int number) { CHECK_EQ(kill(pid_, number), 0); }
     pid_t pid() const { return pid_; }
 
     // Bytes of messages that have not been received yet.
-    size_t bytes_waiting() const;
+    size_t bytes_waiting() const {
+        int bytes = 0;
+        CHECK_EQ(ioctl(socket_, FIONREAD, &bytes), 0);
+        return static_cast<size_t>(bytes);
+    }
 
     // Wait for the next message, which must be of this type. The text of an unexpected Error message becomes the failure's.
-    Ready receive_ready();
-    Done receive_done();
-    Acknowledged receive_acknowledged();
-    std::string receive_error();
+    Ready receive_ready() { return message_as<Ready>(receive(), MessageType::kReady); }
+    Done receive_done() { return message_as<Done>(receive(), MessageType::kDone); }
+    Acknowledged receive_acknowledged() { return message_as<Acknowledged>(receive(), MessageType::kAcknowledged); }
+    std::string receive_error() {
+        const std::string message = receive();
+        message_as<MessageHeader>(message, MessageType::kError);
+        return message.substr(sizeof(MessageHeader));
+    }
 
     // As the death of the trainer does.
-    void close_socket();
+    void close_socket() {
+        if (socket_ >= 0) close(socket_);
+        socket_ = -1;
+    }
 
     // Waits for the exit and returns its status, or minus the number of the signal that killed the process.
-    int wait();
+    int wait() {
+        const pid_t pid = pid_;
+        pid_ = -1;
+        return status_of(pid);
+    }
 
   private:
-    std::string receive();
+    static constexpr int kReceiveTimeoutS = 120;  // of any message; builds with sanitizers are slow
+
+    std::string receive() {
+        std::string message(kMaxMessageBytes, '\0');
+        const ssize_t size = recv(socket_, message.data(), message.size(), 0);
+        if (size < 0 && errno == EAGAIN) {
+            throw CheckFailed("the worker sent nothing for " + std::to_string(kReceiveTimeoutS) + " s");
+        }
+        if (size <= 0) throw CheckFailed("the worker ended without a message");
+        message.resize(static_cast<size_t>(size));
+        return message;
+    }
+
+    template <typename T>
+    static T message_as(const std::string& message, MessageType type) {
+        uint32_t actual = 0;
+        CHECK(message.size() >= sizeof(actual));
+        std::memcpy(&actual, message.data(), sizeof(actual));
+        if (actual == static_cast<uint32_t>(MessageType::kError) && type != MessageType::kError) {
+            throw CheckFailed("the worker failed: " + message.substr(sizeof(MessageHeader)));
+        }
+        CHECK_EQ(actual, static_cast<uint32_t>(type));
+        CHECK(message.size() >= sizeof(T));
+        T result;
+        std::memcpy(&result, message.data(), sizeof(T));
+        return result;
+    }
 
     pid_t pid_ = -1;
     int socket_ = -1;
 };
 
 // Runs the worker with `arguments` alone; returns its output on both standard streams and stores the exit status.
-std::string output_of_worker(const std::vector<std::string>& arguments, int& status);
+inline std::string output_of_worker(const std::vector<std::string>& arguments, int& status) {
+    int ends[2];
+    CHECK_EQ(pipe2(ends, O_CLOEXEC), 0);
+    const pid_t pid = start(arguments, {}, ends[1]);
+    close(ends[1]);
+    std::string output;
+    char buffer[4096];
+    for (ssize_t size; (size = read(ends[0], buffer, sizeof(buffer))) > 0;) output.append(buffer, static_cast<size_t>(size));
+    close(ends[0]);
+    status = status_of(pid);
+    return output;
+}
 
 }  // namespace zenflow::test
