@@ -18,8 +18,6 @@ from alpaca_task.records import Record
 from alpaca_task.tokenized import TokenizedExample, tokenize
 from alpaca_task.tokenizers import ByteEncoder
 
-# --- tokens and batches ------------------------------------------------------------------------------------------------------
-
 
 def test_only_response_and_end_are_learned_and_long_examples_cut(caplog: pytest.LogCaptureFixture) -> None:
     def tokenized(max_length: int, *records: tuple[str, str]) -> list[TokenizedExample]:
@@ -54,9 +52,6 @@ def collate(*rows: list[TokenizedExample]) -> Batch:
     return Collator(pad_token_id=256, max_length=64)(rows)
 
 
-# --- metrics and network -----------------------------------------------------------------------------------------------------
-
-
 def test_metrics_equal_hand_computed_values_and_stay_float32() -> None:
     metrics = ResponseMetrics(3).to(torch.bfloat16)
     metrics.keep_float32()
@@ -75,14 +70,10 @@ def test_metrics_equal_hand_computed_values_and_stay_float32() -> None:
     assert float(metrics.compute()["token_accuracy"]) == 1.0  # starts afresh
 
 
-def tiny_tuner(**overrides: Any) -> InstructionTuner:
-    settings = {"vocab_size": 260, "max_length": 64, "tokenizer": "bytes", "layers": 2, "width": 32, "heads": 2}
-    return InstructionTuner(**(settings | overrides), lr=1e-2)
-
-
 def built(**overrides: Any) -> InstructionTuner:
     torch.manual_seed(0)
-    module = tiny_tuner(**overrides)
+    settings = {"vocab_size": 260, "max_length": 64, "tokenizer": "bytes", "layers": 2, "width": 32, "heads": 2}
+    module = InstructionTuner(**(settings | overrides), lr=1e-2)
     module.configure_model()
     return module
 

@@ -102,9 +102,6 @@ def test_the_scripts_write_the_bundled_files_again(script: Any, bundled: Path, t
     assert sum(map(len, files.values())) < 500_000
 
 
-# --- trainings ---------------------------------------------------------------------------------------------------------------
-
-
 def test_glue_is_trained_validated_tested_and_predicted(run: Run, tmp_path: Path) -> None:
     small = [*SMALL, "--model.width=16", "--trainer.limit_val_batches=1"]
     run(

@@ -24,8 +24,6 @@ def write(path: Path, *lines: str) -> Path:
     return path
 
 
-# --- TSV files ---------------------------------------------------------------------------------------------------------------
-
 PARSES = "promptID pairID genre sentence1_binary_parse sentence2_binary_parse sentence1_parse sentence2_parse"
 MNLI = f"index {PARSES} sentence1 sentence2"
 LAYOUTS: dict[str, tuple[str, str, tuple[int, str, str | None, float | None]]] = {
@@ -76,9 +74,6 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path, file: str, lines: lis
         read_tsv(path, TASKS[name], stage)
 
 
-# --- Hugging Face ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_local_copy_of_the_dataset_is_read_by_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
@@ -104,9 +99,6 @@ def test_a_local_copy_of_the_dataset_is_read_by_configuration(tmp_path: Path, mo
         data.setup("test")
 
 
-# --- tokens and batches ------------------------------------------------------------------------------------------------------
-
-
 def test_batches_are_padded_and_hold_scores_exactly() -> None:
     texts = ("abc", "é ", "z" * 20)
     examples = [Example(index=3 + i, first=text, second=None, label=1.1 * i) for i, text in enumerate(texts)]
@@ -119,9 +111,6 @@ def test_batches_are_padded_and_hold_scores_exactly() -> None:
     # DeepSpeed casts tensors of floating point to the training's precision.
     assert not batch["labels"].is_floating_point()
     assert torch.equal(unpack_scores(batch["labels"]), torch.tensor([0, 1.1, 2.2]))
-
-
-# --- metrics and network -----------------------------------------------------------------------------------------------------
 
 
 def test_a_batch_has_examples_of_one_length(tmp_path: Path) -> None:
@@ -192,9 +181,6 @@ def test_every_architecture_reads_pairs_and_no_padding(architecture: str, tmp_pa
     assert (outputs[0] - outputs[1]).abs().max() > 1e-4
     if architecture == "bert":
         assert batch["inputs"]["token_type_ids"].any(1).all()
-
-
-# --- training and submission -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["STS-B", "MNLI"])

@@ -15,8 +15,8 @@ import pytest
 import torch
 from typing_extensions import override
 
-from gpu_cases import RACES, optimizer_of
-from harness import APPROXIMATE, AUTO, EVERYTHING, Case, Run, run_here
+from gpu_cases import RACES
+from harness import APPROXIMATE, AUTO, EVERYTHING, Case, Run, optimizer_of, run_here
 from lightning_zenflow.core.schedule import SchedulePolicy
 from rank_processes import run_on_ranks
 from same_bits import assert_same_state

@@ -9,13 +9,14 @@ import pytest
 import torch
 from typing_extensions import override
 
-from gpu_cases import MILLISECOND, device, optimizer_of
-from harness import APPROXIMATE, Case, run_here
+from gpu_cases import MILLISECOND, device
+from harness import APPROXIMATE, Case, optimizer_of, run_here
 from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.partition import Slice, build_partition
-from lightning_zenflow.worker.arena import Arena, ArenaSizes
+from lightning_zenflow.worker.arena import Arena
 from same_bits import assert_same_tensors
 from sleeps import Behind, Sleeps
+from small_arena import SIZES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda")]
 
@@ -24,17 +25,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda")]
 def test_every_page_is_page_locked_and_copied_without_waiting(n_first: int) -> None:
     """Slots are reserved little by little, as the schedule grows; a copy into one must not cross from one reservation to the next."""
     numel, n_slots = 5 * 7 * 1237, 8
-    whole = Slice(parameter=0, param_group=0, begin=0, start=0, numel=numel, columns=1237, is_matrix=True)
-    partition = build_partition([whole], [numel], 1)
-    sizes = ArenaSizes(
-        n_param_groups=1,
-        n_step_records=4,
-        n_slots=n_slots,
-        n_publish_buffers=4,
-        dtype=torch.bfloat16,
-        export_bytes=5000,
-    )
-    arena = Arena(partition, sizes, device=device())
+    whole = Slice.of((35, 1237), parameter=0, param_group=0, begin=0, start=0, numel=numel)
+    sizes = replace(SIZES, n_param_groups=1, n_step_records=4, n_slots=n_slots, dtype=torch.bfloat16, export_bytes=5000)
+    arena = Arena(build_partition([whole], [numel], 1), sizes, device=device())
     try:
         for n in (n_first, n_first + 1, n_slots):
             arena.reserve(n_slots=n, n_publish_buffers=min(n, 4))

@@ -112,7 +112,7 @@ class Case:
     """Whether shown weights are kept: they are read before each step, besides by the model."""
     loop: Literal["trainer", "fabric", "direct", "recorded", "stage 3"] = "trainer"
     """Who runs the steps: Lightning's Trainer, or in plain Python `fabric_runs` under Fabric, or `direct_step` without DeepSpeed; or the
-    Trainer on a recorded device (`recorded_runs`), or with plain DeepSpeed's stage 3 (`stage3_runs`), for which `stock` must be set."""
+    Trainer on a recorded device, or with plain DeepSpeed's stage 3 (`stage3_runs`), for which `stock` must be set."""
     stock: bool = False
     """Whether DeepSpeed's own ZeRO offload trains."""
     stage: Literal[2, 3] = 2

@@ -181,9 +181,7 @@ def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
     assert devices == 1
     run = Run()
     model = case.make_model().to(case.dtype)
-    configured = model.configure_optimizers()
-    configured = configured if isinstance(configured, dict) else {"optimizer": configured}
-    optimizer, scheduler = configured["optimizer"], configured.get("lr_scheduler", {}).get("scheduler")
+    optimizer, scheduler = model.optimizer_and_scheduler()
     optimizer._opt_called = True  # private: as after torch's own step, without which schedulers warn
     groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
     options: dict[str, Any] = {k: v for k, v in case.keys().items() if k != "reduce_bucket_size"}

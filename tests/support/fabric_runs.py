@@ -23,9 +23,7 @@ def set_up(
     strategy = ZenFlowStrategy(**{"worker_cores": 1, **keys})
     fabric = Fabric(accelerator=accelerator, devices=devices, precision=precision, strategy=strategy)
     fabric.launch()
-    configured = model.configure_optimizers()
-    scheduler = configured["lr_scheduler"]["scheduler"] if isinstance(configured, dict) else None
-    optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
+    optimizer, scheduler = model.optimizer_and_scheduler()
     wrapped, wrapped_optimizer = fabric.setup(model, optimizer)
     wrapped.mark_forward_method("loss")
     return fabric, wrapped, wrapped_optimizer, scheduler

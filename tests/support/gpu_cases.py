@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from harness import EVERYTHING, Case
-from harness import optimizer_of as optimizer_of
 
 MILLISECOND = 1_800_000
 """Cycles of the device, roughly."""

@@ -7,7 +7,7 @@ import importlib
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import deepspeed.ops
@@ -36,6 +36,7 @@ from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
 from models import TestModule
 from processes import workers as workers
+from recorded_device.watch import recorded_device
 from scripted_schedule import scripted
 
 # On a CPU, DeepSpeed compiles an operation for inference (a minute where its cache is empty) and looks for compilers in every process.
@@ -160,41 +161,37 @@ def optimizer_of(trainer: pl.Trainer) -> ZenFlowOptimizer:
     return trainer.strategy.zenflow_optimizer
 
 
-def run_case(
-    case: Case, *, devices: int = 1, strategy: ZenFlowStrategy | None = None, callbacks: Sequence[pl.Callback] = ()
-) -> tuple[Run, list[list[Tensor]]]:
+def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
     """Runs one rank of a case.
 
     Args:
         case: what to run.
         devices: how many ranks there are.
-        strategy: instead of the case's own.
-        callbacks: further ones.
 
     Returns:
         What happened, without the optimizer state; and this rank's flat state: [master, exp_avg, exp_avg_sq] of each parameter group.
     """
+    if case.loop == "recorded":
+        with recorded_device() as device:
+            run, partitions = run_case(replace(case, loop="trainer", recorded=False), devices=devices)
+        run.races = dict(device.order.races)
+        return run, partitions
     if case.loop != "trainer":
         # Which import this module.
-        loop = importlib.import_module(
-            {"fabric": "fabric_runs", "direct": "direct_step", "recorded": "recorded_runs", "stage 3": "stage3_runs"}[
-                case.loop
-            ]
-        )
-        return loop.run_case(case, devices=devices)
+        loops = {"fabric": "fabric_runs", "direct": "direct_step", "stage 3": "stage3_runs"}
+        return importlib.import_module(loops[case.loop]).run_case(case, devices=devices)
     run = Run()
     model = case.make_model()
     all_callbacks = [
         *([Recorder(case, run)] if case.recorded else []),
         After(case.flush_after, lambda trainer: trainer.strategy.flush()),
         *case.callbacks,
-        *callbacks,
         After([case.save_at] if case.save_at else [], lambda trainer: trainer.save_checkpoint(case.checkpoint)),
     ]
     # In manual optimization Lightning refuses them, and the model does both.
     automatic = {"accumulate_grad_batches": case.accumulate, "gradient_clip_val": case.max_norm}
     trainer = make_trainer(
-        strategy or case.make_strategy(),
+        case.make_strategy(),
         devices=devices,
         max_steps=case.steps,
         **(automatic if model.automatic_optimization else {}),
@@ -257,9 +254,9 @@ def join_partitions(case: Case, run: Run, partitions: Sequence[list[list[Tensor]
             tensors += [parts[i].view(p.shape).clone() for i, p in enumerate(parameters)]
 
 
-def run_here(case: Case, *, strategy: ZenFlowStrategy | None = None, callbacks: Sequence[pl.Callback] = ()) -> Run:
-    """Runs a case on one rank, in this process."""
-    run, partitions = run_case(case, strategy=strategy, callbacks=callbacks)
+def run_here(case: Case, *, callbacks: Sequence[pl.Callback] = ()) -> Run:
+    """Runs a case on one rank, in this process, with further callbacks."""
+    run, partitions = run_case(replace(case, callbacks=(*case.callbacks, *callbacks)))
     if partitions:
         join_partitions(case, run, [partitions])
     return run

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 def generator(*key: int) -> torch.Generator:
@@ -34,13 +36,17 @@ def hyperparameters(**given: Any) -> GroupHyperparameters:
     return GroupHyperparameters(**{**defaults, **given})
 
 
+def draw(module: _Module, key: int) -> _Module:
+    """Gives a module's parameters random values that depend on the key alone."""
+    with torch.no_grad():
+        for i, p in enumerate(module.parameters()):
+            p.copy_(0.3 * torch.randn(p.shape, generator=generator(key, i)))
+    return module
+
+
 def small_net() -> nn.Sequential:
     """A network of 12 inputs and 6 outputs, for modules of users."""
-    net = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 6))
-    with torch.no_grad():
-        for i, p in enumerate(net.parameters()):
-            p.copy_(0.3 * torch.randn(p.shape, generator=generator(3, i)))
-    return net
+    return draw(nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 6)), 3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +152,8 @@ class TestModule(pl.LightningModule):
 
     test_step = predict_step = validation_step
 
-    @override
-    def configure_optimizers(self) -> Any:
+    def optimizer_and_scheduler(self) -> tuple[Any, Any]:
+        """Those of `configure_optimizers`; None: no scheduler."""
         options = self.optimizer_options
         entries = [
             {"params": list(ps), "lr": h.lr, "betas": (h.beta1, h.beta2), "eps": h.eps, "weight_decay": h.weight_decay}
@@ -155,9 +161,13 @@ class TestModule(pl.LightningModule):
         ]
         kind = DeepSpeedCPUAdam if options.kind == "DeepSpeedCPUAdam" else getattr(torch.optim, options.kind)
         optimizer = kind(entries, **options.flags)
-        if not options.scheduler:
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, options.factor) if options.scheduler else None
+
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer, scheduler = self.optimizer_and_scheduler()
+        if scheduler is None:
             return optimizer
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, options.factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     @override

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from models import TestModule, generator
+from models import TestModule, draw, generator
 
 
 class Perceptron(TestModule):
@@ -83,9 +83,7 @@ class SmallNet(TestModule):
         self.hidden = nn.Linear(5 * 7 * 13, 11)
         self.norm = nn.LayerNorm(11)
         self.head = nn.Linear(11, 3)
-        with torch.no_grad():
-            for i, p in enumerate(self.parameters()):
-                p.copy_(0.3 * torch.randn(p.shape, generator=generator(3, i)))
+        draw(self, 3)
 
     @override
     def loss(self, step: int, micro: int, rank: int) -> Tensor:
@@ -165,9 +163,7 @@ class TiedNet(TestModule):
         )
         self.head = nn.Linear(12, 19)
         self.head.weight = self.embedding.weight
-        with torch.no_grad():
-            for i, p in enumerate(self.parameters()):
-                p.copy_(0.3 * torch.randn(p.shape, generator=generator(5, i)))
+        draw(self, 5)
         for layer in frozen:
             self.layers[layer].requires_grad_(False)
 
@@ -222,9 +218,7 @@ class OddNet(TestModule):
         self.vector = nn.Parameter(torch.ones(10)[::2])
         self.frozen = nn.Parameter(torch.ones(5, 7).t(), requires_grad=False)
         self.nothing = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in ((0,), (0, 5)))
-        with torch.no_grad():
-            for i, p in enumerate(self.parameters()):
-                p.copy_(0.3 * torch.randn(p.shape, generator=generator(8, i)))
+        draw(self, 8)
         self.convolution.to(memory_format=torch.channels_last)
         self.transposed.weight.data = self.transposed.weight.data.t().contiguous().t()
 

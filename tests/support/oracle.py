@@ -38,6 +38,11 @@ def adamw_reference(
     return state
 
 
+def _slice(p: Tensor, **fields: int) -> Slice:
+    is_matrix = p.dim() > 1
+    return Slice(columns=p[0].numel() if is_matrix else 1, is_matrix=is_matrix, **fields)
+
+
 def pieces_of_rank(
     groups: Sequence[Sequence[Tensor]], rank: int, world_size: int, sub_group_size: int
 ) -> tuple[list[Slice], list[int]]:
@@ -56,18 +61,8 @@ def pieces_of_rank(
             piece = -(-p.numel() // world_size)
             numel = min(piece, p.numel() - rank * piece)
             if numel > 0:
-                is_matrix = p.dim() > 1
-                slices.append(
-                    Slice(
-                        parameter=number,
-                        param_group=len(sizes) - 1,
-                        begin=first + sizes[-1],
-                        start=rank * piece,
-                        numel=numel,
-                        columns=p[0].numel() if is_matrix else 1,
-                        is_matrix=is_matrix,
-                    )
-                )
+                at = {"param_group": len(sizes) - 1, "begin": first + sizes[-1], "start": rank * piece}
+                slices.append(_slice(p, parameter=number, numel=numel, **at))
             sizes[-1] += piece
             number += 1
     return slices, sizes
@@ -87,18 +82,8 @@ def slices_of_rank(groups: Sequence[Sequence[Tensor]], rank: int, world_size: in
             p = parameters[index]
             begin, end = max(offset, 0), min(offset + p.numel(), size)
             if begin < end:
-                is_matrix = p.dim() > 1
-                slices.append(
-                    Slice(
-                        parameter=number + index,
-                        param_group=param_group,
-                        begin=first + begin,
-                        start=begin - offset,
-                        numel=end - begin,
-                        columns=p[0].numel() if is_matrix else 1,
-                        is_matrix=is_matrix,
-                    )
-                )
+                at = {"param_group": param_group, "begin": first + begin, "start": begin - offset}
+                slices.append(_slice(p, parameter=number + index, numel=end - begin, **at))
             offset += p.numel()
         number += len(parameters)
         first = align(first + size)

@@ -26,6 +26,8 @@ _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload([Path(__file__).stem])
 
 
+_TIMEOUT_S = 270
+"""Of all cases of a call."""
 _FAILED = 3
 """Exit status of a rank that has ended with a case that should not have failed."""
 _GRACE_S = 20
@@ -54,28 +56,19 @@ class Runs(Mapping[str, list[Run]]):
         return len(self.cases)
 
 
-def run_each(cases: dict[str, Case], *, ranks: int = 2, here: bool | None = None) -> Runs:
-    """Runs cases one after the other, each whatever has become of the others: on several ranks, or on one (`here`: in this process)."""
-    if ranks == 1 if here is None else here:
-        return Runs(cases, {name: [_run_here(case)] for name, case in cases.items()})
-    return Runs(cases, _run_in_processes(cases, ranks, timeout_s=270))
+def run_each(cases: dict[str, Case], *, ranks: int = 2, here: bool = True) -> Runs:
+    """Runs cases one after the other, each whatever has become of the others, on several ranks (gloo), or on one (`here`: in this process).
 
-
-def run_on_ranks(cases: dict[str, Case], *, ranks: int = 2, timeout_s: float = 270) -> dict[str, list[Run]]:
-    """Runs cases one after the other on several ranks (gloo).
-
-    Args:
-        cases: by name.
-        ranks: how many.
-        timeout_s: for all of them.
-
-    Returns:
-        For each case the ranks' runs; the optimizer state is the joint one. A case that `fails` holds the traceback in `Run.error`.
-
-    Raises:
-        AssertionError: another case failed.
+    The optimizer state is the joint one. A case that `fails` holds the traceback in `Run.error`.
     """
-    return dict(Runs(cases, _run_in_processes(cases, ranks, timeout_s=timeout_s)))
+    if ranks == 1 and here:
+        return Runs(cases, {name: [_run_here(case)] for name, case in cases.items()})
+    return Runs(cases, _run_in_processes(cases, ranks))
+
+
+def run_on_ranks(cases: dict[str, Case], *, ranks: int = 2) -> dict[str, list[Run]]:
+    """As `run_each`, not in this process; raises the error of a case that should not have failed."""
+    return dict(run_each(cases, ranks=ranks, here=False))
 
 
 def _run_here(case: Case) -> Run:
@@ -85,10 +78,10 @@ def _run_here(case: Case) -> Run:
         return Run(error=traceback.format_exc())
 
 
-def _run_in_processes(cases: dict[str, Case], ranks: int, *, timeout_s: float) -> dict[str, list[Run]]:
+def _run_in_processes(cases: dict[str, Case], ranks: int) -> dict[str, list[Run]]:
     """Behind a case that should not have failed, the ranks may be anywhere: the rest has processes of its own."""
     runs: dict[str, list[Run]] = {}
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + _TIMEOUT_S
     while len(runs) < len(cases):
         rest = {name: case for name, case in cases.items() if name not in runs}
         with tempfile.TemporaryDirectory() as folder:

@@ -143,14 +143,14 @@ def torch_alone(case: Case, *, ranks: int = 1) -> list[Run]:
     What a step does not use has a gradient of zero, as under DeepSpeed.
     """
     model, runs = case.make_model(), [Run() for _ in range(ranks)]
-    configured = model.configure_optimizers()
+    optimizer, scheduler = model.optimizer_and_scheduler()
     for step in range(case.steps):
         losses = [model.loss(step, 0, rank) for rank in range(ranks)]
         torch.stack(losses).mean().backward()
         for p in (p for group in model.parameter_groups() for p in group if p.grad is None):
             p.grad = torch.zeros_like(p)
-        configured["optimizer"].step()
-        configured["lr_scheduler"]["scheduler"].step()
+        optimizer.step()
+        scheduler.step()
         model.zero_grad()
         for run, loss in zip(runs, losses, strict=True):
             run.losses.append([float(loss.detach())])

@@ -13,7 +13,7 @@ from typing_extensions import override
 from callbacks import After, At
 from harness import Case, Run, make_trainer, snapshot, untrained
 from lightning_zenflow.deepspeed.environment import RankEnvironment
-from models import TestModule, generator
+from models import TestModule, draw, generator
 
 INITIAL_SCALE_POWER = 7
 """Of fp16's loss scale, in two's; not the default."""
@@ -33,9 +33,7 @@ class PiecesNet(TestModule):
         self.back = nn.Linear(7, 5)
         self.head = nn.Linear(5, 19)
         self.head.weight = self.embedding.weight
-        with torch.no_grad():
-            for i, p in enumerate(self.parameters()):
-                p.copy_(0.3 * torch.randn(p.shape, generator=generator(11, i)))
+        draw(self, 11)
 
     @override
     def loss(self, step: int, micro: int, rank: int) -> Tensor:

@@ -9,15 +9,15 @@ import os
 import random
 import socket
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from lightning_zenflow import native
-from lightning_zenflow.core.partition import Slice, build_partition, group_begins
-from lightning_zenflow.core.step_inputs import GroupHyperparameters
-from lightning_zenflow.worker.arena import Arena, ArenaSizes
+from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.machine import allowed_cores
+from small_arena import GROUPS, SIZES, make_partition
 
 _HANG_S = 60.0
 """The worker's own wait for a step's word is 10 ms; nothing else takes long."""
@@ -27,14 +27,10 @@ _INTERESTING = (0, 1, 2, 3, 63, 64, 127, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**
 
 def make_arena(rng: random.Random) -> Arena:
     """A small valid arena, with gradients of some steps."""
-    counts = [rng.randrange(1, 400) for _ in range(2)]
-    slices = [
-        Slice(parameter=i, param_group=i, begin=begin, start=0, numel=n, columns=1, is_matrix=False)
-        for i, (n, begin) in enumerate(zip(counts, group_begins(counts), strict=True))
-    ]
+    partition = make_partition(rng.randrange(1, 4), [rng.randrange(1, 400) for _ in range(2)])
     dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
-    sizes = ArenaSizes(
-        n_param_groups=2,
+    sizes = replace(
+        SIZES,
         n_step_records=4,
         n_slots=6,
         n_publish_buffers=2,
@@ -42,11 +38,10 @@ def make_arena(rng: random.Random) -> Arena:
         n_threads=rng.randrange(1, 3),
         export_bytes=_EXPORT_BYTES,
     )
-    arena = Arena(build_partition(slices, counts, rng.randrange(1, 4)), sizes, device=torch.device("cpu"))
-    group = GroupHyperparameters(lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True)
+    arena = Arena(partition, sizes, device=torch.device("cpu"))
     for step in range(1, 4):
         for tentative in (False, True):
-            arena.write_hyperparameters(step, [group, group], tentative=tentative)
+            arena.write_hyperparameters(step, GROUPS, tentative=tentative)
         arena.step_words.write(step, step, torch.tensor(rng.choice([1.0, float("nan"), float("inf")])))
     step = rng.randrange(1, 4)
     for block in range(len(arena.block_words)):

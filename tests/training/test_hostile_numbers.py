@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness import APPROXIMATE, Case, StockStrategy, run_here
+from harness import APPROXIMATE, Case, run_here
 from same_bits import assert_is_adamw
 
 HOSTILE_STEP = 3
@@ -67,6 +67,6 @@ def test_deepspeeds_offload_does_the_same(factor: float) -> None:
     """All parameters have gradients in all steps: where there is none, DeepSpeed's offload applies the one before again."""
     shapes = ((31, 29), (53, 7), (37,), (3, 211), (1,))
     case = hostile(factor, max_norm=1.0, model_options={"shapes": shapes}, update_interval=1, publish_lag=0)
-    ours, theirs = run_here(case), run_here(replace(case, loop="trainer"), strategy=StockStrategy())
+    ours, theirs = run_here(case), run_here(replace(case, loop="trainer", stock=True))
     for a, b in zip(ours.weights, theirs.weights, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-6)

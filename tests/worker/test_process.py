@@ -1,9 +1,17 @@
-"""The worker process with the real executable: start, end, privileges and leftovers; and the memory that it shares."""
+"""The worker process with the real executable: its start, or why it cannot, in words; its end, privileges and leftovers; memory."""
 
+import ctypes
+import gc
+import mmap
+import multiprocessing
 import os
+import shutil
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -13,11 +21,15 @@ from direct_step import direct_step
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.deepspeed import build as assembly
 from lightning_zenflow.deepspeed.host_state import HostState
-from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
+from lightning_zenflow.kernels import cpu
+from lightning_zenflow.native import worker_executable
+from lightning_zenflow.telemetry import Telemetry
+from lightning_zenflow.worker.arena import Arena, arena_bytes
 from lightning_zenflow.worker.machine import allowed_cores, running_on
 from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
-from processes import leaves_no_file_open
-from small_arena import make_arena
+from lightning_zenflow.worker.supervisor import SupervisedWorker
+from processes import arena_mappings, leaves_no_file_open
+from small_arena import SIZES, make_arena, make_partition
 
 
 @pytest.fixture
@@ -35,6 +47,20 @@ def test_more_messages_than_the_socket_holds(worker: Worker) -> None:
     assert [worker.wait().job_id for _ in range(n)] == list(range(1, n + 1))
 
 
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], Path]:
+    """Puts another executable in the worker's place; its path."""
+
+    def write(content: bytes) -> Path:
+        path = tmp_path / "zenflow-worker"
+        path.write_bytes(content)
+        path.chmod(0o755)
+        monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(path))
+        return path
+
+    return write
+
+
 @pytest.mark.parametrize(
     ("commands", "timeout_s", "message"),
     [
@@ -43,12 +69,9 @@ def test_more_messages_than_the_socket_holds(worker: Worker) -> None:
     ],
 )
 def test_an_executable_that_is_not_the_worker(
-    commands: str, timeout_s: float, message: str, arena: Arena, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    commands: str, timeout_s: float, message: str, arena: Arena, install: Callable[[bytes], Path]
 ) -> None:
-    script = tmp_path / "worker"
-    script.write_text(f"#!/bin/sh\n{commands}\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(script))
+    install(f"#!/bin/sh\n{commands}\n".encode())
     with pytest.raises(WorkerError, match=message):
         Worker(arena, cores=[0], timeout_s=timeout_s)
 
@@ -97,9 +120,8 @@ def test_nothing_is_left_open(partition: Partition) -> None:
 
 def test_the_shared_memory_has_a_fixed_size(partition: Partition, arena: Arena) -> None:
     """A process with the descriptor can neither grow the memory nor cut off mappings of others."""
-    sizes = ArenaSizes(n_param_groups=2, n_step_records=16, n_slots=16, n_publish_buffers=4, dtype=torch.float32)
     size = os.fstat(arena.fd).st_size
-    assert arena_bytes(partition, sizes) == size
+    assert arena_bytes(partition, SIZES) == size
     for other in (2 * size, 0):
         with pytest.raises(PermissionError):
             os.ftruncate(arena.fd, other)
@@ -137,3 +159,101 @@ def test_the_worker_has_what_it_needs_and_no_more(worker: Worker) -> None:
     for fd in shared:
         flags = next(line for line in (process / "fdinfo" / fd).read_text().splitlines() if line.startswith("flags:"))
         assert int(flags.split()[1], 8) & os.O_CLOEXEC
+
+
+def start(arena: Arena) -> SupervisedWorker:
+    cpu = torch.device("cpu")
+    return SupervisedWorker(
+        partial(Worker, arena, cores=allowed_cores()[:1], timeout_s=30),
+        max_restarts=1,
+        telemetry=Telemetry(cpu),
+    )
+
+
+def with_bytes(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
+    def change(content: bytes) -> bytes:
+        assert old in content and len(old) == len(new)
+        return content.replace(old, new)
+
+    return change
+
+
+def of_another_architecture(content: bytes) -> bytes:
+    return content[:18] + (2).to_bytes(2, "little") + content[20:]  # e_machine: SPARC
+
+
+DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "another architecture": (of_another_architecture, "Exec format error"),
+    "newer glibc": (with_bytes(b"GLIBC_2.34\0", b"GLIBC_9.34\0"), "version `GLIBC_9.34' not found"),
+    "missing library": (with_bytes(b"libc.so.6\0", b"libx.so.6\0"), "libx.so.6: cannot open shared object file"),
+    "missing instruction": (lambda _: b"#!/bin/sh\nkill -ILL $$\n", "SIGILL at its start"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_worker_that_cannot_run(name: str, arena: Arena, install: Callable[[bytes], Path]) -> None:
+    damage, reason = DAMAGE[name]
+    path = install(damage(worker_executable().read_bytes()))
+    with leaves_no_file_open():
+        with pytest.raises(
+            WorkerError, match=rf"{path} cannot run on this machine .*: .*{reason}.*; .* build it here: `pip"
+        ) as caught:
+            start(arena)
+        assert "restarted" not in str(caught.value) and "\n" not in str(caught.value)
+        del caught
+
+
+def test_a_library_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(worker_executable(), tmp_path)
+    (tmp_path / "libzenflow-device.so").touch()
+    monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(tmp_path / "zenflow-worker"))
+    message = "libzenflow-device.so cannot run on this machine .*: .*file too short.*; install a wheel"
+    with pytest.raises(RuntimeError, match=message):
+        cpu._library.__wrapped__()
+
+
+FEW_THREADS = """#!{python}
+import os, resource, sys
+worker = os.open({worker!r}, os.O_RDONLY)
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+if os.geteuid() == 0:  # which has no such limit
+    os.setgid(65534)
+    os.setuid(65534)
+os.execve(worker, sys.argv, os.environ)
+"""
+
+
+def test_threads_that_the_system_refuses(arena: Arena, two_cores: list[int], install: Callable[[bytes], Path]) -> None:
+    install(FEW_THREADS.format(python=sys.executable, worker=str(worker_executable())).encode())
+    with pytest.raises(WorkerError, match="(?s)allows no more threads .`ulimit -u`.*lower worker_cores"):
+        Worker(arena, cores=two_cores, timeout_s=30)
+
+
+MIB = 2**20
+
+
+def test_a_child_that_collects_the_arena_of_an_earlier_fit() -> None:
+    """The child's own memory is where the arena was, and stays there."""
+    gc.collect()
+    before = set(arena_mappings())
+    garbage: list[Any] = [make_arena(make_partition(), n_slots=16 * MIB // 4096)]
+    garbage.append(garbage)
+    (arena,) = set(arena_mappings()) - before
+    del garbage
+
+    def child() -> None:
+        own: list[mmap.mmap] = []
+        # Smaller holes may be filled first.
+        while not own or not arena[0] <= ctypes.addressof(ctypes.c_char.from_buffer(own[-1])) < arena[1]:
+            own.append(mmap.mmap(-1, 4 * MIB))
+            own[-1][0] = len(own) % 256
+            assert len(own) < 5000
+        gc.collect()
+        assert all(memory[0] == (i + 1) % 256 for i, memory in enumerate(own))
+
+    forked = multiprocessing.get_context("fork").Process(target=child)
+    forked.start()
+    forked.join()
+    assert forked.exitcode == 0
+    gc.collect()
+    assert arena not in arena_mappings()

@@ -59,8 +59,8 @@ class Operation:
     """One entry of the recording, in the order in which the host came to it."""
 
     kind: str
-    """launch, d2h, h2d: work of a stream; part: of the launch that follows (`passes`); host: work of the host; record: of an event; host
-    wait; step: the end of one (`step_ends`)."""
+    """launch, d2h, h2d: work of a stream; part: of the launch that follows (`one_launch_a_pass`); host: work of the host; record: of an
+    event; host wait; step: the end of one (`step_ends`)."""
     actor: str
     name: str = ""
     n_bytes: int = 0

@@ -1,21 +1,91 @@
-"""Streams and events of the recorded device, for the package (`RecordedRuntime`) and for DeepSpeed (`RecordedAccelerator`)."""
+"""Streams and events of the recorded device, for the package (`RecordedRuntime`) and for DeepSpeed (`RecordedAccelerator`); its
+memory, with a limit on all allocations; its kernels.
+"""
 
 import itertools
+import math
+import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+import lightning_zenflow
 from callbacks import At
 from lightning_zenflow.core import device as zenflow_device
 from lightning_zenflow.deepspeed.environment import CpuAccelerator
+from lightning_zenflow.kernels.base import Kernels
 from recorded_device.clocks import HOST, MAIN, Clock, Operation, Order
-from recorded_device.memory import DeviceMemory
 from recorded_device.tensors import DEVICE
+
+_PACKAGE = str(Path(lightning_zenflow.__file__).parent)
+_DEEPSPEED = ("stage_1_and_2.py", "stage3.py")
+_OTHERS = ("strategy.", "session.", "engine.", "stage_1_and_2.", "stage3.")
+"""Places whose allocations are the model's and DeepSpeed's."""
+
+
+def place() -> str:
+    """The innermost function of the package, or of DeepSpeed's optimizer, that is running; empty: neither is."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_PACKAGE) or name.endswith(_DEEPSPEED):
+            return f"{Path(name).stem}.{frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+@dataclass
+class DeviceMemory:
+    """Log of live allocations. Memory that only exists within a pass is not counted as the package's: on a GPU a pass works in place."""
+
+    limit: float = math.inf
+    """Bytes of all live allocations, whoever made them, beyond which the next one fails as on a full GPU."""
+    total: int = 0
+    """Bytes of all live allocations."""
+    live: int = 0
+    """Bytes of the package's."""
+    peak: int = 0
+    """Most of these since the last `restart`."""
+    _sizes: dict[int, tuple[int, bool]] = field(default_factory=dict)  # bytes, whether they are the package's
+
+    def allocate(self, base: int, n_bytes: int, *, counts: bool) -> None:
+        """Notes an allocation at `base`; `counts` is false within a pass.
+
+        Raises:
+            torch.OutOfMemoryError: it exceeds the limit.
+        """
+        where = place()
+        is_own = bool(where) and not where.startswith(_OTHERS)
+        self._sizes[base] = n_bytes, is_own
+        self.total += n_bytes
+        self.live += is_own * n_bytes
+        if counts:
+            self.measure()
+        if self.total > self.limit:
+            raise torch.OutOfMemoryError(
+                f"{self.total} of {self.limit:g} bytes of the recorded device, {n_bytes} in {where}"
+            )
+
+    def free(self, base: int) -> None:
+        """Notes the end of an allocation."""
+        n_bytes, is_own = self._sizes.pop(base)
+        self.total -= n_bytes
+        self.live -= is_own * n_bytes
+
+    def measure(self) -> None:
+        """Compares with the peak."""
+        self.peak = max(self.peak, self.live)
+
+    def restart(self) -> None:
+        """Begins a new peak."""
+        self.peak = self.live
 
 
 class RecordedDevice:
@@ -28,7 +98,7 @@ class RecordedDevice:
         self.main = RecordedStream(self, MAIN)
         self.memory = memory
         self.is_within_pass = False
-        """Whether a pass of `kernels` is running (`passes`)."""
+        """Whether a pass of `kernels` is running (`one_launch_a_pass`)."""
         self.page_locked: dict[int, int] = {}
         """Ranges of host memory: begin and end."""
         self._stack = [self.main]
@@ -72,8 +142,6 @@ class RecordedDevice:
             self.host_waits(self.order.clocks[actor], "synchronize")
 
     def note(self, kind: str, actor: str, **values: Any) -> None:
-        from recorded_device.watch import place  # a cycle of modules otherwise
-
         self.order.operations.append(Operation(kind=kind, actor=actor, place=place(), **values))
 
     def step_ends(self) -> At:
@@ -267,3 +335,33 @@ class RecordedAccelerator(CpuAccelerator):
     @override
     def synchronize(self, device_index: int | None = None) -> None:
         self._recorded.synchronize()
+
+
+_OF_PASSES = ("route", "select", "column_writer")
+"""Methods that call passes and copy."""
+
+
+def one_launch_a_pass(device: RecordedDevice) -> Kernels:
+    """The kernels of a recorded device, by torch's operations, each pass noted as the one launch that it is on a GPU.
+
+    The operations within a pass still count for the order, as parts.
+    """
+
+    def whole(name: str) -> Callable[..., Any]:
+        run = getattr(Kernels, name)
+
+        def noted(self: Kernels, *args: Any, **kwargs: Any) -> Any:
+            if device.is_within_pass:
+                return run(self, *args, **kwargs)
+            with device.one_launch(name):
+                return run(self, *args, **kwargs)
+
+        return noted
+
+    passes = [
+        name
+        for name, value in vars(Kernels).items()
+        if callable(value) and name not in _OF_PASSES and not name.startswith("_")
+    ]
+    made: type[Kernels] = type("OneLaunchKernels", (Kernels,), {name: whole(name) for name in passes})
+    return made()

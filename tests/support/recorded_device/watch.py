@@ -1,17 +1,16 @@
 """Sees the operations of torch and of the worker while a training runs on the recorded device."""
 
 import math
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator, set_accelerator
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, UntypedStorage
 from torch.distributed import distributed_c10d
@@ -19,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from typing_extensions import override
 
-import lightning_zenflow
 from lightning_zenflow import ZenFlowStrategy, native
 from lightning_zenflow.core.device import RUNTIMES
 from lightning_zenflow.deepspeed import between_steps, build
@@ -29,13 +27,15 @@ from lightning_zenflow.worker.arena import WORD_BYTES, Arena
 from lightning_zenflow.worker.process import JobMessage, Request
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 from recorded_device.clocks import HOST, WORKER, Clock, Span, join
-from recorded_device.device import RecordedAccelerator, RecordedDevice, RecordedRuntime
-from recorded_device.memory import DeviceMemory
-from recorded_device.passes import one_launch_a_pass
+from recorded_device.device import (
+    DeviceMemory,
+    RecordedAccelerator,
+    RecordedDevice,
+    RecordedRuntime,
+    one_launch_a_pass,
+    place,
+)
 from recorded_device.tensors import DEVICE, Transfer, tell_apart
-
-_PACKAGE = str(Path(lightning_zenflow.__file__).parent)
-_DEEPSPEED = ("stage_1_and_2.py", "stage3.py")
 
 _VIEWS = {
     *("view", "_unsafe_view", "_reshape_alias", "as_strided", "alias", "detach", "set_", "lift_fresh", "is_pinned"),
@@ -49,17 +49,6 @@ _SHAPE_ONLY = {
 
 
 _resize = UntypedStorage.resize_
-
-
-def place() -> str:
-    """The innermost function of the package, or of DeepSpeed's optimizer, that is running; empty: neither is."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(_PACKAGE) or name.endswith(_DEEPSPEED):
-            return f"{Path(name).stem}.{frame.f_code.co_name}"
-        frame = frame.f_back
-    return ""
 
 
 class Watch(TorchDispatchMode):
@@ -179,7 +168,7 @@ class Watch(TorchDispatchMode):
         base = self._storages[storage._cdata] = storage.data_ptr()
         if base:
             self._order.allocate(base, self._device.current.name)
-            self._device.memory.allocate(base, storage.nbytes(), place(), counts=not self._device.is_within_pass)
+            self._device.memory.allocate(base, storage.nbytes(), counts=not self._device.is_within_pass)
 
     def _freed(self, number: int) -> None:
         if base := self._storages.pop(number):
@@ -317,6 +306,8 @@ def recorded_device(*, events_are_reached: bool = False, memory_limit: float = m
         stack.enter_context(patch.dict(RUNTIMES, cpu=lambda torch_device: RecordedRuntime(torch_device, device)))
         stack.enter_context(patch.object(build, "kernels_for", lambda _: one_launch_a_pass(device)))
         stack.enter_context(patch.object(Session, "_cpu", DEVICE))
+        # Private: where Lightning, with several ranks, makes the host wait for the device before each batch, which would order everything.
+        stack.enter_context(patch.object(_TrainingEpochLoop, "_broadcast_sigterm_tensor", lambda _: None))
         # In first steps the host waits for the device to look for the user's writes, which would order everything.
         stack.enter_context(patch.object(between_steps, "FOLLOWED", 0))
         # Private: where torch puts the objects of a collective; with NCCL alone on the rank's GPU.

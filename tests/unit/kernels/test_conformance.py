@@ -1,7 +1,10 @@
-"""Every implementation of `Kernels` on every device: the same results, on awkward sizes. AdamW and the factors: see their own files."""
+"""Every implementation of `Kernels` on every device: the same results, on awkward sizes; the exact step, against the oracle in float64 and
+the worker's kernel; the formula of the provisional update; which implementation a device gets.
+"""
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernel_cases import (
     ALL,
@@ -12,12 +15,18 @@ from kernel_cases import (
     TORCH,
     Implementation,
     each_with,
+    group,
     parameter,
     random,
 )
-from lightning_zenflow.kernels.base import Destination, Selection, SquaredNorms
-from lightning_zenflow.kernels.factored import Factors, RoundingNoise
+from lightning_zenflow.core.step_inputs import GroupHyperparameters
+from lightning_zenflow.kernels.base import Destination, Kernels, Selection, SquaredNorms, kernels_for
+from lightning_zenflow.kernels.cpu import CpuKernels
+from lightning_zenflow.kernels.factored import Factors, RoundingNoise, SecondMoment, round_stochastically_
+from models import generator
+from oracle import adamw_reference
 
+CPU, META = torch.device("cpu"), torch.device("meta")
 SHAPES = [(1, 1), (1, 7), (3, 1), (33, 17), (7, 515), (2, 70001), (700, 1031)]
 ON_EACH_SHAPE = pytest.mark.parametrize(("on", "shape"), each_with(SHAPES), indirect=["on"])
 
@@ -176,3 +185,182 @@ def test_tensors_that_the_library_would_misread() -> None:
     for slot in (torch.zeros(4, 6, dtype=torch.float32), torch.zeros(6, 4, dtype=torch.bfloat16).t()):
         with pytest.raises(AssertionError):
             COMPILED.kernels.route(gradient, [Destination(begin=0, slot=slot)], per_axis=False)
+
+
+def test_stochastic_rounding_has_the_right_expectation() -> None:
+    noise = RoundingNoise(1, CPU)
+    value = 1.0 + 2**-7 / 4  # a quarter of the way from one bfloat16 number to the next
+    target = torch.empty(200_000, dtype=torch.bfloat16)
+    round_stochastically_(target, torch.full(target.shape, value), noise)
+    assert set(target.tolist()) == {1.0, 1.0 + 2**-7}
+    # Standard error of the mean: 2^-7 * sqrt(0.25 * 0.75 / 200,000), about 8e-6.
+    assert target.double().mean().item() == pytest.approx(value, abs=4e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_exact_values_stay_exact_and_other_types_round_to_nearest(dtype: torch.dtype) -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    if dtype == torch.bfloat16:
+        values = values.bfloat16().float()
+    target = torch.empty(1000, dtype=dtype)
+    round_stochastically_(target, values.clone(), RoundingNoise(1, CPU))
+    assert torch.equal(target, values.to(dtype))
+
+
+def take_step(
+    on: Implementation, moment: SecondMoment, gradient: Tensor, *, scale: float = 1.0, beta2: float = 0.99
+) -> Factors:
+    norms = on.kernels.route(gradient, (), per_axis=True)
+    return on.kernels.factored_step_(moment, norms, beta2=beta2, lr=0.1, scale=on.tensor(scale))
+
+
+@pytest.mark.parametrize(("on", "shape"), each_with([(5, 7), (700, 1031)], interpreted=10_000), indirect=["on"])
+@pytest.mark.parametrize("beta2", [0.3, 0.9999])
+def test_factors_are_adafactors(on: Implementation, shape: tuple[int, int], beta2: float) -> None:
+    moment = SecondMoment.zeros(*shape, on.device)
+    mean_row, mean_col = (torch.zeros(n, dtype=torch.float64, device=on.device) for n in shape)
+    for n in range(1, 4):
+        gradient = on.random(*shape, seed=n)
+        squares = (0.5 * gradient.double()).square()
+        mean_row.lerp_(squares.mean(1), 1 - beta2)
+        mean_col.lerp_(squares.mean(0), 1 - beta2)
+        factors = take_step(on, moment, gradient, scale=0.5, beta2=beta2)
+        v = mean_row[:, None] * mean_col[None, :] / mean_col.mean() / (1 - beta2**n)
+        product = (factors.row_scale * factors.col_scale).double()
+        # torch's power is in float32, from which one is then taken.
+        tolerance = 1e-3 if beta2 > 0.99 else 1e-5
+        torch.testing.assert_close(product, 0.1 * 0.5 * v.rsqrt(), rtol=tolerance, atol=0)
+        assert factors.finite
+        assert moment.n == n
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # Triton's interpreter
+@pytest.mark.parametrize(("value", "scale"), [(torch.nan, 1.0), (torch.inf, 1.0), (1e19, 1.0), (0.1, torch.nan)])
+def test_a_step_that_is_not_finite_changes_nothing(on: Implementation, value: float, scale: float) -> None:
+    """Neither where only the squares are not, or their sum, or the factor."""
+    moment = SecondMoment.zeros(3, 4, on.device)
+    known = take_step(on, moment, on.random(3, 4))
+    before = [tensor.clone() for tensor in moment]
+    gradient = torch.full((3, 4), value, device=on.device)
+    factors = take_step(on, moment, gradient, scale=scale)
+    assert all(map(torch.equal, moment, before))
+    assert not factors.finite
+    torch.testing.assert_close(factors.row_scale, known.row_scale * scale, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(factors.col_scale, known.col_scale)
+    weights = on.random(3, 4, seed=1)
+    moved = weights.clone()
+    on.kernels.provisional_update_(moved, gradient, factors, RoundingNoise(1, on.device))
+    assert torch.equal(moved, weights)
+    # Rows and columns without gradient do not move either.
+    gradient = on.random(3, 4)
+    gradient[1], gradient[:, 2] = 0.0, 0.0
+    factors = take_step(on, SecondMoment.zeros(3, 4, on.device), gradient)
+    on.kernels.provisional_update_(moved, gradient, factors, RoundingNoise(1, on.device))
+    assert torch.equal(moved[1], weights[1]) and torch.equal(moved[:, 2], weights[:, 2]) and moved.isfinite().all()
+
+
+@pytest.mark.gpu
+def test_cuda_has_tritons(needs_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZENFLOW_KERNELS", raising=False)
+    assert type(kernels_for(torch.device("cuda"))).__name__ == "TritonKernels"
+
+
+def test_each_device_has_its_own_and_the_variable_overrules_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZENFLOW_KERNELS", raising=False)
+    assert isinstance(kernels_for(CPU), CpuKernels)
+    assert type(kernels_for(META)) is Kernels
+    monkeypatch.setenv("ZENFLOW_KERNELS", "torch")
+    assert type(kernels_for(CPU)) is Kernels
+    monkeypatch.setenv("ZENFLOW_KERNELS", "cuda")
+    with pytest.raises(ValueError, match="ZENFLOW_KERNELS must be torch, triton or cpu, or not be set, got 'cuda'"):
+        kernels_for(CPU)
+    monkeypatch.setenv("ZENFLOW_KERNELS", "cpu")
+    with pytest.raises(ValueError, match="ZENFLOW_KERNELS must be torch or triton for training on meta, got 'cpu'"):
+        kernels_for(META)
+
+
+PASSES = ["route", "factored_step_", "provisional_update_", "select", "column_writer", "adamw_"]
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_where_a_kernel_cannot_be_compiled_torch_takes_over(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its first launch compiles, and raises what Triton raises then."""
+    triton = pytest.importorskip("lightning_zenflow.kernels.triton", reason="Triton has no wheel for this platform")
+
+    def no_compiler(*_: object, **__: object) -> None:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+
+    monkeypatch.setattr(triton.TritonKernels, name, no_compiler)
+    monkeypatch.setenv("ZENFLOW_KERNELS", "triton")
+    assert type(kernels_for(CPU)) is Kernels
+    assert "Triton's kernels cannot be used, torch's are" in caplog.text
+    assert "Failed to find C compiler" in caplog.text and "ZENFLOW_KERNELS=torch" in caplog.text
+
+
+N = 257
+STEPS = 20
+
+
+def gradients(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    # Elements from 1e-6 to 1: small ones are where eps and the order of operations show.
+    sizes = torch.logspace(-6, 0, N)
+    return [(torch.randn(N, generator=generator(9, step)) * sizes).to(dtype) for step in range(STEPS)]
+
+
+def learning_rate(step: int) -> float:
+    return 1e-2 / (1 + step)
+
+
+@pytest.mark.parametrize(("weight_decay", "decoupled"), [(0.0, True), (0.1, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_float64(on: Implementation, weight_decay: float, decoupled: bool, dtype: torch.dtype) -> None:
+    """With gradients that the factor makes an eighth of."""
+    initial = torch.randn(N, generator=generator(8))
+    state = torch.stack([initial, torch.zeros(N), torch.zeros(N)]).to(on.device)
+    options = {"weight_decay": weight_decay, "decoupled": decoupled}
+    for step, gradient in enumerate(gradients(dtype)):
+        scaled = 8 * gradient.to(on.device)
+        h = group(lr=learning_rate(step), beta2=0.999, **options)
+        on.adamw_(state, scaled, torch.empty_like(scaled), h, count=step + 1, factor=0.125)
+    exact = adamw_reference(
+        [initial],
+        [[g] for g in gradients(dtype)],
+        [[group(lr=learning_rate(step), beta2=0.999, **options)] for step in range(STEPS)],
+    )
+    # Twenty steps of a few roundings each.
+    float64 = (exact.weights[0], exact.exp_avg[0], exact.exp_avg_sq[0])
+    tolerances = ((1e-6, 1e-6), (1e-5, 1e-9), (1e-5, 1e-12))
+    for ours, theirs, (rtol, atol) in zip(state.cpu(), float64, tolerances, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=rtol, atol=atol)
+
+
+# On the CPU, torch's is what the compiled one is compared with.
+@pytest.mark.parametrize(
+    ("on", "n"),
+    [p for p in each_with([1, 513, 600_000]) if (p.values[0].name, p.values[0].device_type) != ("torch", "cpu")],
+    indirect=["on"],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("h", [group(), group(decoupled=False)], ids=["adamw", "adam"])
+def test_the_workers_arithmetic(on: Implementation, n: int, dtype: torch.dtype, h: GroupHyperparameters) -> None:
+    """Of `CpuKernels`, which is compiled from the worker's kernel, and that one against torch's."""
+    other = TORCH if on.name == "cpu" else COMPILED
+    state, expected = on.random(3, n).abs(), random(3, n).abs()
+    # The first one is skipped, too: the weights then are the masters.
+    for step, factor in ((0, torch.nan), (1, 0.5), (2, 0.5), (2, torch.nan), (3, 0.5)):
+        gradient, before = random(n, seed=step, dtype=dtype), state.clone()
+        if factor != factor:
+            gradient[0], gradient[n // 2], gradient[-1] = torch.nan, torch.inf, -torch.inf
+        ours = gradient.to(on.device, copy=True)
+        weights = ours if step == 3 else torch.empty_like(ours)  # they may take the gradient's place
+        on.adamw_(state, ours, weights, h, count=step, factor=factor)
+        other.adamw_(expected, gradient, torch.empty(n, dtype=dtype), h, count=step, factor=factor)
+        assert factor == factor or torch.equal(state, before)
+        # The interpreter truncates to bfloat16.
+        unit = torch.finfo(dtype).eps if on.is_interpreted and dtype == torch.bfloat16 else 0.0
+        torch.testing.assert_close(weights, state[0].to(dtype), rtol=unit, atol=0)
+    # The interpreter rounds between the two operations of a fused multiply-add.
+    torch.testing.assert_close(state.cpu(), expected, rtol=2e-6, atol=2e-7)
+    assert str(on) != "triton-cuda" or torch.equal(state.cpu(), expected)

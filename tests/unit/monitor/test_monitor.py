@@ -1,13 +1,18 @@
-"""Metrics of an interval, the summary and its sentence of advice; by hand."""
+"""Metrics of an interval, the summary and its sentence of advice, by hand; waits are counted, and torch's profiler shows them."""
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch.profiler import profile
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.monitor.summary import METRICS, advice, interval_metrics, summary
-from lightning_zenflow.telemetry import Reading
+from lightning_zenflow.telemetry import Reading, Telemetry
+from recorded_device.device import RecordedEvent
+from recorded_device.watch import recorded_device
 
 
 def reading(**values: Any) -> Reading:
@@ -51,6 +56,7 @@ def test_metrics_by_hand() -> None:
 
 AUTO, FIXED = ZenFlowConfig(), ZenFlowConfig(update_interval=2, publish_lag=0)
 TRUE_FACTORS = ZenFlowConfig(update_interval=1, publish_lag=0, clip_prediction=False)
+SLOW_CPU: Any = ({"publish_wait": 0.2}, 0.96)
 MORE_CORES, ALONE = "give the worker more cores", "keep other processes off the worker's cores"
 
 
@@ -59,18 +65,11 @@ MORE_CORES, ALONE = "give the worker more cores", "keep other processes off the 
     [
         ({"publish_wait": 0.03, "select": 0.001}, 0.5, {}, FIXED, None),
         ({"reserve": 0.3, "flush": 0.01}, 0.5, {}, FIXED, None),
-        (
-            {"publish_wait": 0.2},
-            0.96,
-            {},
-            FIXED,
-            f"The CPU needs 1.2 steps per update: {MORE_CORES}, or raise update_interval.",
-        ),
+        (*SLOW_CPU, {}, FIXED, f"The CPU needs 1.2 steps per update: {MORE_CORES}, or raise update_interval."),
         # What `auto` raises by itself is not advised.
-        ({"publish_wait": 0.2}, 0.96, {}, AUTO, f"The CPU needs 1.2 steps per update: {MORE_CORES}."),
+        (*SLOW_CPU, {}, AUTO, f"The CPU needs 1.2 steps per update: {MORE_CORES}."),
         (
-            {"publish_wait": 0.2},
-            0.96,
+            *SLOW_CPU,
             {"longest": True},
             AUTO,
             f"The CPU needs 1.2 steps per update: {MORE_CORES}, or raise max_update_interval.",
@@ -102,8 +101,7 @@ MORE_CORES, ALONE = "give the worker more cores", "keep other processes off the 
         ),
         *(
             (
-                {"publish_wait": 0.2},
-                0.96,
+                *SLOW_CPU,
                 {"skipped": 0.5, "fp16": fp16},
                 AUTO,
                 f"50% of the steps were skipped because their gradient was not finite: lower the learning rate{end}.",
@@ -163,3 +161,29 @@ def test_summary_by_hand() -> None:
     assert true_factors.splitlines()[1].endswith(
         "publish_lag=0; update in backward in 50.0% of the steps, corrected in 25.0%"
     )
+
+
+def test_waits_are_counted_and_profiled() -> None:
+    stalls = Telemetry(torch.device("cpu"))
+    with profile() as profiler, stalls.measure("flush"):
+        pass
+    (wait,) = [event for event in profiler.events() if event.name == "zenflow wait: flush"]
+    assert 1e-6 * wait.cpu_time_total <= stalls.seconds["flush"] == stalls.device_s
+
+
+def test_events_of_waits_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On most ranks nobody reads the times."""
+    kept: weakref.WeakSet[RecordedEvent] = weakref.WeakSet()
+    record = RecordedEvent.record
+
+    def noted(event: RecordedEvent, *stream: object) -> None:
+        kept.add(event)
+        record(event, *stream)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RecordedEvent, "record", noted)
+    with recorded_device(events_are_reached=True):
+        stalls = Telemetry(torch.device("cpu"))
+        for _ in range(20):
+            with stalls.measure("publish_wait"):
+                pass
+            assert len(kept) <= 2

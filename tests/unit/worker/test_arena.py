@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,22 +14,13 @@ from typing_extensions import override
 from lightning_zenflow.core import device
 from lightning_zenflow.core.device import RUNTIMES, HostRuntime
 from lightning_zenflow.core.partition import build_partition
-from lightning_zenflow.worker.arena import Arena, ArenaSizes
+from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.moments import CodedMoment
-from small_arena import GROUPS, make_partition
-
-EXPORT_BYTES = 5000
+from small_arena import SIZES, make_partition
 
 
 def arena_for(device_type: str) -> Arena:
-    sizes = ArenaSizes(
-        n_param_groups=len(GROUPS),
-        n_step_records=16,
-        n_slots=6,
-        n_publish_buffers=4,
-        dtype=torch.bfloat16,
-        export_bytes=EXPORT_BYTES,
-    )
+    sizes = replace(SIZES, n_slots=6, dtype=torch.bfloat16, export_bytes=5000)
     return Arena(make_partition(), sizes, device=torch.device(device_type))
 
 
@@ -193,14 +185,7 @@ def test_after_a_fault_of_the_device_everything_is_released(
 
 def test_a_rank_with_only_padding_has_coded_moments() -> None:
     """As all other ranks have, which save together with it."""
-    sizes = ArenaSizes(
-        n_param_groups=1,
-        n_step_records=4,
-        n_slots=0,
-        n_publish_buffers=1,
-        dtype=torch.bfloat16,
-        moments_dtype=torch.int8,
-    )
+    sizes = replace(SIZES, n_param_groups=1, n_slots=0, moments_dtype=torch.int8)
     arena = Arena(build_partition([], [2], n_blocks=1), sizes, device=torch.device("cpu"))
     for moment in (arena.exp_avg, arena.exp_avg_sq):
         assert isinstance(moment, CodedMoment)

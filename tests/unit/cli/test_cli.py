@@ -1,4 +1,4 @@
-"""The estimate: against calculations by hand, and against the arena that training allocates."""
+"""The estimate, against calculations by hand and against the arena that training allocates; the report on this machine."""
 
 import dataclasses
 import re
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_zenflow import doctor
 from lightning_zenflow.cli import main
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Slice, build_partition
@@ -16,8 +17,6 @@ from lightning_zenflow.core.schedule import StaggeredSchedule
 from lightning_zenflow.estimate import Cost, Setup, as_text, costs
 from lightning_zenflow.offload.columns import export_bytes
 from lightning_zenflow.worker.arena import ArenaSizes, arena_bytes
-
-pytestmark = pytest.mark.unit
 
 SETUP = Setup(params=4e9, gpus=4, cpu_bw=400)
 PARTITION, WEIGHTS, BUCKETS = 1e9, 2 * 4e9, 2 * 2 * 4e9 / 32
@@ -156,3 +155,25 @@ def test_the_command_imports_nothing_slow() -> None:
     command = [sys.executable, "-c", REPORT_IMPORTS, "--version", "--help", "estimate --help", f"{OPTIONS} 7e9"]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     assert re.search(r"(?s)^lightning-zenflow \d+\.\d+.*doctor[^|]*estimate.*key=value.*\nslow: set\(\)\n$", printed)
+
+
+@pytest.fixture(autouse=True)
+def small_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_ELEMENTS", 1 << 12)
+
+
+def test_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Limits on the trainer's threads do not stop the measurement, as they do not stop the worker of a training.
+    monkeypatch.setenv("OMP_THREAD_LIMIT", "1")
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) <= 16
+    for fact in (torch.__version__, "logical; of this process", "GB free", "GB/s", "ns a parameter and step"):
+        assert fact in out
+    assert "cannot start" not in out
+    monkeypatch.setattr(doctor, "worker_executable", lambda: "/no/worker")
+    assert "training cannot start: the worker's benchmark did not end" in doctor.examine()
+    monkeypatch.setenv("LIGHTNING_ZENFLOW_HOST_GIB", "many")
+    with pytest.raises(SystemExit):
+        main(["doctor"])
+    assert "LIGHTNING_ZENFLOW_HOST_GIB must be a number" in capsys.readouterr().err
