@@ -2,20 +2,28 @@
 
 import os
 import re
+import socket
+import subprocess
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 import cpp_build
 from cpp_build import BUILD_TIMEOUT_S, VARIANTS, configure, program, run
+from lightning_zenflow import native
+from lightning_zenflow.worker.arena import Arena
+from lightning_zenflow.worker.machine import allowed_cores
+from small_arena import SIZES, make_partition
 from worker_fuzzer import fuzz
 
 _RUN_TIMEOUT_S = 600
 _SKIPPED = {
     # It single-steps the released worker; other builds would execute many times as many instructions.
     **{variant: ["-kill"] for variant in VARIANTS if variant != "release"},
-    "thread": ["-kill", "-half", "-stochastic_rounding", "-replay_adamw", "-device_kernels", "-arena"],
+    "thread": ["-kill", "-half", "-stochastic_rounding", "-replay_adamw", "-device_kernels"],
 }
 """Groups of tests that a variant leaves out: for "thread" those without threads."""
 
@@ -55,6 +63,99 @@ def test_cpp(variant: str) -> None:
 def test_broken_arenas_and_messages(variant: str, attacks: int) -> None:
     """The worker answers, or reports an error and exits with 1; it never crashes, hangs or violates a sanitizer."""
     assert fuzz(folder_of(variant) / "zenflow-worker", seed=1000 * attacks, attacks=attacks) == []
+
+
+HUGE = {"HUGE_32": 2**32 - 1, "HUGE_64": 2**64 - 1}
+INVALID = {
+    "header.magic ^= 1": "magic must",
+    "header.version += 1": "version must",
+    "header.total_bytes += 1": "total_bytes must",
+    "header.total_bytes = HEADER_BYTES - 1": "total_bytes must",
+    "header.moments_dtype = 2": "moments_dtype must",
+    "header.moments_dtype = 4": "moments_dtype must",
+    "header.gradient_dtype = 3": "gradient_dtype must",
+    "header.weight_dtype = 1": "weight_dtype must",
+    "header.n_scales = HUGE_64": "n_scales must",
+    "header.numel = HUGE_64": "numel must",
+    "header.n_ranges = HUGE_32": "n_ranges must",
+    "header.n_blocks = HUGE_32": "n_blocks must",
+    "header.n_param_groups = HUGE_32": "n_param_groups = ",
+    "header.n_step_records = 0": "n_step_records must",
+    "header.n_step_records = HUGE_32": "n_step_records must",
+    "header.n_slots = HUGE_32": "n_slots must",
+    "header.n_publish_buffers = HUGE_32": "n_publish_buffers must",
+    "header.slot_numel = HUGE_64": "slot_numel must",
+    "header.step_record_bytes += 64": "step_record_bytes must",
+    "header.resolved_step = -1": "resolved_step must",
+    "header.n_journal_entries = 0": "n_journal_entries must",
+    "header.n_journal_entries = 1000": "n_journal_entries must",
+    "header.journal_offset = header.block_shown_offset + 8": "journal_offset must",
+    "header.exp_avg_offset = header.master_offset + 8": "exp_avg_offset must be at least .* begins at master_offset",
+    # Inside the header, misaligned, at the very end, behind it.
+    **{
+        f"header.{name}_offset = {value}": "_offset"
+        for name in [
+            "ranges",
+            "blocks",
+            "step_records",
+            "master",
+            "exp_avg",
+            "exp_avg_sq",
+            "slots",
+            "publish",
+            "block_words",
+        ]
+        for value in ("0", f"header.{name}_offset + 1", "header.total_bytes", "HUGE_64 - 7")
+    },
+    "ranges[0].end = ranges[1].begin + 1": r"ranges\[1\] must have ascending",
+    "ranges[0].begin = ranges[0].end + 1": r"ranges\[0\] must have ascending",
+    "ranges[-1].end = header.numel + 1": r"ranges\[\d\] must have ascending",
+    "ranges[1].param_group = 2": r"ranges\[1\].param_group must",
+    "blocks[1].begin = blocks[0].end - 1": r"blocks\[1\] must have ascending",
+    "blocks[1].end = header.numel + 1": r"blocks\[1\] must have ascending",
+    "blocks[1].begin, blocks[1].end = header.numel, header.numel - 1": r"blocks\[1\] must have ascending",
+    "blocks[0].end = header.slot_numel + 1": r"blocks\[0\] must have at most slot_numel",
+}
+"""A change of a valid arena, and what the worker says of it."""
+WITH_SCALES = {
+    "ranges[0].end -= 10; ranges[1].begin -= 5": r"ranges\[1\] must lie within one block",
+    "blocks[0].end -= 10": r"ranges\[0\] must lie within one block",
+    "ranges[1].first_scale = 0": r"ranges\[1\].first_scale must",
+    "ranges[1].first_scale = header.n_scales": r"ranges\[1\].first_scale must",
+}
+"""With scales, tiles are parts of blocks and have scales of their own."""
+
+
+def error_of(worker: Path, arena_fd: int, *inherited: int) -> str:
+    """What a worker says that cannot use an arena."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [worker, "--arena-fd", str(arena_fd), "--socket-fd", "0", "--cores", str(allowed_cores()[0])]
+    with ours, theirs:
+        done = subprocess.run(
+            command, stdin=theirs, pass_fds=inherited, capture_output=True, text=True, timeout=_RUN_TIMEOUT_S
+        )
+    assert done.returncode == 1, done
+    return done.stderr
+
+
+@pytest.mark.parametrize("variant", ["quick", pytest.param("address", marks=pytest.mark.slow)])
+def test_what_is_invalid_in_an_arena_is_named(variant: str) -> None:
+    worker, partition = folder_of(variant) / "zenflow-worker", make_partition()
+    sizes = {torch.float32: SIZES, torch.int8: replace(SIZES, moments_dtype=torch.int8)}
+    for dtype, changes in ((torch.float32, INVALID), (torch.int8, WITH_SCALES)):
+        for change, message in changes.items():
+            arena = Arena(partition, sizes[dtype], device=torch.device("cpu"))
+            begin = arena._address()
+            header = native.ArenaHeader.from_address(begin)
+            ranges = (native.Range * header.n_ranges).from_address(begin + header.ranges_offset)
+            blocks = (native.Block * header.n_blocks).from_address(begin + header.blocks_offset)
+            exec(change, {**vars(native), **HUGE, "header": header, "ranges": ranges, "blocks": blocks})
+            assert re.search(message, error_of(worker, arena.fd, arena.fd)), change
+            arena.close(keep_state=False)
+    assert "--arena-fd must be an open file, got 9999" in error_of(worker, 9999)
+    fd = os.memfd_create("empty")
+    assert "--arena-fd must be a file of at least 4096 bytes, got 0" in error_of(worker, fd, fd)
+    os.close(fd)
 
 
 def test_the_worker_needs_no_other_libraries_than_the_c_library() -> None:
