@@ -1,9 +1,12 @@
 """The C++ tests of ``tests/cpp`` and a fuzzer of the worker, in a quick build; as released and with sanitizers where `slow` is selected."""
 
+import ctypes
 import os
 import re
 import socket
 import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -66,6 +69,7 @@ def test_broken_arenas_and_messages(variant: str, attacks: int) -> None:
 
 
 HUGE = {"HUGE_32": 2**32 - 1, "HUGE_64": 2**64 - 1}
+OFFSETS = ("ranges", "blocks", "step_records", "master", "exp_avg", "exp_avg_sq", "slots", "publish", "block_words")
 INVALID = {
     "header.magic ^= 1": "magic must",
     "header.version += 1": "version must",
@@ -94,17 +98,7 @@ INVALID = {
     # Inside the header, misaligned, at the very end, behind it.
     **{
         f"header.{name}_offset = {value}": "_offset"
-        for name in [
-            "ranges",
-            "blocks",
-            "step_records",
-            "master",
-            "exp_avg",
-            "exp_avg_sq",
-            "slots",
-            "publish",
-            "block_words",
-        ]
+        for name in OFFSETS
         for value in ("0", f"header.{name}_offset + 1", "header.total_bytes", "HUGE_64 - 7")
     },
     "ranges[0].end = ranges[1].begin + 1": r"ranges\[1\] must have ascending",
@@ -126,36 +120,126 @@ WITH_SCALES = {
 """With scales, tiles are parts of blocks and have scales of their own."""
 
 
-def error_of(worker: Path, arena_fd: int, *inherited: int) -> str:
-    """What a worker says that cannot use an arena."""
+def job(*slots: int, **fields: int) -> bytes:
+    header = {"type": native.MessageType.JOB, "job_id": 1, "first_step": 1, **fields}
+    return bytes(native.UpdateJob(**header)) + b"".join(slot.to_bytes(4, "little") for slot in slots)
+
+
+MESSAGES: list[tuple[str, list[bytes], str]] = [
+    ("", [bytes(native.MAX_MESSAGE_BYTES + 1)], "message: size must be from 8 to 16384 bytes, got 16385"),
+    ("", [bytes(4)], "message: size must be from 8 to 16384 bytes, got 4"),
+    ("", [bytes(native.MessageHeader(type=77))], "type must be 1 (job), 2 (exit), 6 (export) or 7 (touch), got 77"),
+    ("", [job(block=3)], "block must be below n_blocks = 3, got 3"),
+    ("", [job(0, n_committed=2)], "must have 48 bytes with n_committed = 2 and tentative = 0, got 44"),
+    ("", [job(0, 0, tentative=1)], "with n_committed = 0 and tentative = 1, got 48"),
+    ("", [job(0, 0, n_committed=2**32 - 1)], "with n_committed = 4294967295 and tentative = 0, got 48"),
+    ("", [job(*[0] * 4086, n_committed=2)], "with n_committed = 2 and tentative = 0, got 16384"),
+    ("", [job(0, 1, n_committed=2)], "step 1's clip coefficient did not arrive within 30 ms"),
+    ("", [job(0, block=1, tentative=1)], "step 1's clip coefficient did not arrive within 30 ms, for block 1"),
+    ("header.newest_first = 1", [job(0, 1, n_committed=2)], "step 1's clip coefficient did not arrive within 30 ms"),
+    (
+        "header.newest_first, header.begun_job, completed[1] = 1, 1, 1",
+        [job(job_id=2)],
+        "job 1, which was begun, was not submitted again within 30 ms",
+    ),
+    ("", [job(job_id=2), job(block=1, job_id=2)], "job_id must be above 2, that of the job before, got 2"),
+    (
+        "header.begun_job, header.completed_job, completed[0] = 5, 4, 4",
+        [job(job_id=4), job(job_id=6)],
+        "job_id must be 5, the job in progress, got 6",
+    ),
+    (
+        "header.begun_job, header.n_shares, journal.end = 1, 1, blocks[0].end + 1",
+        [job()],
+        "journal: entry 0 must have ascending bounds from 0 to the end of block 0, 506, got position 0 in [0, 507)",
+    ),
+]
+"""A change of a valid arena, messages, and what the worker says of the last one."""
+
+ARGUMENTS = {
+    "": "usage: zenflow-worker",
+    "--arena-fd 3 --socket-fd 4": "--cores is missing",
+    "--socket-fd 3 --cores 0": "--arena-fd is missing",
+    "--arena-fd": "--arena-fd: its value is missing",
+    "--cores 1-3": "'1-3'",
+    "--arena-fd x": "--arena-fd must be a number from 0 to 2147483647, got 'x'",
+    "--word-timeout-ms 0": "--word-timeout-ms must be a number from 1 to 2147483647, got '0'",
+    "--cores 0,0": "must be distinct, got 0 twice",
+    "--colour blue": "--colour: there is no such option",
+    "--arena-fd 0 --socket-fd 9999 --cores 0": "--socket-fd must be an open socket, got 9999",
+}
+
+
+@contextmanager
+def changed_arena(change: str, moments: torch.dtype = torch.float32) -> Iterator[Arena]:
+    arena = Arena(make_partition(), replace(SIZES, moments_dtype=moments), device=torch.device("cpu"))
+    begin = arena._address()
+    header = native.ArenaHeader.from_address(begin)
+    parts = {
+        "header": header,
+        "ranges": (native.Range * header.n_ranges).from_address(begin + header.ranges_offset),
+        "blocks": (native.Block * header.n_blocks).from_address(begin + header.blocks_offset),
+        "completed": (ctypes.c_int64 * header.n_blocks).from_address(begin + header.block_jobs_offset),
+        "journal": native.JournalEntry.from_address(begin + header.journal_offset),
+    }
+    exec(change, {**vars(native), **HUGE, **parts})
+    yield arena
+    arena.close(keep_state=False)
+
+
+def error_of(worker: Path, arena_fd: int, messages: Sequence[bytes] = (), stderr: int = subprocess.PIPE) -> str:
+    """The error that a worker sends, and prints, and with which it ends."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [worker, "--arena-fd", str(arena_fd), "--socket-fd", "0", "--cores", str(allowed_cores()[0])]
-    with ours, theirs:
-        done = subprocess.run(
-            command, stdin=theirs, pass_fds=inherited, capture_output=True, text=True, timeout=_RUN_TIMEOUT_S
-        )
-    assert done.returncode == 1, done
-    return done.stderr
+    command += ["--word-timeout-ms", "30"]
+    inherited = [arena_fd] if arena_fd < 9999 else []
+    with ours, subprocess.Popen(command, stdin=theirs, pass_fds=inherited, stderr=stderr, text=True) as process:
+        theirs.close()
+        for message in messages:
+            ours.send(message)
+        *_, error = iter(lambda: ours.recv(native.MAX_MESSAGE_BYTES), b"")
+        text = error[ctypes.sizeof(native.MessageHeader) :].decode()
+        printed, status = process.communicate(timeout=_RUN_TIMEOUT_S)[1], process.returncode
+    assert native.MessageHeader.from_buffer_copy(error).type == native.MessageType.ERROR
+    assert status == 1 and printed in (None, f"zenflow-worker: {text}\n")
+    return text
 
 
-@pytest.mark.parametrize("variant", ["quick", pytest.param("address", marks=pytest.mark.slow)])
+QUICK_AND_ADDRESS = pytest.mark.parametrize("variant", ["quick", pytest.param("address", marks=pytest.mark.slow)])
+
+
+@QUICK_AND_ADDRESS
 def test_what_is_invalid_in_an_arena_is_named(variant: str) -> None:
-    worker, partition = folder_of(variant) / "zenflow-worker", make_partition()
-    sizes = {torch.float32: SIZES, torch.int8: replace(SIZES, moments_dtype=torch.int8)}
-    for dtype, changes in ((torch.float32, INVALID), (torch.int8, WITH_SCALES)):
+    worker = folder_of(variant) / "zenflow-worker"
+    for moments, changes in ((torch.float32, INVALID), (torch.int8, WITH_SCALES)):
         for change, message in changes.items():
-            arena = Arena(partition, sizes[dtype], device=torch.device("cpu"))
-            begin = arena._address()
-            header = native.ArenaHeader.from_address(begin)
-            ranges = (native.Range * header.n_ranges).from_address(begin + header.ranges_offset)
-            blocks = (native.Block * header.n_blocks).from_address(begin + header.blocks_offset)
-            exec(change, {**vars(native), **HUGE, "header": header, "ranges": ranges, "blocks": blocks})
-            assert re.search(message, error_of(worker, arena.fd, arena.fd)), change
-            arena.close(keep_state=False)
+            with changed_arena(change, moments) as arena:
+                assert re.search(message, error_of(worker, arena.fd)), change
     assert "--arena-fd must be an open file, got 9999" in error_of(worker, 9999)
     fd = os.memfd_create("empty")
-    assert "--arena-fd must be a file of at least 4096 bytes, got 0" in error_of(worker, fd, fd)
+    assert "--arena-fd must be a file of at least 4096 bytes, got 0" in error_of(worker, fd)
     os.close(fd)
+
+
+@QUICK_AND_ADDRESS
+def test_invalid_messages_and_arguments_are_explained(variant: str) -> None:
+    """With a closed standard error as well."""
+    worker = folder_of(variant) / "zenflow-worker"
+    for change, messages, error in MESSAGES:
+        with changed_arena(change) as arena:
+            assert error in error_of(worker, arena.fd, messages)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with changed_arena("header.n_step_records = 0") as arena:
+        assert "n_step_records must be at least 2, got 0" in error_of(worker, arena.fd, stderr=writer)
+    os.close(writer)
+    for arguments, message in ARGUMENTS.items():
+        done = run([worker, *arguments.split()], timeout_s=_RUN_TIMEOUT_S)
+        assert done.returncode > 0 and message in done.stdout, done.stdout
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
+        command = [worker, "--arena-fd", "0", "--socket-fd", "0", "--cores", "0"]
+        done = subprocess.run(command, stdin=stream, capture_output=True, text=True)
+    assert done.returncode > 0 and "--socket-fd must be a SOCK_SEQPACKET socket" in done.stderr
 
 
 def test_the_worker_needs_no_other_libraries_than_the_c_library() -> None:

@@ -24,13 +24,6 @@ constexpr int64_t kNoiseMask = 63;
 constexpr float kSize = 0.3f;
 
 template <typename T>
-constexpr DataType kTypeOf = DataType::kFloat32;
-template <>
-constexpr DataType kTypeOf<BFloat16> = DataType::kBFloat16;
-template <>
-constexpr DataType kTypeOf<Float16> = DataType::kFloat16;
-
-template <typename T>
 std::vector<T> random_values(int64_t n, unsigned seed) {
     std::mt19937 engine(seed);
     std::normal_distribution<float> normal;
@@ -50,13 +43,11 @@ bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
     return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
 }
 
-// Calls `check` with a value of each element type and each shape.
+// Calls `check` with each element type, a value of it, and each shape.
 template <typename Check>
 void for_each_type_and_shape(const Check& check) {
-    for (const Shape shape : kShapes) {
-        check(float{}, shape);
-        check(BFloat16{}, shape);
-        check(Float16{}, shape);
+    for (const DataType type : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) {
+        for (const Shape shape : kShapes) with_type(type, [&](auto zero) { check(type, zero, shape); });
     }
 }
 
@@ -83,12 +74,12 @@ void check_copies(const DeviceKernels& kernels, const std::vector<T>& gradient, 
 }
 
 template <typename T>
-void check_route(T, Shape shape) {
+void check_route(DataType type, T, Shape shape) {
     const std::vector<T> gradient = random_values<T>(shape.rows * shape.columns, 1);
     std::vector<float> first_rows, first_columns;
     for (const InstructionSet set : test::instruction_sets()) {
         std::vector<float> rows(static_cast<size_t>(shape.rows), -1.0f), columns(static_cast<size_t>(shape.columns), 1.0f);
-        const DeviceKernels kernels = device_kernels(kTypeOf<T>, set);
+        const DeviceKernels kernels = device_kernels(type, set);
         kernels.route({gradient.data(), shape.rows, shape.columns, rows.data(), columns.data(), nullptr, nullptr, 0, nullptr, 0});
         check_copies<T>(kernels, gradient, shape, rows);
         if (set == InstructionSet::kBaseline) {
@@ -101,11 +92,11 @@ void check_route(T, Shape shape) {
 }
 
 TEST(device_kernels, route) {
-    for_each_type_and_shape([](auto zero, Shape shape) { check_route(zero, shape); });
+    for_each_type_and_shape([](DataType type, auto zero, Shape shape) { check_route(type, zero, shape); });
 }
 
 template <typename T>
-void check_provisional_update(T, Shape shape) {
+void check_provisional_update(DataType type, T, Shape shape) {
     const int64_t n = shape.rows * shape.columns;
     const std::vector<T> gradient = random_values<T>(n, 1);
     const std::vector<float> row_scale = random_factors(shape.rows, 2), col_scale = random_factors(shape.columns, 3);
@@ -116,9 +107,9 @@ void check_provisional_update(T, Shape shape) {
         std::vector<T> of_baseline;
         for (const InstructionSet set : test::instruction_sets()) {
             std::vector<T> weights = random_values<T>(n, 5);
-            device_kernels(kTypeOf<T>, set)
-                .provisional_update({weights.data(), gradient.data(), shape.rows, shape.columns, row_scale.data(),
-                                     col_scale.data(), noise.data(), kNoiseMask, first, kSize, 0});
+            device_kernels(type, set).provisional_update({weights.data(), gradient.data(), shape.rows, shape.columns,
+                                                          row_scale.data(), col_scale.data(), noise.data(), kNoiseMask, first,
+                                                          kSize, 0});
             if (set == InstructionSet::kBaseline) of_baseline = weights;
             CHECK(same_bits(weights, of_baseline));
         }
@@ -126,7 +117,7 @@ void check_provisional_update(T, Shape shape) {
 }
 
 TEST(device_kernels, provisional_update) {
-    for_each_type_and_shape([](auto zero, Shape shape) { check_provisional_update(zero, shape); });
+    for_each_type_and_shape([](DataType type, auto zero, Shape shape) { check_provisional_update(type, zero, shape); });
 }
 
 void check_factored_step(Shape shape) {

@@ -1,13 +1,10 @@
 // The worker process from start to exit and its errors, seen from the trainer. A hang is a failure: the test runner has a
 // timeout.
-#include <fcntl.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <csignal>
-#include <functional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -25,7 +22,6 @@ namespace {
 using test::ArenaSpec;
 using test::first_core;
 using test::job_of;
-using test::output_of_worker;
 using test::State;
 using test::tentative;
 using test::TrainerArena;
@@ -255,106 +251,6 @@ TEST(worker, ignores_signals_of_the_terminal) {
     worker.receive_done();
     worker.signal(SIGTERM);
     CHECK_EQ(worker.wait(), -SIGTERM);
-}
-
-// What the trainer does before the worker starts and after it is ready, and the error of the worker, which exits with status 1.
-struct ErrorCase {
-    std::function<void(TrainerArena&)> prepare;
-    std::function<void(WorkerProcess&)> send;
-    const char* error;
-};
-
-std::function<void(WorkerProcess&)> submitting(const UpdateJob& job, const std::vector<uint32_t>& slots) {
-    return [=](WorkerProcess& worker) { worker.submit(job, slots); };
-}
-
-TEST(worker, reports_invalid_messages) {
-    const auto nothing = [](TrainerArena&) {};
-    const ErrorCase cases[] = {
-        {nothing, submitting(job_of(2, 1, 1, 0), {}), "block must be below n_blocks = 2, got 2"},
-        {nothing, submitting(job_of(0, 1, 1, 2), {0}), "must have 48 bytes with n_committed = 2 and tentative = 0, got 44"},
-        {nothing, submitting(tentative(job_of(0, 1, 1, 1)), {0, 0}), "with n_committed = 0 and tentative = 1, got 48"},
-        {nothing, submitting(job_of(0, 1, 1, 0xffffffffu), {0, 0}), "with n_committed = 4294967295 and tentative = 0, got 48"},
-        {nothing, submitting(job_of(0, 1, 1, 2), {0, 1}), "step 1's clip coefficient did not arrive within 30 ms"},
-        {nothing, submitting(tentative(job_of(1, 1, 1, 1)), {0}),
-         "step 1's clip coefficient did not arrive within 30 ms, for block 1"},
-        {[](TrainerArena& arena) { arena.header().newest_first = 1; }, submitting(job_of(0, 1, 1, 2), {0, 1}),
-         "step 1's clip coefficient did not arrive within 30 ms"},
-        {[](TrainerArena& arena) {
-             arena.header().newest_first = arena.header().begun_job = 1;
-             arena.completed_job_of(1) = 1;
-         },
-         submitting(job_of(0, 2, 1, 0), {}), "job 1, which was begun, was not submitted again within 30 ms"},
-        {nothing,
-         [](WorkerProcess& worker) {
-             worker.submit(job_of(0, 2, 1, 0), {});
-             worker.receive_done();
-             worker.submit(job_of(1, 2, 1, 0), {});
-         },
-         "job_id must be above 2, that of the job before, got 2"},
-        {nothing, submitting(job_of(0, 1, 1, 2), std::vector<uint32_t>((kMaxMessageBytes - sizeof(UpdateJob)) / 4)),
-         "with n_committed = 2 and tentative = 0, got 16384"},
-        {nothing, [](WorkerProcess& worker) { worker.send(MessageHeader{77, 0}); },
-         "type must be 1 (job), 2 (exit), 6 (export) or 7 (touch), got 77"},
-        {[](TrainerArena& arena) {
-             arena.header().begun_job = 5;
-             arena.header().completed_job = 4;
-             arena.completed_job_of(0) = 4;
-         },
-         [](WorkerProcess& worker) {
-             worker.submit(job_of(0, 4, 0, 0), {});
-             CHECK_EQ(worker.receive_done().job_id, 4);
-             worker.submit(job_of(0, 6, 0, 0), {});
-         },
-         "job_id must be 5, the job in progress, got 6"},
-        {[](TrainerArena& arena) {
-             arena.header().begun_job = arena.header().n_shares = 1;
-             arena.journal_entry(0).end = 65;
-         },
-         submitting(job_of(0, 1, 0, 0), {}),
-         "journal: entry 0 must have ascending bounds from 0 to the end of block 0, 64, got position 0 in [0, 65)"},
-    };
-    for (const ErrorCase& c : cases) {
-        TrainerArena arena;
-        c.prepare(arena);
-        WorkerProcess worker(arena, first_core(), {"--word-timeout-ms", "30"});
-        worker.receive_ready();
-        c.send(worker);
-        CHECK_CONTAINS(worker.receive_error(), c.error);
-        CHECK_EQ(worker.wait(), 1);
-    }
-}
-
-TEST(worker, reports_an_error_with_a_closed_standard_error) {
-    int ends[2];
-    CHECK_EQ(pipe2(ends, O_CLOEXEC), 0);
-    close(ends[0]);
-    TrainerArena arena;
-    arena.header().n_step_records = 0;
-    WorkerProcess worker(arena, first_core(), {}, ends[1]);
-    close(ends[1]);
-    CHECK_CONTAINS(worker.receive_error(), "n_step_records must be at least 2, got 0");
-    CHECK_EQ(worker.wait(), 1);
-}
-
-TEST(worker, explains_wrong_arguments) {
-    const std::pair<std::vector<std::string>, const char*> cases[] = {
-        {{}, "usage: zenflow-worker"},
-        {{"--arena-fd", "3", "--socket-fd", "4"}, "--cores is missing"},
-        {{"--socket-fd", "3", "--cores", "0"}, "--arena-fd is missing"},
-        {{"--arena-fd"}, "--arena-fd: its value is missing"},
-        {{"--cores", "1-3"}, "'1-3'"},
-        {{"--arena-fd", "x"}, "--arena-fd must be a number from 0 to 2147483647, got 'x'"},
-        {{"--word-timeout-ms", "0"}, "--word-timeout-ms must be a number from 1 to 2147483647, got '0'"},
-        {{"--cores", "0,0"}, "must be distinct, got 0 twice"},
-        {{"--colour", "blue"}, "--colour: there is no such option"},
-        {{"--arena-fd", "0", "--socket-fd", "0", "--cores", "0"}, "--socket-fd must be "},
-    };
-    for (const auto& [arguments, output] : cases) {
-        int status = 0;
-        CHECK_CONTAINS(output_of_worker(arguments, status), output);
-        CHECK(status > 0);
-    }
 }
 
 }  // namespace

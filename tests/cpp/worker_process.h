@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -39,47 +40,31 @@ inline std::string first_core() {
     return cores.substr(0, cores.find(','));
 }
 
-// Forks and executes the worker with the given file descriptors kept open. `output` receives both standard streams.
-inline pid_t start(std::vector<std::string> arguments, const std::vector<int>& kept_fds, int output) {
-    arguments.insert(arguments.begin(), ZENFLOW_WORKER);
-    std::vector<char*> argv;
-    for (std::string& argument : arguments) argv.push_back(argument.data());
-    argv.push_back(nullptr);
-    const pid_t pid = fork();
-    CHECK(pid >= 0);
-    if (pid == 0) {
-        for (const int fd : kept_fds) fcntl(fd, F_SETFD, 0);
-        dup2(output, STDOUT_FILENO);
-        dup2(output, STDERR_FILENO);
-        execv(ZENFLOW_WORKER, argv.data());
-        _exit(127);
-    }
-    return pid;
-}
-
-inline int status_of(pid_t pid) {
-    int status = 0;
-    CHECK_EQ(waitpid(pid, &status, 0), pid);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
-}
-
 // Owns the process, which it kills on destruction, and the trainer's end of the socket.
 class WorkerProcess {
   public:
-    // `cores` and `extra` become arguments. `output` receives both standard streams; if it is negative, nothing does: most tests
-    // read errors from the messages.
-    WorkerProcess(const TrainerArena& arena, const std::string& cores, const std::vector<std::string>& extra = {},
-                  int output = -1) {
+    // `cores` and `extra` become arguments. Nothing receives its output: tests read errors from the messages.
+    WorkerProcess(const TrainerArena& arena, const std::string& cores, const std::vector<std::string>& extra = {}) {
         int ends[2];
         CHECK_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
         socket_ = ends[0];
         const timeval limit{kReceiveTimeoutS, 0};
         CHECK_EQ(setsockopt(socket_, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)), 0);
         std::vector<std::string> arguments = {
-            "--arena-fd", std::to_string(arena.fd()), "--socket-fd", std::to_string(ends[1]), "--cores", cores};
+            ZENFLOW_WORKER, "--arena-fd", std::to_string(arena.fd()), "--socket-fd", std::to_string(ends[1]), "--cores", cores};
         arguments.insert(arguments.end(), extra.begin(), extra.end());
+        std::vector<char*> argv;
+        for (std::string& argument : arguments) argv.push_back(argument.data());
+        argv.push_back(nullptr);
         const int null = open("/dev/null", O_WRONLY | O_CLOEXEC);
-        pid_ = start(arguments, {arena.fd(), ends[1]}, output >= 0 ? output : null);
+        pid_ = fork();
+        CHECK(pid_ >= 0);
+        if (pid_ == 0) {
+            for (const int fd : {arena.fd(), ends[1]}) fcntl(fd, F_SETFD, 0);
+            for (const int stream : {STDOUT_FILENO, STDERR_FILENO}) dup2(null, stream);
+            execv(ZENFLOW_WORKER, argv.data());
+            _exit(127);
+        }
         close(null);
         close(ends[1]);
     }
@@ -117,11 +102,6 @@ class WorkerProcess {
     Ready receive_ready() { return message_as<Ready>(receive(), MessageType::kReady); }
     Done receive_done() { return message_as<Done>(receive(), MessageType::kDone); }
     Acknowledged receive_acknowledged() { return message_as<Acknowledged>(receive(), MessageType::kAcknowledged); }
-    std::string receive_error() {
-        const std::string message = receive();
-        message_as<MessageHeader>(message, MessageType::kError);
-        return message.substr(sizeof(MessageHeader));
-    }
 
     // As the death of the trainer does.
     void close_socket() {
@@ -131,9 +111,9 @@ class WorkerProcess {
 
     // Waits for the exit and returns its status, or minus the number of the signal that killed the process.
     int wait() {
-        const pid_t pid = pid_;
-        pid_ = -1;
-        return status_of(pid);
+        int status = 0;
+        CHECK(waitpid(std::exchange(pid_, -1), &status, 0) > 0);
+        return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
     }
 
   private:
@@ -168,19 +148,5 @@ class WorkerProcess {
     pid_t pid_ = -1;
     int socket_ = -1;
 };
-
-// Runs the worker with `arguments` alone; returns its output on both standard streams and stores the exit status.
-inline std::string output_of_worker(const std::vector<std::string>& arguments, int& status) {
-    int ends[2];
-    CHECK_EQ(pipe2(ends, O_CLOEXEC), 0);
-    const pid_t pid = start(arguments, {}, ends[1]);
-    close(ends[1]);
-    std::string output;
-    char buffer[4096];
-    for (ssize_t size; (size = read(ends[0], buffer, sizeof(buffer))) > 0;) output.append(buffer, static_cast<size_t>(size));
-    close(ends[0]);
-    status = status_of(pid);
-    return output;
-}
 
 }  // namespace zenflow::test
