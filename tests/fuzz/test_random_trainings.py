@@ -113,31 +113,26 @@ def train_and_check(case: Case) -> None:
     assert_is_adamw(case, run, shown=nothing_late, atol=atol)
 
 
-EXACT = {"update_interval": 1, "publish_lag": 0, "overlap_step": False}
+def found(part: Part, *, seed: int, steps: int = 1, **options: Any) -> Case:
+    case = Case(model=RandomNet, model_options={"parts": (part,), "seed": seed}, steps=steps, **options)
+    return case.with_keys(update_interval=1, publish_lag=0, overlap_step=False)
+
+
 FOUND = {
     # torch's kernel of a grouped convolution depends on strides of dimensions of one element, which `contiguous` leaves as they are.
-    "frozen grouped convolution in channels_last": Case(
-        model=RandomNet,
-        model_options={"parts": (Part(kind="conv2d in groups", layout="channels_last", frozen="first"),), "seed": 422},
-        steps=1,
-        strategy_options=EXACT,
+    "frozen grouped convolution in channels_last": found(
+        Part(kind="conv2d in groups", layout="channels_last", frozen="first"), seed=422
     ),
     # Of a frozen weight in every second place of memory, too.
-    "GRU with a sliced frozen weight": Case(
-        model=RandomNet,
-        model_options={"parts": (Part(kind="GRU", sizes=(13, 1), layout="sliced", frozen="first"),), "seed": 6},
-        steps=1,
-        strategy_options=EXACT,
-    ),
+    "GRU with a sliced frozen weight": found(Part(kind="GRU", sizes=(13, 1), layout="sliced", frozen="first"), seed=6),
     # One weight is -2e-5 in the step without a gradient: its update is divided by its decay alone, and multiplies its rounding error.
-    "Adam without memory of squares": Case(
-        model=RandomNet,
-        model_options={"parts": (Part(kind="raw", shape=(7,), used="even steps"),), "seed": 271},
+    "Adam without memory of squares": found(
+        Part(kind="raw", shape=(7,), used="even steps"),
+        seed=271,
+        steps=3,
         optimizer=OptimizerOptions(
             kind="Adam", scheduler=False, given=[hyperparameters(lr=0.1, beta2=0.0, weight_decay=0.5)]
         ),
-        steps=3,
-        strategy_options=EXACT,
     ),
 }
 """What random trainings have found, as small as it still fails."""

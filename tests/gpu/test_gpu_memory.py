@@ -82,6 +82,11 @@ def test_room_without_the_peak_of_the_start() -> None:
     torch.cuda.empty_cache()
 
 
+def network(width: int, layers: int, **options: Any) -> Case:
+    given = {"precision": "bf16-true", "accelerator": "gpu", "recorded": False, "strategy_options": APPROXIMATE}
+    return Case(model="Perceptron", model_options={"widths": [width] * (layers + 1)}, **{**given, **options})
+
+
 class PeakMemory(pl.Callback):
     """The most that is allocated on the device in the steps from the given one on."""
 
@@ -102,17 +107,8 @@ def test_memory_ceiling() -> None:
     gc.collect()
     before = torch.cuda.memory_allocated()
     width, layers, bucket = 2048, 24, 8_000_000
-    case = Case(
-        model="Perceptron",
-        model_options={"widths": [width] * (layers + 1)},
-        precision="bf16-true",
-        topk_ratio=0.05,
-        max_norm=1.0,
-        steps=16,
-        accelerator="gpu",
-        recorded=False,
-        strategy_options={**APPROXIMATE, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket},
-    )
+    case = network(width, layers, max_norm=1.0, steps=16)
+    case = case.with_keys(reduce_bucket_size=bucket, allgather_bucket_size=bucket)
     memory = PeakMemory(first=10)
     run_here(case, callbacks=[memory])
     numel = layers * (width * width + width)
@@ -141,16 +137,7 @@ class Awake(Behind):
 def test_the_device_is_free_in_a_sleep(stage: Literal[2, 3]) -> None:
     """And trains on with the bits of a run that flushes at the same place."""
     width, layers = 1024, 8
-    case = Case(
-        model="Perceptron",
-        model_options={"widths": [width] * (layers + 1)},
-        precision="bf16-true",
-        steps=10,
-        accelerator="gpu",
-        recorded=False,
-        stage=stage,
-        strategy_options=APPROXIMATE,
-    )
+    case = network(width, layers, steps=10, stage=stage)
     awake, asleep = Awake((6,)), list[int]()
     sleeps = Sleeps((6,), asleep=lambda _: asleep.append(torch.cuda.memory_allocated()))
     slept = run_here(replace(case, callbacks=(awake, sleeps)))

@@ -20,24 +20,14 @@ MANY_AND_HUGE = [(64, 48)] * 20 + [(4096, 4096)] + [(53, 7)] * 6 + [(33,)] * 6
 
 
 def _many_and_huge(**options: Any) -> Case:
-    keys = options.pop("strategy_options", {})
-    return Case(
-        model="DeviceLinearLossModule",
-        model_options={"shapes": MANY_AND_HUGE},
-        topk_ratio=0.3,
-        strategy_options={**EVERYTHING, "reduce_bucket_size": 20_000, "overlap_comm": True, **keys},
-        **options,
-    )
+    case = Case(model="DeviceLinearLossModule", model_options={"shapes": MANY_AND_HUGE}, topk_ratio=0.3, **options)
+    return case.with_keys(**EVERYTHING, reduce_bucket_size=20_000, overlap_comm=True)
 
 
 def _network(**options: Any) -> Case:
-    return Case(
-        model="Perceptron",
-        model_options={"widths": [96] * 12 + [4096, 4096, 64]},
-        topk_ratio=0.1,
-        strategy_options={**EVERYTHING, "reduce_bucket_size": 40_000, "overlap_comm": True},
-        **options,
-    )
+    widths = [96] * 12 + [4096, 4096, 64]
+    case = Case(model="Perceptron", model_options={"widths": widths}, topk_ratio=0.1, **options)
+    return case.with_keys(**EVERYTHING, reduce_bucket_size=40_000, overlap_comm=True)
 
 
 RACES = {
@@ -45,9 +35,7 @@ RACES = {
     for name, case in {
         "fixed gradients": _many_and_huge(max_norm=1.0),
         "accumulated": _many_and_huge(accumulate=2, update_interval=2, publish_lag=0),
-        "accumulated on the host": _many_and_huge(
-            accumulate=3, max_norm=1.0, strategy_options={"accumulate_on": "host"}
-        ),
+        "accumulated on the host": _many_and_huge(accumulate=3, max_norm=1.0).with_keys(accumulate_on="host"),
         "submitted in backward": _network(update_interval=1, publish_lag=0),
         "a network": _network(max_norm=1.0),
     }.items()

@@ -4,10 +4,10 @@ Run as a script, which is a process that has everything imported and forks one c
 """
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,15 +61,15 @@ class WatchSaves(pl.Callback):
         self._steps += 1
 
 
-FORMAT: Any = sys.argv[3] if len(sys.argv) > 3 else "auto"
+FORMAT: Any = sys.argv[3]
 """Of the checkpoints."""
-
 IN_BACKGROUND = len(sys.argv) > 4
 """Whether training goes on while they are written."""
 
 
-def train(folder: Path, steps: int, watch: WatchSaves | None = None) -> LinearLossModule:
+def train(folder: Path, steps: int, kill_at: int | None = None) -> tuple[LinearLossModule, WatchSaves]:
     """Saves after every step, keeping the newest checkpoint and ``last.ckpt``; goes on from the last one."""
+    watch = WatchSaves(folder, kill_at)
     checkpoints = ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_last=True, save_top_k=1)
     model = LinearLossModule(length=steps)
     strategy = ZenFlowStrategy(
@@ -80,30 +80,18 @@ def train(folder: Path, steps: int, watch: WatchSaves | None = None) -> LinearLo
         checkpoint_format=FORMAT,
         async_checkpoints=IN_BACKGROUND,
     )
-    callbacks = [checkpoints] if watch is None else [checkpoints, watch]
-    trainer = make_trainer(strategy, max_steps=steps, enable_checkpointing=True, callbacks=callbacks)
+    trainer = make_trainer(strategy, max_steps=steps, enable_checkpointing=True, callbacks=[checkpoints, watch])
     trainer.fit(model, ckpt_path="last")
-    return model
+    return model, watch
 
 
-def in_child(function: Callable[[], None]) -> int:
-    """Starts it in a process of its own."""
-    pid = os.fork()
-    if pid:
-        return pid
+def run_child(function: Callable[..., object], *arguments: Any, exit_code: int = 0) -> None:
+    """In a process of its own, which must end well or, with a negative code, by a signal."""
     os.environ["MASTER_PORT"] = str(free_port())
-    try:
-        function()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def assert_ended(pid: int, code: int = 0) -> None:
-    """Waits for a process, which must have ended well or, with a negative code, by a signal."""
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
+    child = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+    child.start()
+    child.join()
+    assert child.exitcode == exit_code
 
 
 def assert_usable(folder: Path) -> None:
@@ -122,18 +110,14 @@ def run_killed(folder: Path, steps: int, points: list[float]) -> None:
     log = folder.parent / "events.json"
 
     def rehearse() -> None:
-        watch = WatchSaves(folder, None)
-        train(folder, KILLED_SAVE + 1, watch)
-        log.write_text(json.dumps(watch.events))
+        log.write_text(json.dumps(train(folder, KILLED_SAVE + 1)[1].events))
 
-    assert_ended(in_child(rehearse))
+    run_child(rehearse)
     events = json.loads(log.read_text())
     print("events of a save:", events)
     for point in points:
         kill_at = round(point * (len(events) - 1))
-        assert_ended(
-            in_child(lambda kill_at=kill_at: train(folder, steps, WatchSaves(folder, kill_at))), -signal.SIGKILL
-        )
+        run_child(train, folder, steps, kill_at, exit_code=-signal.SIGKILL)
         assert_usable(folder)
 
 
@@ -145,11 +129,11 @@ def main(folder: Path, points: list[float]) -> None:
     steps = KILLED_SAVE + 3 * len(points) + 2
 
     def finish(where: Path) -> None:
-        torch.save(train(where, steps).state_dict(), f"{where}.pt")
+        torch.save(train(where, steps)[0].state_dict(), f"{where}.pt")
 
     run_killed(disturbed, steps, points)
     for where in (disturbed, undisturbed):
-        assert_ended(in_child(lambda where=where: finish(where)))
+        run_child(finish, where)
     # Whatever the killed saves left is cleared away by later ones.
     left = sorted(path.name for path in disturbed.iterdir() if path.name.startswith(".") or "zenflow" in path.name)
     assert left == [], left
