@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-DOCS = {"test_ray.py", "test_readme.py", "test_recipes.py", "test_release.py"}
+DOCS = {"test_ray.py", "test_readme.py"}
 """Of tests/examples."""
 
 

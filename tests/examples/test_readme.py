@@ -1,10 +1,14 @@
-"""README and documents: every command is run by something or parses, snippets run, links and paths exist."""
+"""README and documents: every command is run by something or parses, snippets run, links and paths exist. What a release is built from:
+addresses in metadata and README, and workflows whose actions cannot change.
+"""
 
 import gc
 import importlib
+import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +20,15 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 from typing_extensions import override
 
+from benchmarks.common.processes import fresh_environment
 from docs import draw_pictures, quote_tables, versions
+from docs.release import with_absolute_links, with_addresses
 from example_runs import ROOT
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.cli import main
 from models import OptimizerOptions
 from networks import Perceptron
+from rank_processes import free_port
 from tiny_models import save_tiny_model
 
 README = ROOT / "README.md"
@@ -32,7 +39,7 @@ COMMAND = re.compile(
     r"(PYTHON=\S+ )?(python |pytest |torchrun |mkdocs |pip (?:install|wheel) \S|scripts/\w|\.ci/\w|tensorboard |lightning-zenflow [a-z]+ )"
 )
 SEVERAL_PROCESSES = "num_nodes="
-"""In snippets that `test_recipes.py` runs, with the command for torchrun."""
+"""In snippets that `test_torchrun` runs, with the command for torchrun."""
 OF_THE_HUB = "Qwen/Qwen3-1.7B"
 """In the README's snippet; the test has a tiny model in a folder."""
 RAY = "import ray.train"
@@ -201,3 +208,85 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     draw_pictures.main(tmp_path)
     drawn = {file.name for file in tmp_path.iterdir()}
     assert drawn == {file.name for file in (ROOT / "docs" / "images").glob("*.svg")}
+
+
+RECIPES = ROOT / "docs" / "recipes.md"
+HEAD = "from test_readme import Model as MyModule\n"
+TAIL = "\nimport torch.distributed\nprint('ranks:', torch.distributed.get_world_size())\n"
+
+
+@pytest.mark.slow
+def test_torchrun(tmp_path: Path) -> None:
+    """The recipe for several nodes: `train.py` by torchrun, with one rank on each of two nodes, which are this machine.
+
+    SLURM's variables: see tests/training/test_nodes.py.
+    """
+    (snippet,) = (block for block in blocks(RECIPES, "python") if SEVERAL_PROCESSES in block)
+    (tmp_path / "train.py").write_text(HEAD + snippet + TAIL)
+    (command,) = (command for command in commands(RECIPES) if command.startswith("torchrun "))
+    options = {"nproc-per-node": "1", "master-addr": "127.0.0.1", "master-port": free_port()}
+    for name, value in options.items():
+        command = re.sub(rf"--{name}=\S+", f"--{name}={value}", command)
+    places = [ROOT, ROOT / "tests" / "support", ROOT / "tests" / "examples"]
+    path = os.pathsep.join([*map(str, places), os.environ.get("PYTHONPATH", "")])
+    environment = {**fresh_environment(PYTHONPATH=path), "NODES": "2", "DEVICES": "1"}
+    processes = []
+    for node in range(2):
+        words = shlex.split(re.sub(r"--node-rank=\S+", f"--node-rank={node}", command))
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *words[1:]],
+                cwd=tmp_path,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    for process in processes:
+        output, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, output
+        assert "ranks: 2" in output
+
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+ADDRESS = "https://github.com/OWNER/NAME"
+
+
+def test_links_of_the_readme_are_absolute() -> None:
+    text = with_absolute_links(README.read_text(), ADDRESS, "v0.1.0")
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert len(targets) > 15 and all(target.startswith("https://") for target in targets)
+    assert f"{ADDRESS}/raw/v0.1.0/docs/images/steps_side_by_side.svg" in targets
+    assert f"{ADDRESS}/blob/v0.1.0/docs/configuration.md" in targets
+
+
+def test_addresses_are_added_to_the_metadata() -> None:
+    before = (ROOT / "pyproject.toml").read_text()
+    after = with_addresses(before, ADDRESS)
+    assert f'[project.urls]\nRepository = "{ADDRESS}"\n' in after
+    assert [line for line in after.splitlines() if ADDRESS not in line] == before.splitlines()
+
+
+def test_versions_and_authors_are_those_of_the_citation() -> None:
+    citation, project = (ROOT / "CITATION.cff").read_text(), (ROOT / "pyproject.toml").read_text()
+    (version,) = re.findall(r"^version: (\S+)$", citation, re.MULTILINE)
+    assert f'version = "{version}"\n' in project
+    (author,) = re.findall(r"^  - name: (.+)$", citation, re.MULTILINE)
+    assert f'authors = [{{ name = "{author}" }}]\n' in project
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_actions_are_pinned_by_hash(workflow: Path) -> None:
+    uses = re.findall(r"uses: (\S+)(.*)", workflow.read_text())
+    assert uses
+    for action, comment in uses:
+        assert action.startswith("./") or re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action), action
+        assert action.startswith("./") or re.fullmatch(r" # v\d+\.\d+\.\d+", comment), action
+
+
+def test_the_release_runs_ci_before_it_publishes() -> None:
+    release = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    publish = release.partition("\n  publish:")[2]
+    assert "needs: [ci, check]" in publish and "id-token: write" in publish
+    assert ".ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
