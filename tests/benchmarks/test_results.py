@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.processes import is_alive, wait_for
 
 from benchmarks.common import results
 from benchmarks.common.processes import run_process
@@ -21,6 +20,7 @@ from benchmarks.glue import __main__ as glue
 from benchmarks.glue.methods import METHODS as GLUE_METHODS
 from benchmarks.glue.run import Record
 from benchmarks.step_time.methods import METHODS
+from processes import is_alive, wait_for
 
 MODULES = {
     "convergence*.jsonl": "convergence",

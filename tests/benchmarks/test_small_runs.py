@@ -1,16 +1,31 @@
-"""Every benchmark but that of convergence in a small setting: it runs, and writes what it has measured."""
+"""Every benchmark in a small setting: it runs, and writes and reports what it has measured."""
 
 import json
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from benchmarks.common.processes import run_process
+from benchmarks.convergence import __main__ as convergence
+from benchmarks.convergence import records, report
+from benchmarks.convergence.optimizers import DelayedOptimizer
+from benchmarks.convergence.records import Spec
+from benchmarks.convergence.settings import SETTINGS
+from benchmarks.convergence.threshold_tasks import TASKS
+from benchmarks.glue import __main__ as glue
+from benchmarks.glue.report import write_report
+from benchmarks.glue.run import Record
 from benchmarks.kernel.__main__ import measure_replay
 from benchmarks.step_time import __main__ as step_time
 from benchmarks.step_time.run import StepResult, StepSpec
+from tiny_models import save_tiny_model
 
 
 @pytest.mark.slow
@@ -78,3 +93,143 @@ def test_bookkeeping(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert all(run["n_params"] < 1e6 and min(run["step_s"]) > 0 for run in repeat)
     text = capsys.readouterr().out
     assert "above floor ms" in text and "ZenFlowStrategy, S=4, d=1" in text
+
+
+def record(method: str, seed: int, val_loss: float | None, setting: str, **fields: object) -> records.Record:
+    spec = Spec(setting=setting, method=method, lr=1e-3, seed=seed, steps=SETTINGS[setting].steps)
+    loss = [2.0, 1.5, 1.0]
+    return records.Record(
+        spec=spec, commit="abc", versions={"torch": "2"}, val_loss=val_loss, train_loss=loss, **fields
+    )
+
+
+@pytest.mark.parametrize("setting", ["delay_small", "recall", "fast"])
+def test_every_kind_of_setting_has_a_table(setting: str) -> None:
+    losses = {"adamw": 2.0, "delayed_1": 2.4, "zenflow_s1": 1.99, "zenflow_s4": 2.01}
+    runs = [
+        record(method, i, loss, setting, steps_to_threshold=None if method == "delayed_1" else 100 * (i + 1))
+        for method, loss in losses.items()
+        for i in (0, 1)
+    ]
+    shortened = replace(runs[0], spec=replace(runs[0].spec, steps=5))
+    failed = record("zenflow_auto", 1, None, setting, error="RuntimeError: a | b\nc")
+    tables = report.tables_of([*runs, shortened, failed])
+    assert "RuntimeError: a / b c" in tables[setting]
+    assert set(tables) == {setting, "delay"} - ({"delay"} if setting == "fast" else set())
+    if "delay" in tables:
+        (late,) = [line for line in tables["delay"].splitlines() if "AdamW, 1 step late  " in line]
+        assert ("not reached" if setting == "recall" else "+20.0 %") in late
+    runs[0].initial_weights = "others"
+    with pytest.raises(ValueError, match=f"{setting}, seed 0: runs must begin from the same weights"):
+        report.tables_of(runs)
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+def test_gradients_are_applied_as_late_as_asked(feedback: bool) -> None:
+    """With error feedback, the weights that are shown are moved on by the delay times the last update."""
+    late, on_time = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(2, 1, bias=False)
+    on_time.load_state_dict(late.state_dict())
+
+    def rule(weights: Sequence[Tensor]) -> Optimizer:
+        return torch.optim.AdamW(weights)
+
+    delayed = DelayedOptimizer([late.weight], 0.1, rule=rule, delay=2, error_feedback=feedback)
+    reference = DelayedOptimizer([on_time.weight], 0.1, rule=rule, delay=0)
+    history = [on_time.weight.detach().clone()] * 3
+    for step in range(6):
+        gradient = torch.tensor([[1.0 + step, -0.1 * step]])
+        late.weight.grad, on_time.weight.grad = gradient, gradient.clone()
+        delayed.step()
+        reference.step()
+        history.append(on_time.weight.detach().clone())
+        ahead = 2 * (history[-3] - history[-4]) if step >= 2 and feedback else torch.zeros(1, 2)
+        assert torch.equal(late.weight, history[-3] + ahead)
+
+
+def test_tasks() -> None:
+    for make in TASKS.values():
+        task = make()
+        first, again, other = (task.train(8, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+        assert all(map(torch.equal, first, again)) and not torch.equal(first[0], other[0])
+        logits = task.network().logits(first[0])
+        assert logits.shape[:-1] == first[1].shape and int(first[1].max()) < logits.shape[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_five_steps_of_two_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--settings", "fast", "--methods", "adamw,zenflow_s4", "--lrs", "2e-3", "--seeds", "1", "--steps", "5"]
+    folders = ["--results", str(tmp_path / "results"), "--cache", str(tmp_path / "cache")]
+    assert convergence.main([*arguments, *folders]) == 0
+    runs = records.read(tmp_path / "results" / "convergence.jsonl")
+    assert [run.error for run in runs] == [None, None]
+    assert len({(run.initial_weights, run.data) for run in runs}) == 1
+    assert len({run.final_weights for run in runs}) == 2
+    assert all(run.val_loss is not None and 2 < run.val_loss < 4 for run in runs)
+    with pytest.raises(SystemExit):
+        convergence.parse_arguments(["--methods", "adamw,sgd"])
+    assert "a method must be one of adamw, adamw_nearest," in capsys.readouterr().err
+
+
+@pytest.mark.timeout(600)
+def test_runs_leave_a_file_each_and_are_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"{i}\tthe plot is {'dull' if i % 2 else 'warm'}\tthe cast\tnot_entailment" for i in range(6)]
+    rows[0] = "0\tthe plot\tthe cast\tentailment"
+    (tmp_path / "data" / "RTE").mkdir(parents=True)
+    for stem in ("train", "dev"):
+        text = "\n".join(["index\tsentence1\tsentence2\tlabel", *rows])
+        (tmp_path / "data" / "RTE" / f"{stem}.tsv").write_text(f"{text}\n")
+    save_tiny_model(tmp_path / "model", "bert", max_position_embeddings=128)
+    arguments = ["--data-dir", str(tmp_path / "data"), "--pretrained", str(tmp_path / "model"), "--tasks", "RTE"]
+    arguments += ["--methods", "auto,zenflow", "--lrs", "0.001", "--seeds", "1", "--jobs=2", "--results", str(tmp_path)]
+    assert glue.main(arguments) == 0
+    assert "[2/2, " in capsys.readouterr().out
+    found = [json.loads((tmp_path / "glue" / f"RTE_{m}_0.001_1.json").read_text()) for m in ("auto", "zenflow")]
+    assert [record["error"] for record in found] == [None, None]
+    assert found[0]["initial_weights"] == found[1]["initial_weights"]
+    assert all(0 <= record["score"] <= 1 for record in found)
+    assert 0 <= found[0]["clipped"] <= 1 and sum(found[1]["schedules"].values()) == 3
+    assert glue.main(arguments) == 0
+    assert "/2, " not in capsys.readouterr().out
+    assert len(list((tmp_path / "glue").iterdir())) == 2
+
+
+def test_the_first_seed_chooses_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = {("auto", 1e-4): 0.5, ("auto", 3e-4): 0.4, ("zenflow", 1e-4): 0.1, ("zenflow", 3e-4): 0.2}
+
+    def scored(_: object, record: Record, *__: object, **___: object) -> Record:
+        return replace(record, score=scores[record.method, record.lr], initial_weights=str(record.seed))
+
+    monkeypatch.setattr(glue, "run_process", scored)
+    arguments = ["--data-dir", "data", "--pretrained", "model", "--tasks", "RTE", "--methods", "auto,zenflow"]
+    options = glue.parse_arguments([*arguments, "--lrs", "1e-4,3e-4", "--seeds", "1,2,3"])
+    glue.run_missing(options, tmp_path)
+    assert {(run.method, run.lr) for run in glue.stored(tmp_path) if run.seed == 1} == scores.keys()
+    others = [(run.method, run.lr) for run in glue.stored(tmp_path) if run.seed != 1]
+    assert sorted(others) == [("auto", 1e-4)] * 2 + [("zenflow", 3e-4)] * 2
+
+
+def test_the_table_has_each_method_at_its_best_rate(tmp_path: Path) -> None:
+    def record(method: str, lr: float, seed: int, score: float, **fields: object) -> Record:
+        values = {"train_loss": [1.0, 0.5], "initial_weights": str(seed), "score": score, "seconds": 9.0, **fields}
+        return Record(task="CoLA", method=method, lr=lr, seed=seed, commit="abc", hardware="one", **values)
+
+    records = [
+        *(record("auto", 1e-4, seed, 0.4 + seed / 100, clipped=0.25) for seed in (1, 2)),
+        # More, but of one seed.
+        record("auto", 5e-5, 1, 0.9, clipped=1.0),
+        *(record("zenflow", lr, 1, 4000 * lr, schedules={"S=1, d=0": 30, "S=1, d=1": 10}) for lr in (1e-4, 5e-5)),
+        record("zenflow_int8", 1e-4, 1, 0.0, error="RuntimeError: no"),
+    ]
+    text = write_report(records, tmp_path)
+    auto, zenflow = (line.split("|") for line in text.splitlines() if "41.5" in line or "ZenFlowStrategy" in line)
+    assert [cell.strip() for cell in auto[2:-1]] == [
+        *("0.0001", "41.5", "41.0..42.0", "2", "5e-05: 90.0; 0.0001: 41.5", "25%", "", "9"),
+    ]
+    assert [cell.strip() for cell in zenflow[2:4]] == ["0.0001", "40.0"] and "S=1, d=1: 25%" in zenflow[-3]
+    assert "CoLA_zenflow_int8_0.0001_1: RuntimeError: no" in text
+    assert (tmp_path / "glue.md").read_text() == f"{text}\n"
+    assert "<svg" in (tmp_path / "glue.svg").read_text()
+    records[0].initial_weights = "others"
+    with pytest.raises(ValueError, match="CoLA_auto_5e-05_1: all runs of a seed must begin with the same weights"):
+        write_report(records, tmp_path)

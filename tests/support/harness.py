@@ -21,21 +21,14 @@ from typing_extensions import override
 
 from as_before import assert_as_before, looks
 from callbacks import After
-from cases import APPROXIMATE as APPROXIMATE
-from cases import AUTO as AUTO
-from cases import EVERYTHING as EVERYTHING
-from cases import PLACES as PLACES
-from cases import RESELECTING as RESELECTING
-from cases import UP_TO_TWO as UP_TO_TWO
-from cases import Case as Case
-from cases import StockStrategy as StockStrategy
+from cases import APPROXIMATE, AUTO, EVERYTHING, PLACES, RESELECTING, UP_TO_TWO, Case, StockStrategy  # noqa: F401
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.deepspeed.flat_buffers import balanced_order
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
 from models import TestModule
-from processes import workers as workers
+from processes import workers  # noqa: F401
 from recorded_device.watch import recorded_device
 from scripted_schedule import scripted
 

@@ -1,4 +1,4 @@
-"""The implementations of `Kernels` on the devices they run on, as parameters of tests; see the fixture `on` in tests/unit/kernels."""
+"""The implementations of `Kernels` on the devices they run on, as parameters of tests; see the fixture `on` of test_conformance."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

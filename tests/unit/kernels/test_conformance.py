@@ -2,6 +2,8 @@
 the worker's kernel; the formula of the provisional update; which implementation a device gets.
 """
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -29,6 +31,22 @@ from oracle import adamw_reference
 CPU, META = torch.device("cpu"), torch.device("meta")
 SHAPES = [(1, 1), (1, 7), (3, 1), (33, 17), (7, 515), (2, 70001), (700, 1031)]
 ON_EACH_SHAPE = pytest.mark.parametrize(("on", "shape"), each_with(SHAPES), indirect=["on"])
+
+
+@pytest.fixture(params=[parameter(implementation) for implementation in ALL])
+def on(request: pytest.FixtureRequest) -> Iterator[Implementation]:
+    """An implementation on a device; every one of them unless a test chooses."""
+    implementation: Implementation = request.param
+    if implementation.name == "triton":
+        pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    if (implementation.device_type == "cuda") != torch.cuda.is_available() and (
+        implementation.device_type == "cuda" or implementation.is_interpreted
+    ):
+        pytest.skip("needs a CUDA device; Triton's interpreter needs a machine without")
+    before = torch.get_num_threads()
+    torch.set_num_threads(implementation.threads)
+    yield implementation
+    torch.set_num_threads(before)
 
 
 def total(norms: SquaredNorms) -> torch.Tensor:
