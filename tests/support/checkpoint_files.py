@@ -15,6 +15,11 @@ MODEL_FILE = "checkpoint/mp_rank_00_model_states.pt"
 RANK_FILE = "checkpoint/zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 
+def zero_state(checkpoint: Path) -> Any:
+    """Rank 0's ZeRO state in a folder of stage 2, in float32."""
+    return torch.load(checkpoint / RANK_FILE, weights_only=False)["optimizer_state_dict"]
+
+
 def change_byte(file: Path, position: int, to: int) -> None:
     """Changes a single byte of a file."""
     with file.open("r+b") as stream:

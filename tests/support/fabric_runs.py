@@ -11,18 +11,17 @@ from lightning_zenflow.fabric import ZenFlowStrategy
 from models import TestModule
 
 
-def set_up(
-    model: TestModule,
-    *,
-    devices: int = 1,
-    precision: Any = "32-true",
-    accelerator: str = "cpu",
-    **keys: Any,
-) -> tuple[Fabric, Any, Any, Any]:
-    """Fabric, by default on the CPU, with the model and its optimizer set up: (fabric, model, optimizer, scheduler)."""
+def launch(*, devices: int = 1, precision: Any = "32-true", accelerator: str = "cpu", **keys: Any) -> Fabric:
+    """Fabric, by default on the CPU."""
     strategy = ZenFlowStrategy(**{"worker_cores": 1, **keys})
     fabric = Fabric(accelerator=accelerator, devices=devices, precision=precision, strategy=strategy)
     fabric.launch()
+    return fabric
+
+
+def set_up(model: TestModule, **options: Any) -> tuple[Fabric, Any, Any, Any]:
+    """As `launch`, with the model and its optimizer set up: (fabric, model, optimizer, scheduler)."""
+    fabric = launch(**options)
     optimizer, scheduler = model.optimizer_and_scheduler()
     wrapped, wrapped_optimizer = fabric.setup(model, optimizer)
     wrapped.mark_forward_method("loss")

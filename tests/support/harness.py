@@ -16,7 +16,7 @@ import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.zero import GatheredParameters
 from lightning.pytorch.trainer.connectors import callback_connector
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from as_before import assert_as_before, looks
@@ -115,6 +115,12 @@ def snapshot(model: TestModule) -> list[Tensor]:
         return [p.detach().to("cpu", copy=True) for parameters in model.parameter_groups() for p in parameters]
 
 
+def weights_of(module: nn.Module) -> list[Tensor]:
+    """Copies of a module's parameters on the CPU, in its own order; whole ones under stage 3 too."""
+    with GatheredParameters(list(module.parameters())):
+        return [p.detach().to("cpu", copy=True) for p in module.parameters()]
+
+
 def untrained(model: TestModule) -> dict[str, Tensor]:
     """Copies of the model's buffers and of what the optimizer does not train, by name."""
     trained = {p for parameters in model.parameter_groups() for p in parameters}
@@ -140,10 +146,12 @@ def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:
     return pl.Trainer(strategy=strategy, **{**quiet, **options})
 
 
-def fit(model: pl.LightningModule, strategy: Any = None, *, steps: int = 3, **options: Any) -> pl.Trainer:
-    """Trains a model with the defaults of `ZenFlowStrategy`, or with another strategy."""
+def fit(
+    model: pl.LightningModule, strategy: Any = None, *, steps: int = 3, resume: Any = None, **options: Any
+) -> pl.Trainer:
+    """Trains a model with the defaults of `ZenFlowStrategy`, or with another strategy; may go on with a checkpoint."""
     trainer = make_trainer(strategy or ZenFlowStrategy(), max_steps=steps, **options)
-    trainer.fit(model)
+    trainer.fit(model, ckpt_path=resume)
     return trainer
 
 

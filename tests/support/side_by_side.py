@@ -22,10 +22,11 @@ NOTHING_LATE: dict[str, Any] = {
     "worker_cores": 1,
     "worker_timeout": 250,
 }
+LATE: dict[str, Any] = {"topk_ratio": 0.3, "update_interval": 4, "publish_lag": 1, "worker_cores": 1}
 
 
 class Net(SmallNet):
-    """Data is a function of epoch and batch, since Lightning's step counter is among what is compared; logs its losses.
+    """Data is a function of epoch and batch, since Lightning's step counter is among what is compared; logs and keeps its losses.
 
     Args:
         length: batches in an epoch.
@@ -35,11 +36,13 @@ class Net(SmallNet):
     def __init__(self, *, length: int = 4, scheduler: Callable[[Any], Any] | None = None) -> None:
         super().__init__(length=length, optimizer=OptimizerOptions(lr=3e-3))
         self.make_scheduler = scheduler
+        self.losses: list[float] = []
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.loss(int(batch) + 100 * self.trainer.current_epoch, 0, self.trainer.global_rank)
         self.log("train_loss", loss)
+        self.losses.append(float(loss.detach()))
         return loss
 
     @override
@@ -109,7 +112,7 @@ def train(
 
 
 def assert_same(ours: Outcome, theirs: Outcome, *, atol: float = 2e-6) -> None:
-    """The same numbers, but for float32's rounding (see test_training), in as many steps and epochs, at the same learning rates."""
+    """The same numbers, but for float32's rounding (see test_equivalence), in as many steps and epochs, at the same learning rates."""
     assert (ours.steps, ours.epochs, ours.skipped) == (theirs.steps, theirs.epochs, theirs.skipped)
     assert ours.learning_rates == theirs.learning_rates
     assert len(ours.metrics) == len(theirs.metrics)

@@ -18,7 +18,7 @@ from between_steps import USES, WRITES, Does, change, drop, head
 from callbacks import Act, At
 from docs.between_steps import DOCUMENT, with_table
 from fabric_runs import set_up, train_step
-from harness import Case, fit, snapshot
+from harness import PLACES, Case, fit, snapshot
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.deepspeed.between_steps import WrittenWeights
 from models import OneGroup, TestModule
@@ -35,26 +35,25 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-def both(
+def compare(
     keys: dict[str, Any],
     make_callbacks: Callable[[], list[pl.Callback]],
     make_model: Callable[[], TestModule] = SmallNet,
+    *,
+    atol: float = 2e-6,
+    precision: Any = "32-true",
     **options: Any,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Weights after the same run under ZenFlow and under plain Lightning."""
-    ends = []
-    for strategy in (ZenFlowStrategy(**keys), "auto"):
-        model = make_model()
-        fit(model, strategy, callbacks=make_callbacks(), **{"steps": 6, **options})
-        ends.append(snapshot(model))
-    return ends[0], ends[1]
+) -> TestModule:
+    """The same run under ZenFlow, in a precision, and under plain Lightning ends with the same weights; returns ZenFlow's model."""
+    ours, theirs = make_model(), make_model()
+    options = {"steps": 6, **options}
+    fit(ours, ZenFlowStrategy(**keys), callbacks=make_callbacks(), precision=precision, **options)
+    fit(theirs, "auto", callbacks=make_callbacks(), **options)
+    assert_same([p.float() for p in snapshot(ours)], snapshot(theirs), atol=atol)
+    return ours
 
 
-def assert_same(ours: list[Tensor], theirs: list[Tensor], atol: float = 2e-6) -> None:
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=atol)
-
-
+assert_same = partial(torch.testing.assert_close, rtol=0, atol=2e-6)
 AT_ONCE = "read, change or clip gradients"
 """What is refused by this name leaves all as it is."""
 REFUSED = {
@@ -108,7 +107,7 @@ def test_uses(use: str, hook: str) -> None:
     """What `docs/reliability.md` has a table of; in two epochs, in which each step does the same."""
     turns = [InTurn(USES[use].acts.values()) for _ in range(2)]
     callbacks = [[At(hook, turn)] for turn in turns]
-    assert_same(*both(NOTHING_LATE, callbacks.pop, lambda: SmallNet(length=5), steps=10))
+    compare(NOTHING_LATE, callbacks.pop, lambda: SmallNet(length=5), steps=10)
     assert_same(turns[0].seen, turns[1].seen)
 
 
@@ -124,7 +123,7 @@ class TestGradients:
     def test_dropped(self, how: str) -> None:
         """By the optimizer or the module, before the step: no update, and no decay."""
         if how != "late":
-            assert_same(*both(HOW[how], lambda: [At("on_before_optimizer_step", drop)]))
+            compare(HOW[how], lambda: [At("on_before_optimizer_step", drop)])
         steps: list[Tensor] = []
         model = SmallNet()
         weights = At("on_train_batch_end", lambda _: steps.append(snapshot(model)[0]))
@@ -210,19 +209,17 @@ class TestClipping:
     )
     def test_changed(self, how: str, before: float | None, after: float | None) -> None:
         act = lambda trainer: change(trainer, "gradient_clip_val", after)  # noqa: E731
-        assert_same(*both(HOW[how], lambda: [At("on_before_optimizer_step", act)], gradient_clip_val=before))
+        compare(HOW[how], lambda: [At("on_before_optimizer_step", act)], gradient_clip_val=before)
 
     @pytest.mark.parametrize("how", ["nothing late", "in backward"])
     def test_by_the_module(self, how: str) -> None:
-        assert_same(*both({**HOW[how], "clip_prediction": False}, list, ClipsItself))
+        compare({**HOW[how], "clip_prediction": False}, list, ClipsItself)
 
     def test_deepspeeds_norm_counts_where_the_trainer_has_none(self) -> None:
-        ends = []
-        for options, clip in (({"config": {"gradient_clipping": 0.01}}, None), ({}, 0.01)):
-            model = SmallNet()
-            fit(model, ZenFlowStrategy(**NOTHING_LATE, **options), gradient_clip_val=clip)
-            ends.append(snapshot(model))
-        assert all(map(torch.equal, *ends))
+        ours, theirs = SmallNet(), SmallNet()
+        fit(ours, ZenFlowStrategy(**NOTHING_LATE, config={"gradient_clipping": 0.01}))
+        fit(theirs, ZenFlowStrategy(**NOTHING_LATE), gradient_clip_val=0.01)
+        assert all(map(torch.equal, snapshot(ours), snapshot(theirs)))
 
 
 class StepsItself(SmallNet):
@@ -239,8 +236,7 @@ class TestOptimizer:
 
     def test_the_closure_may_have_been_run(self) -> None:
         for accumulate in (1, 2):
-            make = lambda: StepsItself(length=12)  # noqa: E731
-            assert_same(*both(NOTHING_LATE, list, make, accumulate_grad_batches=accumulate))
+            compare(NOTHING_LATE, list, lambda: StepsItself(length=12), accumulate_grad_batches=accumulate)
 
     def test_its_hooks_run(self) -> None:
         called: list[str] = []
@@ -283,19 +279,15 @@ class TestWeights:
 
     @pytest.mark.parametrize("how", ["in backward", "stage 3", "in host memory"])
     def test_anywhere(self, how: str) -> None:
-        callbacks = lambda: [Does(*WRITES)]  # noqa: E731
-        assert_same(*both(HOW[how], callbacks, lambda: SmallNet(length=20), steps=10, accumulate_grad_batches=2))
+        compare(HOW[how], lambda: [Does(*WRITES)], lambda: SmallNet(length=20), steps=10, accumulate_grad_batches=2)
 
     @pytest.mark.parametrize(
         ("precision", "write"),
         [("bf16-true", "clamped"), ("16-true", "clamped through data"), ("bf16-true", "initialised anew")],
     )
     def test_in_16_bits(self, precision: str, write: str) -> None:
-        model, plain = SmallNet(), SmallNet()
-        fit(model, ZenFlowStrategy(**NOTHING_LATE), steps=6, callbacks=[Does(write)], precision=precision)
         # In 16 bits torch's AdamW has its state in them as well.
-        fit(plain, "auto", steps=6, callbacks=[Does(write)])
-        assert_same([p.float() for p in snapshot(model)], snapshot(plain), atol=0.02)
+        model = compare(NOTHING_LATE, lambda: [Does(write)], precision=precision, atol=0.02)
         assert write == "initialised anew" or all(p.float().abs().max() < 0.1001 for p in head(model))
 
     def test_on_two_ranks(self) -> None:
@@ -305,21 +297,20 @@ class TestWeights:
                 model="SmallNet",
                 model_options={"ranks_differ": False},
                 steps=10,
-                callbacks=(Does(*(name for name in WRITES if how == "2" or name != "clamped through data")),),
+                callbacks=(Does(*(name for name in WRITES if how == "stage 2" or name != "clamped through data")),),
                 topk_ratio=0,
                 update_interval=1,
                 publish_lag=0,
                 watched=False,
                 **stage,
             )
-            for how, stage in {"2": {}, "3": {"stage": 3}, "host": {"stage": 3, "offload_parameters": True}}.items()
+            for how, stage in PLACES.items()
         }
         runs = run_each(cases, ranks=2)
         for how, case in cases.items():
             plain = case.make_model()
             fit(plain, "auto", steps=case.steps, callbacks=[copy.deepcopy(case.callbacks[0])])
-            for run in runs[how]:
-                assert_same(run.weights, snapshot(plain))
+            assert_same([run.weights for run in runs[how]], [snapshot(plain)] * 2)
 
     @pytest.mark.parametrize(("how", "clip"), [("in backward", None), ("late", 0.01)])
     def test_after_a_flush_nothing_is_late(self, clip: float | None, how: str) -> None:
@@ -330,12 +321,9 @@ class TestWeights:
                 trainer.strategy.flush()
             WRITES["clamped"](trainer)
 
-        model, plain = SmallNet(), SmallNet()
-        for of, strategy in ((model, ZenFlowStrategy(**HOW[how])), (plain, "auto")):
-            fit(of, strategy, steps=6, callbacks=[At("on_train_batch_end", act)], gradient_clip_val=clip)
         # Clip factors are predicted, and provisional updates are shown.
-        is_exact = how == "in backward" and clip is None
-        assert_same(snapshot(model), snapshot(plain), atol=2e-6 if is_exact else 0.05)
+        atol = 2e-6 if how == "in backward" and clip is None else 0.05
+        model = compare(HOW[how], lambda: [At("on_train_batch_end", act)], atol=atol, gradient_clip_val=clip)
         assert all(p.abs().max() <= 0.1 for p in head(model))
 
     def test_what_was_not_written_keeps_its_precision(self) -> None:
@@ -364,7 +352,7 @@ class TestWeights:
         options: dict[str, Any] = {"limit_val_batches": 1, "val_check_interval": 1, "num_sanity_val_steps": 0}
         for write in ("clamped", "clamped through data"):
             callbacks = lambda write=write: [Does(write), At("on_validation_start", look)]  # noqa: E731
-            assert_same(*both(NOTHING_LATE, callbacks, lambda: SmallNet(length=6), **options))
+            compare(NOTHING_LATE, callbacks, lambda: SmallNet(length=6), **options)
         assert max(seen) <= 0.1
 
     @pytest.mark.parametrize("how", ["in backward", "late", "in host memory"])

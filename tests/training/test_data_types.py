@@ -11,20 +11,11 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from fabric_runs import set_up
-from harness import fit, make_trainer
+from harness import fit, weights_of
 from lightning_zenflow import ZenFlowStrategy
 from models import generator
 from networks import SmallNet
-from side_by_side import NOTHING_LATE
-
-LATE: dict[str, Any] = {
-    "topk_ratio": 0.3,
-    "update_interval": 4,
-    "publish_lag": 1,
-    "select_interval": 2,
-    "full_warm_up_rounds": 0,
-    "worker_cores": 1,
-}
+from side_by_side import LATE, NOTHING_LATE
 
 
 class OwnTypes(pl.LightningModule):
@@ -66,13 +57,12 @@ def default_dtype() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def weights(module: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in module.parameters()]
-
-
 HOW: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "in backward": (torch.float64, {"update_interval": 1, "publish_lag": 0, "worker_cores": 1}),
-    "late": (torch.bfloat16, {**LATE, "moments_dtype": "bfloat16", "accumulate_on": "host"}),
+    "late": (
+        torch.bfloat16,
+        {**LATE, "select_interval": 2, "full_warm_up_rounds": 0, "moments_dtype": "bfloat16", "accumulate_on": "host"},
+    ),
     "in host memory": (torch.bfloat16, {"stage": 3, "offload_parameters": True, "worker_cores": 1}),
 }
 
@@ -90,11 +80,10 @@ def test_torchs_default_changes_no_bit(how: str, tmp_path: Any) -> None:
         trainer.save_checkpoint(tmp_path / "a.ckpt")
         torch.set_default_dtype(before)
         resumed = OwnTypes(later)
-        make_trainer(ZenFlowStrategy(**keys), max_steps=5, **options).fit(resumed, ckpt_path=tmp_path / "a.ckpt")
-        ends.append((weights(model), weights(resumed)))
+        fit(resumed, ZenFlowStrategy(**keys), steps=5, resume=tmp_path / "a.ckpt", **options)
+        ends.append((weights_of(model), weights_of(resumed)))
     for end in ends[1:]:
-        for ours, theirs in zip(end, ends[0], strict=True):
-            assert all(map(torch.equal, ours, theirs))
+        torch.testing.assert_close(end, ends[0], rtol=0, atol=0)
 
 
 class Sees(OwnTypes):
@@ -130,9 +119,7 @@ def test_batches_arrive_as_under_plain_lightning(precision: Any, stage: int) -> 
     ours, theirs = Sees(), Sees()
     for module, strategy in ((ours, ZenFlowStrategy(**NOTHING_LATE, stage=stage)), (theirs, "auto")):
         fit(module, strategy, precision=precision, limit_val_batches=1)
-    assert ours.seen.keys() == theirs.seen.keys()
-    for name, theirs_now in theirs.seen.items():
-        assert ours.seen[name].dtype == theirs_now.dtype and torch.equal(ours.seen[name], theirs_now), name
+    torch.testing.assert_close(ours.seen, theirs.seen, rtol=0, atol=0)
 
 
 def test_inputs_under_fabric() -> None:
@@ -168,9 +155,7 @@ def test_what_is_not_trained_keeps_its_type(stage: int, tmp_path: Any) -> None:
     trainer = fit(ours, ZenFlowStrategy(**NOTHING_LATE, stage=stage))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     fit(theirs, "auto")
-    for (name, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
-        assert a.dtype == b.dtype, name
-        torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
+    torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), rtol=0, atol=2e-6)
     saved = torch.load(tmp_path / "a.ckpt", weights_only=False)["state_dict"]
     assert {name: t.dtype for name, t in saved.items()} == {name: t.dtype for name, t in theirs.state_dict().items()}
 
@@ -189,5 +174,5 @@ def test_what_is_trained_is_float32_in_training(stage: int, caplog: pytest.LogCa
     torch.testing.assert_close(ours.short, theirs.short.bfloat16(), rtol=0, atol=0)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     resumed = OtherTypes(trains=True)
-    make_trainer(ZenFlowStrategy(**NOTHING_LATE, stage=stage), max_steps=4).fit(resumed, ckpt_path=tmp_path / "a.ckpt")
+    fit(resumed, ZenFlowStrategy(**NOTHING_LATE, stage=stage), steps=4, resume=tmp_path / "a.ckpt")
     assert resumed.short.dtype == torch.bfloat16

@@ -1,8 +1,11 @@
-"""A device that runs behind the host, recorded: nothing races, nothing waits, and planted errors are found."""
+"""A device that runs behind the host, recorded: nothing races, nothing waits, and planted errors are found; what it takes for waits of the
+host, and for errors.
+"""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,7 +24,9 @@ from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from networks import TiedNet
 from rank_processes import run_on_ranks
+from recorded_device.clocks import HOST
 from recorded_device.device import RecordedDevice, RecordedEvent, RecordedRuntime
+from recorded_device.tensors import DEVICE
 from recorded_device.watch import recorded_device
 from same_bits import assert_same_run
 
@@ -111,6 +116,13 @@ FAST = (
 """Each finds waits that the others do not need."""
 
 
+def waits(device: RecordedDevice) -> list[str]:
+    """Where the host waits between the fourth step and the last."""
+    operations = device.order.operations
+    ends = [i for i, o in enumerate(operations) if o.kind == "step"]
+    return [o.place for o in operations[ends[3] : ends[-1]] if o.kind == "host wait"]
+
+
 def record(case: Case, *, events_are_reached: bool = False) -> RecordedDevice:
     with recorded_device(events_are_reached=events_are_reached) as device:
         run_here(case, callbacks=[device.step_ends()])
@@ -145,11 +157,8 @@ def test_fetches_are_ordered_without_a_wait_of_the_host() -> None:
     """One rank's, of which each is waited for by the stream of the module that needs it."""
     device = record(ON_HOST)
     assert not device.order.races
-    operations = device.order.operations
-    ends = [i for i, o in enumerate(operations) if o.kind == "step"]
-    places = {o.place for o in operations[ends[3] : ends[-1]] if o.kind == "host wait"}
     # DeepSpeed's bound of the gradients under way.
-    assert places == {"stage3.__reduce_and_partition_ipg_grads"}
+    assert {*waits(device)} == {"stage3.__reduce_and_partition_ipg_grads"}
 
 
 def test_weights_in_host_memory_are_fetched_anew_in_each_step() -> None:
@@ -202,10 +211,7 @@ def test_whole_gradients_that_are_read_have_arrived() -> None:
 @pytest.mark.parametrize("name", [pytest.param("fixed gradients", marks=pytest.mark.slow), "submitted in backward"])
 def test_a_step_does_not_wait(name: str) -> None:
     """Neither selecting nor synchronous; a flush and a selection are waited for."""
-    case = CASES[name].with_keys(select_interval=0)
-    operations = record(case).order.operations
-    ends = [i for i, o in enumerate(operations) if o.kind == "step"]
-    assert [o for o in operations[ends[3] : ends[-1]] if o.kind == "host wait" and o.place] == []
+    assert not any(waits(record(CASES[name].with_keys(select_interval=0))))
 
 
 def produce_on_two_streams(trainer: pl.Trainer) -> None:
@@ -248,30 +254,24 @@ def test_gradients_larger_than_a_bucket_are_kept_for_their_copies(monkeypatch: p
     assert record(case).order.races
 
 
-class Unordered(pl.Callback):
-    """Trains without the order of stage 3's fetches behind what was published."""
+FETCHES = ZenFlowZero3Optimizer.fetches
 
-    @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._fetches = ZenFlowZero3Optimizer.fetches
-        ZenFlowZero3Optimizer.fetches = None  # type: ignore[assignment,method-assign]
 
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        ZenFlowZero3Optimizer.fetches = self._fetches  # type: ignore[method-assign]
+def order_fetches(in_order: bool, _: pl.Trainer) -> None:
+    """Trains with or without the order of stage 3's fetches behind what was published."""
+    ZenFlowZero3Optimizer.fetches = FETCHES if in_order else None  # type: ignore[assignment,method-assign]
+
+
+UNORDERED = (At("setup", partial(order_fetches, False)), At("teardown", partial(order_fetches, True)))
 
 
 def test_fetches_of_stage_3_are_behind_what_was_published() -> None:
     """On two ranks, each on a device of its own: one rank alone uses its weights in place."""
-    cases = {"late": replace(CASES["stage 3"], loop="recorded", steps=6, flush_after=(3,))}
-    runs = run_on_ranks(
-        {**cases, **{f"{n}, unordered": replace(c, callbacks=(Unordered(),)) for n, c in cases.items()}}
-    )
-    for name in cases:
-        for run in runs[name]:
-            assert not run.races
-        for run in runs[f"{name}, unordered"]:
-            assert any("_allgather_base_ in strategy.training_step" in race for race in run.races), run.races
+    case = replace(CASES["stage 3"], loop="recorded", steps=6, flush_after=(3,))
+    runs = run_on_ranks({"ordered": case, "unordered": replace(case, callbacks=UNORDERED)})
+    assert not any(run.races for run in runs["ordered"])
+    for run in runs["unordered"]:
+        assert any("_allgather_base_ in strategy.training_step" in race for race in run.races), run.races
 
 
 def memory_is_not_kept(patch: pytest.MonkeyPatch) -> None:
@@ -307,3 +307,83 @@ def test_planted_errors_are_found(error: str, monkeypatch: pytest.MonkeyPatch) -
     plant, case = PLANTED[error]
     plant(monkeypatch)
     assert record(case).order.races
+
+
+Operation = Callable[[Tensor, Tensor, Tensor], object]
+"""Of a tensor of the device, one in pageable and one in page-locked memory of the host: [3, 4] float32 each."""
+
+
+@pytest.fixture
+def device() -> Iterator[RecordedDevice]:
+    with recorded_device() as device:
+        yield device
+
+
+def tensors(device: RecordedDevice) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (3, 4)
+    return torch.ones(shape, device=DEVICE), torch.ones(shape), device.empty_on_host(shape, torch.float32).zero_()
+
+
+WAITS: list[Operation] = [
+    lambda device, _, __: device[0, 0].item(),
+    lambda device, _, __: bool(device[0, 0] > 0),
+    lambda device, _, __: device.tolist(),
+    lambda device, _, __: device.cpu(),
+    lambda device, _, __: device.nonzero(),
+    lambda device, _, __: torch.equal(device, device),
+    lambda device, _, __: torch.unique(device),
+    lambda device, _, __: device[device > 0],
+    lambda device, _, __: device.__setitem__(device > 0, torch.zeros(12, device=DEVICE)),
+    lambda device, _, __: device[torch.tensor([0, 1])],
+    lambda device, pageable, _: pageable.copy_(device, non_blocking=True),
+    lambda device, pageable, _: device.copy_(pageable, non_blocking=True),
+    lambda device, pageable, _: pageable.to(DEVICE, non_blocking=True),
+    lambda device, _, locked: locked.copy_(device),
+    lambda device, _, locked: device.copy_(locked),
+    # By way of pageable memory.
+    lambda device, _, locked: device.view(-1)[:3].copy_(locked[:, 0], non_blocking=True),
+    lambda device, _, locked: locked[:, 0].copy_(device.view(-1)[:3], non_blocking=True),
+    lambda device, _, locked: device.double().copy_(locked, non_blocking=True),
+]
+NO_WAITS: list[Operation] = [
+    lambda device, _, __: device[1:].add_(device[0]),
+    lambda device, _, __: device.mul_(torch.tensor(2.0)),
+    lambda device, _, __: device.__setitem__(device > 0, 2.0),
+    lambda device, _, __: torch.where(device > 0, device, 0.0),
+    lambda device, _, __: device[torch.arange(2, device=DEVICE)],
+    lambda device, _, locked: locked.copy_(device, non_blocking=True),
+    lambda device, _, locked: locked.copy_(device.double(), non_blocking=True),
+    lambda device, _, locked: locked[1:].to(DEVICE, non_blocking=True),
+    lambda _, pageable, __: pageable[pageable > 0].tolist(),
+]
+MIXED: list[Operation] = [
+    lambda device, pageable, _: device + pageable,
+    lambda device, _, locked: device.add_(locked),
+    lambda device, pageable, _: pageable.add_(device[0, 0]),
+    lambda device, pageable, _: torch.cat([device, pageable]),
+]
+
+
+@pytest.mark.parametrize("operation", WAITS + NO_WAITS + MIXED)
+def test_what_the_host_waits_for_and_what_is_an_error(operation: Operation, device: RecordedDevice) -> None:
+    of_both = tensors(device)
+    operation(*of_both)
+    if operation in MIXED:
+        (error,) = device.order.races
+        assert "mixes memory of host and device" in error
+    else:
+        assert [o.kind for o in device.order.operations].count("host wait") == (operation in WAITS)
+        assert not device.order.races
+
+
+def test_the_host_must_wait_before_it_reads(device: RecordedDevice) -> None:
+    on_device, _, locked = tensors(device)
+    locked.copy_(on_device, non_blocking=True)
+    copied = device.main.record_event()
+    copied.synchronize()
+    locked.sum()
+    assert not device.order.races
+    locked.copy_(on_device, non_blocking=True)
+    locked.sum()
+    (error,) = device.order.races
+    assert error.endswith(f"on {HOST}")

@@ -20,10 +20,9 @@ from torch.nn import functional
 from typing_extensions import override
 
 from callbacks import At
-from harness import make_trainer, optimizer_of
+from harness import make_trainer, optimizer_of, weights_of
 from interrupts import Interrupt
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.deepspeed import fetch
 from lightning_zenflow.deepspeed.fetch import FetchCoordinator
 from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
@@ -58,10 +57,7 @@ class Deep(pl.LightningModule):
 
 
 def fit(
-    *callbacks: pl.Callback,
-    model: Deep | None = None,
-    offload_parameters: bool = True,
-    max_steps: int = STEPS,
+    *callbacks: pl.Callback, model: Deep | None = None, offload_parameters: bool = True, max_steps: int = STEPS
 ) -> Deep:
     """A training whose parameters are partitioned one by one, with prefetches."""
     zero = {
@@ -71,15 +67,8 @@ def fit(
         "stage3_prefetch_bucket_size": 2 * WIDTH * WIDTH,
         "reduce_bucket_size": WIDTH * WIDTH,
     }
-    strategy = ZenFlowStrategy(
-        {"zero_optimization": zero},
-        update_interval=1,
-        publish_lag=0,
-        topk_ratio=0,
-        worker_cores=1,
-        stall_monitor=False,
-    )
-    model = model or Deep()
+    keys = {"update_interval": 1, "publish_lag": 0, "topk_ratio": 0, "worker_cores": 1, "stall_monitor": False}
+    strategy, model = ZenFlowStrategy({"zero_optimization": zero}, **keys), model or Deep()
     trainer = make_trainer(strategy, max_steps=max_steps, callbacks=list(callbacks))
     trainer.fit(model, torch.utils.data.DataLoader(range(max_steps)))
     return model
@@ -95,6 +84,13 @@ class SleepingWorker(pl.Callback):
         """Waits for a sleeping worker: "step", the module whose weights were fetched, or None; and the blocks."""
         self.blocks: dict[nn.Module, set[int]] = {}
         """Of each layer."""
+        hooks = {
+            "on_before_backward": "backward",
+            "on_before_optimizer_step": "step",
+            "on_train_batch_end": "between steps",
+        }
+        for hook, doing in hooks.items():
+            setattr(self, hook, lambda *_, doing=doing: setattr(self, "doing", doing))
 
     @contextmanager
     def sleeps(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -139,18 +135,6 @@ class SleepingWorker(pl.Callback):
         os.kill(self.pid, signal.SIGSTOP)
 
     @override
-    def on_before_backward(self, *_: Any) -> None:
-        self.doing = "backward"
-
-    @override
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        self.doing = "step"
-
-    @override
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.doing = "between steps"
-
-    @override
     def on_train_end(self, *_: Any) -> None:
         os.kill(self.pid, signal.SIGCONT)
         self.pid = 0
@@ -170,17 +154,10 @@ def test_each_layer_waits_for_its_own_weights(monkeypatch: pytest.MonkeyPatch) -
     assert [b - worker.blocks[m] for m, b in by_layer if b - worker.blocks[m]] == []
 
 
-class Reads(pl.Callback):
+def reads(read: Callable[[Any], Tensor], found: list[Tensor]) -> At:
     """Reads the first layer's weights, which the worker is given last, right after each step."""
-
-    def __init__(self, read: Callable[[nn.Parameter], Tensor]) -> None:
-        self._read = read
-        self.found: list[Tensor] = []
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        weight = pl_module.layers[0].weight
-        self.found.append(self._read(weight).clone().view(WIDTH, WIDTH))
+    first = lambda trainer: trainer.lightning_module.layers[0].weight  # noqa: E731
+    return At("on_train_batch_end", lambda trainer: found.append(read(first(trainer)).clone().view(WIDTH, WIDTH)))
 
 
 def gathered(weight: nn.Parameter) -> Tensor:
@@ -207,26 +184,17 @@ READERS: dict[str, Callable[[Any], Tensor]] = {
 @cache
 def after_each_step() -> list[Tensor]:
     """The first layer's weights, of a training with parameters on the device."""
-    reads = Reads(gathered)
-    fit(reads, offload_parameters=False)
-    return reads.found
+    found: list[Tensor] = []
+    fit(reads(gathered, found), offload_parameters=False)
+    return found
 
 
 @pytest.mark.parametrize("name", READERS)
 def test_stale_weights_are_never_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads, worker = Reads(READERS[name]), SleepingWorker()
+    found, worker = list[Tensor](), SleepingWorker()
     with worker.sleeps(monkeypatch):
-        fit(worker, reads)
-    assert all(map(torch.equal, reads.found, after_each_step()))
-
-
-def test_without_the_wait_they_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads, worker = Reads(gathered), SleepingWorker()
-    expected = after_each_step()
-    monkeypatch.setattr(fetch, "_pieces_in", lambda _: [])
-    with worker.sleeps(monkeypatch):
-        fit(worker, reads)
-    assert not any(map(torch.equal, reads.found, expected))
+        fit(worker, reads(READERS[name], found))
+    torch.testing.assert_close(found, after_each_step(), rtol=0, atol=0)
 
 
 class Interrupted(Deep):
@@ -244,11 +212,6 @@ class Interrupted(Deep):
         with self.context:
             super().training_step(batch, batch_idx)
         raise KeyboardInterrupt
-
-
-def weights_of(model: Deep) -> list[Tensor]:
-    with GatheredParameters(list(model.parameters())):
-        return [p.detach().clone() for p in model.parameters()]
 
 
 @cache
@@ -289,27 +252,6 @@ class Fails(Deep):
         raise ValueError("in a forward pass")
 
 
-class Ends(pl.Callback):
-    """Notes what is gathered of the weights when training has ended with an error."""
-
-    def __init__(self, worker: SleepingWorker) -> None:
-        self._worker = worker
-        self.statuses: list[ZeroParamStatus] = []
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        pid, self._worker.pid = self._worker.pid, 0
-
-        def wake() -> None:
-            # It may have been killed.
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-
-        threading.Timer(0.5, wake).start()
-        optimizer_of(trainer).close()
-        self.statuses = [p.ds_status for p in pl_module.parameters()]
-
-
 def gathers_once_less(patch: pytest.MonkeyPatch) -> None:
     """The gather of the second layer in the last forward pass is cut: its weights are in flight, without a handle."""
     fetch_module, gather = FetchCoordinator.fetch_sub_module, partition_parameters._no_gather_coalesced
@@ -339,12 +281,26 @@ def fail_before(trainer: pl.Trainer) -> None:
 def test_nothing_stays_gathered_after_an_error(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And weights in host memory are those of the last whole step, which the worker had not written all."""
     expected, worker, model = before_the_last_step(), SleepingWorker(), Fails()
-    ends = Ends(worker)
+    statuses: list[ZeroParamStatus] = []
+
+    def ends(trainer: pl.Trainer) -> None:
+        """Notes what is gathered of the weights when training has ended with the error."""
+        pid, worker.pid = worker.pid, 0
+
+        def wake() -> None:
+            # It may have been killed.
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+        threading.Timer(0.5, wake).start()
+        optimizer_of(trainer).close()
+        statuses.extend(p.ds_status for p in model.parameters())
+
     if where == "in a gather":
         gathers_once_less(monkeypatch)
     before = [At("on_train_batch_start", fail_before)] if where == "before a forward pass" else []
     with worker.sleeps(monkeypatch), pytest.raises(ValueError, match="in a gather|a forward pass"):
-        fit(worker, ends, *before, model=model, offload_parameters=where != "on the device")
-    assert set(ends.statuses) == {ZeroParamStatus.NOT_AVAILABLE}
+        fit(worker, At("on_exception", ends), *before, model=model, offload_parameters=where != "on the device")
+    assert set(statuses) == {ZeroParamStatus.NOT_AVAILABLE}
     if where != "on the device":
         assert all(map(torch.equal, weights_of(model), expected))

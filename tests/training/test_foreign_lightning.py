@@ -1,19 +1,19 @@
-"""What others ask of a Lightning strategy: unusual callbacks, checkpoints and errors."""
+"""What others ask of a Lightning strategy: unusual callbacks, checkpoints and errors, and torch's own list of optimizer inputs."""
 
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from deepspeed.runtime.zero import GatheredParameters
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
-from harness import fit, make_trainer
+from harness import fit, make_trainer, weights_of
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.worker.process import WorkerError
 from models import TINY, LinearLossModule
@@ -31,25 +31,22 @@ def test_averaged_weights_are_in_checkpoints(tmp_path: Path) -> None:
     plain = train("plain", Net, lambda: averaged(tmp_path / "plain"))
     (saved,) = (tmp_path / "zenflow").glob("*step=4.ckpt")
     (theirs,) = (tmp_path / "plain").glob("*step=4.ckpt")
-    resumed, evaluated = Net(), Net()
+    resumed, evaluated, in_pieces = Net(), Net(), Net()
     make_trainer(ZenFlowStrategy(**NOTHING_LATE), **averaged(tmp_path / "resumed")).fit(resumed, ckpt_path=saved)
-    make_trainer(ZenFlowStrategy(), limit_val_batches=1).validate(evaluated, ckpt_path=saved, verbose=False)
-    in_pieces = Net()
-    make_trainer(ZenFlowStrategy(stage=3), limit_val_batches=1).validate(in_pieces, ckpt_path=saved, verbose=False)
-    with GatheredParameters(list(in_pieces.parameters())):
-        for p, q in zip(in_pieces.parameters(), evaluated.parameters(), strict=True):
-            assert torch.equal(p, q)
-    of_plain = torch.load(theirs, weights_only=False)["state_dict"]
-    for name, p in resumed.named_parameters():
-        assert torch.equal(p, whole.weights[name])
-        torch.testing.assert_close(p.detach(), plain.weights[name], rtol=0, atol=2e-6)
-        torch.testing.assert_close(evaluated.get_parameter(name).detach(), of_plain[name], rtol=0, atol=2e-6)
+    for model, stage in ((evaluated, 2), (in_pieces, 3)):
+        trainer = make_trainer(ZenFlowStrategy(stage=stage), limit_val_batches=1)
+        trainer.validate(model, ckpt_path=saved, verbose=False)
+    torch.testing.assert_close(weights_of(in_pieces), weights_of(evaluated), rtol=0, atol=0)
+    torch.testing.assert_close(dict(resumed.named_parameters()), whole.weights, rtol=0, atol=0)
+    torch.testing.assert_close(whole.weights, plain.weights, rtol=0, atol=2e-6)
+    of_plain = dict(torch.load(theirs, weights_only=False)["state_dict"])
+    torch.testing.assert_close(dict(evaluated.named_parameters()), of_plain, rtol=0, atol=2e-6)
 
 
 def test_averaging_may_begin_with_a_resumed_run(tmp_path: Path) -> None:
     fit(Net(), ZenFlowStrategy(**NOTHING_LATE), steps=1).save_checkpoint(tmp_path / "a.ckpt")
-    options = {"callbacks": [EMAWeightAveraging(decay=0.5)], "max_steps": 2}
-    make_trainer(ZenFlowStrategy(**NOTHING_LATE), **options).fit(Net(), ckpt_path=tmp_path / "a.ckpt")
+    options = {"callbacks": [EMAWeightAveraging(decay=0.5)], "resume": tmp_path / "a.ckpt"}
+    fit(Net(), ZenFlowStrategy(**NOTHING_LATE), steps=2, **options)
 
 
 def test_a_checkpoint_without_a_training(tmp_path: Path) -> None:
@@ -149,3 +146,29 @@ def test_a_step_after_the_end_of_training() -> None:
     model.loss(0, 0, 0).backward()
     with pytest.raises(WorkerError, match="worker of this training has been ended"):
         trainer.optimizers[0].step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_each_optimizer_of_torchs_list(kind: type) -> None:
+    """Each trains as torch's optimizer, or is refused by the option's name."""
+    pytest.importorskip("expecttest", reason="torch's list of optimizers needs it; the extra `test` has it")
+    # Importing torch's own tests takes seconds, and forbids setting flags of cuDNN, as the Trainer's `deterministic` does, for the rest of
+    # the process.
+    with mock.patch.object(torch.backends, "disable_global_flags"):
+        from torch.testing._internal.common_optimizers import optim_db
+
+    (info,) = (info for info in optim_db if info.optim_cls is kind)
+    for entry in info.optim_inputs_func("cpu"):
+        ours, theirs = (LinearLossModule(shapes=TINY) for _ in range(2))
+        for model in (ours, theirs):
+            configure = lambda model=model, keys=entry.kwargs: kind(model.parameters(), **keys)  # noqa: E731
+            model.configure_optimizers = configure  # type: ignore[method-assign]
+        refused = [key for key in ("amsgrad", "maximize", "differentiable") if entry.kwargs.get(key)]
+        if refused:
+            with pytest.raises(MisconfigurationException, match=f"{refused[0]} must be False, got True"):
+                fit(ours, ZenFlowStrategy(**NOTHING_LATE))
+            continue
+        fit(ours, ZenFlowStrategy(**NOTHING_LATE), steps=5)
+        fit(theirs, "auto", steps=5)
+        named = {"msg": lambda text, e=entry: f"{e.desc}: {text}"}
+        torch.testing.assert_close(weights_of(ours), weights_of(theirs), rtol=0, atol=1e-6, **named)

@@ -1,4 +1,6 @@
-"""Whole fp32 weights, moments and gradients of single parameters, by DeepSpeed's functions."""
+"""Whole fp32 weights, moments and gradients of single parameters, by DeepSpeed's functions. Evaluation, the user's hooks, checkpoints and
+readers of the optimizer's state see exact values, also in the middle of a run.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,31 +10,20 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
-    safe_get_local_grad,
-    safe_get_local_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_grad,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_grad,
-    safe_set_local_optimizer_state,
-    safe_update_full_grad_vectorized,
-)
+from deepspeed import utils
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
 from callbacks import At
-from harness import Case, Run, fit, run_here
+from checkpoint_files import zero_state
+from harness import EVERYTHING, Case, Run, fit, optimizer_of, snapshot
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.offload.reference import AdamWState
 from models import LinearLossModule, TestModule
-from rank_processes import run_on_ranks
-from same_bits import assert_is_adamw, assert_same_tensors
+from rank_processes import run_each
+from same_bits import assert_is_adamw
 from side_by_side import NOTHING_LATE
 
 LATE: dict[str, Any] = {"update_interval": 4, "publish_lag": 1, "select_interval": 2, "full_warm_up_rounds": 0}
@@ -50,8 +41,8 @@ def linear() -> LinearLossModule:
 
 def read(parameters: Sequence[Any]) -> list[list[Tensor]]:
     """[kind][parameter]"""
-    moments = [[safe_get_full_optimizer_state(p, kind) for p in parameters] for kind in KINDS]
-    return [[safe_get_full_fp32_param(p) for p in parameters], *moments]
+    moments = [[utils.safe_get_full_optimizer_state(p, kind) for p in parameters] for kind in KINDS]
+    return [[utils.safe_get_full_fp32_param(p) for p in parameters], *moments]
 
 
 def parameters_of(module: pl.LightningModule) -> list[Tensor]:
@@ -72,7 +63,7 @@ class State(pl.Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        self.gradients.append([safe_get_full_grad(p) for p in parameters_of(pl_module)])
+        self.gradients.append([utils.safe_get_full_grad(p) for p in parameters_of(pl_module)])
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
@@ -89,20 +80,17 @@ def found(folder: Path, name: str, ranks: int) -> Any:
     """What rank 0 has read; the others have read the same."""
     first, *others = (torch.load(folder / f"{name}.{rank}.pt") for rank in range(ranks))
     for other in others:
-        for ours, theirs in zip(other, first, strict=True):
-            assert_same_tensors(ours, theirs, name)
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
     return first
 
 
 def assert_found(case: Case, runs: Sequence[Run], short: Run, folder: Path) -> None:
     """What `State` has read is the state of a run at its end, and in the middle that of a run with as many steps; and the gradients."""
     for name, run in (("end", runs[0]), ("middle", short)):
-        for kind, tensors in zip(("master", *KINDS), found(folder, name, len(runs)), strict=True):
-            assert_same_tensors(tensors, [x.float() for x in getattr(run, kind)], kind)
-            assert all(x.dtype == torch.float32 for x in tensors)
+        wanted = [[x.float() for x in getattr(run, kind)] for kind in ("master", *KINDS)]
+        torch.testing.assert_close(found(folder, name, len(runs)), wanted, rtol=0, atol=0)
     _, wanted, _ = case.fixed_gradients(world_size=len(runs))
-    for ours, theirs in zip(found(folder, "gradients", len(runs)), wanted, strict=True):
-        assert_same_tensors(ours, theirs, "gradient")
+    torch.testing.assert_close(found(folder, "gradients", len(runs)), wanted, rtol=0, atol=0)
 
 
 STATES: dict[str, Case] = {
@@ -119,7 +107,7 @@ def test_states_and_gradients(name: str, ranks: int, tmp_path: Path) -> None:
     case = replace(STATES[name], topk_ratio=0.0, model_options={"shapes": ((31, 29), (53, 7), (37,), (1,))})
     case = replace(case, callbacks=(State(tmp_path, read_after=3),), flush_after=(3,))
     cases = {"whole": case, "short": replace(case, steps=3, callbacks=())}
-    runs = run_on_ranks(cases) if ranks > 1 else {name: [run_here(case)] for name, case in cases.items()}
+    runs = run_each(cases, ranks=ranks)
     assert_found(case, runs["whole"], runs["short"][0], tmp_path)
     assert_is_adamw(case, *runs["whole"])
 
@@ -128,7 +116,9 @@ def test_states_and_gradients(name: str, ranks: int, tmp_path: Path) -> None:
 def test_gradients_that_some_micro_batches_do_not_have(name: str) -> None:
     seen: list[list[Tensor | None]] = []
     model = LinearLossModule(length=200, accumulate=3)
-    peek = At("on_before_optimizer_step", lambda _: seen.append([safe_get_full_grad(p) for p in model.parameters()]))
+    peek = At(
+        "on_before_optimizer_step", lambda _: seen.append([utils.safe_get_full_grad(p) for p in model.parameters()])
+    )
     fit(model, ZenFlowStrategy(**KEYS[name]), steps=4, callbacks=[peek], accumulate_grad_batches=3)
     for step, gradients in enumerate(seen):
         for i, gradient in enumerate(gradients):
@@ -150,33 +140,24 @@ def test_written_state_is_what_training_goes_on_with(name: str, accumulate: int)
         batches += 1
         if batches == 5 * accumulate + accumulate // 2:
             for p, v in zip(model.parameters(), value, strict=True):
-                safe_set_full_fp32_param(p, v)
-                safe_set_full_optimizer_state(p, 0 * v, "exp_avg")
-                safe_set_full_optimizer_state(p, v, "exp_avg_sq")
-            for ours, theirs in zip(read([*model.parameters()]), (value, [0 * v for v in value], value), strict=True):
-                assert_same_tensors(ours, theirs)
+                utils.safe_set_full_fp32_param(p, v)
+                utils.safe_set_full_optimizer_state(p, 0 * v, "exp_avg")
+                utils.safe_set_full_optimizer_state(p, v, "exp_avg_sq")
+            written = [value, [0 * v for v in value], value]
+            torch.testing.assert_close(read([*model.parameters()]), written, rtol=0, atol=0)
 
     states: list[list[Tensor]] = []
-    fit(
-        model,
-        ZenFlowStrategy(**KEYS[name]),
-        steps=6,
-        callbacks=[
-            At("on_train_batch_end", write),
-            At("on_train_end", lambda _: states.extend(read([*model.parameters()]))),
-        ],
-        accumulate_grad_batches=accumulate,
-    )
-    for i, (v, *state) in enumerate(zip(value, *states, strict=True)):
-        gradient = sum(g for micro in range(accumulate) if (g := model.gradient(i, 5, micro, 0)) is not None)
-        group = model.optimizer_options.groups(5)[0 if v.dim() > 1 else 1]
-        exp_avg = (1 - group.beta1) * torch.as_tensor(gradient) / accumulate
-        exp_avg_sq = group.beta2 * v + (1 - group.beta2) * (torch.as_tensor(gradient) / accumulate) ** 2
-        step_size = group.lr / (1 - group.beta1**6)
-        update = exp_avg / (exp_avg_sq.sqrt() / (1 - group.beta2**6) ** 0.5 + group.eps)
-        weight = v * (1 - group.lr * group.weight_decay) - step_size * update
-        for ours, theirs in zip(state, (weight, exp_avg.expand_as(v), exp_avg_sq), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    reads = At("on_train_end", lambda _: states.extend(read([*model.parameters()])))
+    options = {"callbacks": [At("on_train_batch_end", write), reads], "accumulate_grad_batches": accumulate}
+    fit(model, ZenFlowStrategy(**KEYS[name]), steps=6, **options)
+    exact = AdamWState(weights=value, exp_avg=[0 * v for v in value], exp_avg_sq=value, count=5)
+    gradients = []
+    for i, v in enumerate(value):
+        of_micro = [model.gradient(i, 5, micro, 0) for micro in range(accumulate)]
+        gradients.append(torch.as_tensor(sum(g for g in of_micro if g is not None) / accumulate).expand_as(v))
+    groups = model.optimizer_options.groups(5)
+    exact.step(gradients, [groups[0 if v.dim() > 1 else 1] for v in value])
+    torch.testing.assert_close(states, [exact.weights, exact.exp_avg, exact.exp_avg_sq], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("keys", "latest"), [(NOTHING_LATE, 1), (LATE, 5), (KEYS["in backward"], 1)], ids=KEYS)
@@ -190,7 +171,7 @@ def test_the_model_shows_what_was_written(keys: dict[str, Any], latest: int) -> 
         shown.append([p.detach().clone() for p in model.parameters()])
         if trainer.global_step == written:
             for p in model.parameters():
-                safe_set_full_fp32_param(p, torch.full_like(p, far))
+                utils.safe_set_full_fp32_param(p, torch.full_like(p, far))
 
     # Columns are selected once, so that none is read from the arena later.
     strategy = ZenFlowStrategy(**{**keys, "topk_ratio": 0.3, "select_interval": 0, "weight_prediction": 0})
@@ -203,26 +184,26 @@ def test_the_model_shows_what_was_written(keys: dict[str, Any], latest: int) -> 
 
 
 def replace_gradient(p: Tensor) -> None:
-    safe_set_full_grad(p, torch.zeros_like(p))
+    utils.safe_set_full_grad(p, torch.zeros_like(p))
 
 
 BEFORE_THE_STEP = "the gradients of a step are there and have not been applied; call it between steps"
 REFUSED: dict[str, tuple[str, Callable[[Tensor], object], type[Exception], str]] = {
     "no such moment": (
         "on_train_batch_end",
-        lambda p: safe_get_full_optimizer_state(p, "momentum"),
+        lambda p: utils.safe_get_full_optimizer_state(p, "momentum"),
         ValueError,
         "optim_state_key must be 'exp_avg' or 'exp_avg_sq', got 'momentum'",
     ),
     "another shape": (
         "on_train_batch_end",
-        lambda p: safe_set_full_fp32_param(p, torch.zeros(3)),
+        lambda p: utils.safe_set_full_fp32_param(p, torch.zeros(3)),
         ValueError,
         r"new value of weights.0 must have the shape \[31, 29\], got \[3\]",
     ),
     "a gradient after the step": (
         "on_train_batch_end",
-        safe_get_full_grad,
+        utils.safe_get_full_grad,
         ValueError,
         r"safe_get_full_grad\(weights.0\): .* call it in `on_before_optimizer_step`",
     ),
@@ -232,7 +213,7 @@ REFUSED: dict[str, tuple[str, Callable[[Tensor], object], type[Exception], str]]
         MisconfigurationException,
         r"`parameter.grad` must not be used between backward and `zero_grad`: .*`parameter.register_hook",
     ),
-    "before the step": ("on_before_optimizer_step", safe_get_full_fp32_param, RuntimeError, BEFORE_THE_STEP),
+    "before the step": ("on_before_optimizer_step", utils.safe_get_full_fp32_param, RuntimeError, BEFORE_THE_STEP),
 }
 
 
@@ -251,17 +232,17 @@ def test_refused(name: str) -> None:
 
 REPLACED_IN_PIECES: dict[str, Callable[[Tensor], object]] = {
     "whole": replace_gradient,
-    "a piece": lambda p: safe_set_local_grad(p, torch.zeros_like(p)),
-    "several": lambda p: safe_update_full_grad_vectorized([p], lambda gradient, _: gradient),
+    "a piece": lambda p: utils.safe_set_local_grad(p, torch.zeros_like(p)),
+    "several": lambda p: utils.safe_update_full_grad_vectorized([p], lambda gradient, _: gradient),
 }
 
 
 PIECES: list[Callable[[Tensor], object]] = [
-    safe_get_local_fp32_param,
-    safe_get_local_grad,
-    lambda p: safe_get_local_optimizer_state(p, "exp_avg"),
-    lambda p: safe_set_local_fp32_param(p, torch.zeros(1)),
-    lambda p: safe_set_local_optimizer_state(p, torch.zeros(1), "exp_avg"),
+    utils.safe_get_local_fp32_param,
+    utils.safe_get_local_grad,
+    lambda p: utils.safe_get_local_optimizer_state(p, "exp_avg"),
+    lambda p: utils.safe_set_local_fp32_param(p, torch.zeros(1)),
+    lambda p: utils.safe_set_local_optimizer_state(p, torch.zeros(1), "exp_avg"),
 ]
 
 
@@ -279,3 +260,71 @@ def test_what_is_refused_under_stage_3() -> None:
                 replaces(parameter)
 
     fit(linear(), ZenFlowStrategy(**NOTHING_LATE, stage=3), steps=1, callbacks=[At("on_train_batch_end", tries)])
+
+
+CASE = Case(steps=11, topk_ratio=0.05, update_interval=4, publish_lag=1, max_norm=1.0, strategy_options=EVERYTHING)
+
+
+def assert_equals(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> None:
+    for a, b in zip(ours, exact, strict=True):
+        torch.testing.assert_close(a.detach().double(), b, rtol=1e-6, atol=1e-6)
+
+
+def assert_state_is_exact(state: dict[str, Any], case: Case) -> None:
+    """DeepSpeed's ZeRO state of the only rank against AdamW's at the end of a case."""
+    exact = case.adamw()
+    kinds = [iter(kind) for kind in (exact.weights, exact.exp_avg, exact.exp_avg_sq)]
+    for group, parameters in enumerate(case.make_model().parameter_groups()):
+        moments = state["base_optimizer_state"]["state"][group]
+        assert float(moments["step"]) == case.steps
+        flats = state["single_partition_of_fp32_groups"][group], moments["exp_avg"], moments["exp_avg_sq"]
+        for ours, theirs in zip(flats, kinds, strict=True):
+            expected = torch.cat([next(theirs).flatten() for _ in parameters])
+            assert_equals([ours[: len(expected)]], [expected])
+
+
+@pytest.mark.parametrize(("accumulate", "interval"), [(1, 3), (3, 2)])
+def test_in_mid_run(accumulate: int, interval: int, tmp_path: Path) -> None:
+    """Also between the micro-batches of a step; nothing of it disturbs what follows.
+
+    The optimizer's state is saved after six steps without Lightning's hook, and other weights are written at the end of training.
+    """
+    case, seen = replace(CASE, accumulate=accumulate), dict[int, list[Tensor]]()
+    model = case.make_model()
+
+    def watch(trainer: pl.Trainer) -> None:
+        seen[trainer.global_step] = snapshot(model)
+
+    def save_state(trainer: pl.Trainer) -> None:
+        if trainer.global_step == 6:
+            torch.save(optimizer_of(trainer).state_dict(), tmp_path / "state.pt")
+
+    def overwrite(trainer: pl.Trainer) -> None:
+        watch(trainer)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(7)
+
+    hooks = {"on_validation_start": watch, "on_train_batch_end": save_state, "on_train_end": overwrite}
+    saves = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=5, save_top_k=-1)
+    fit(
+        model,
+        case.make_strategy(),
+        steps=case.steps,
+        gradient_clip_val=case.max_norm,
+        accumulate_grad_batches=accumulate,
+        val_check_interval=interval,
+        limit_val_batches=1,
+        num_sanity_val_steps=1,
+        enable_checkpointing=True,
+        callbacks=[*(At(*hook) for hook in hooks.items()), saves],
+    )
+    batches = range(0, case.steps * accumulate + 1, interval)
+    assert sorted(seen) == sorted({batch // accumulate for batch in batches} | {case.steps})
+    for step, weights in seen.items():
+        assert_equals(weights, replace(case, steps=step).adamw().weights)
+    assert all((p == 7).all() for p in model.parameters())
+    assert_state_is_exact(torch.load(tmp_path / "state.pt", weights_only=False), replace(case, steps=6))
+    assert {path.name for path in tmp_path.iterdir()} == {"state.pt", "step=5.ckpt", "step=10.ckpt"}
+    for step in (5, 10):
+        assert_state_is_exact(zero_state(tmp_path / f"step={step}.ckpt"), replace(case, steps=step))

@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from test_exact_state import zero_state
 from torch import Tensor
 from typing_extensions import override
 
+from checkpoint_files import zero_state
 from direct_step import DirectStep, direct_step
+from eventful_training import random_tensors
 from fabric_runs import set_up, train_step
-from harness import Case, make_trainer, run_here, workers
+from harness import Case, fit, run_here, workers
 from interrupts import Interrupt
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from models import TINY, LinearLossModule
-from recorded_device.tensors import CPU, DEVICE
+from recorded_device.tensors import DEVICE
 from recorded_device.watch import recorded_device
 
 # An interrupt in a generator that is being freed is lost, as Ctrl-C would be.
@@ -46,9 +47,7 @@ MOST_LOST = 0.2
 """Share of the lines at which the state may be lost: those of changes of records, during which nothing waits."""
 
 
-def random(seed: int, device: torch.device = CPU) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(device) for shape in SHAPES]
+random = functools.partial(random_tensors, shapes=SHAPES)
 
 
 def sweep(outcome_of: Callable[[Interrupt], str], *, stride: int) -> int:
@@ -164,15 +163,9 @@ def interrupted_fit(name: str, path: Path, context: Interrupt) -> str:
     model = Interrupted(shapes=TINY)
     model.context = context
     callback = ModelCheckpoint(dirpath=path, filename="a", every_n_train_steps=1000, save_on_exception=True)
-    trainer = make_trainer(
-        FIT.with_keys(**CASES[name]).make_strategy(),
-        max_steps=FIT.steps,
-        gradient_clip_val=FIT.max_norm,
-        enable_checkpointing=True,
-        callbacks=[callback],
-    )
+    options = {"gradient_clip_val": FIT.max_norm, "enable_checkpointing": True, "callbacks": [callback]}
     with pytest.raises(SystemExit):
-        trainer.fit(model)
+        fit(model, FIT.with_keys(**CASES[name]).make_strategy(), steps=FIT.steps, **options)
     assert workers() == []
     saved = list(path.glob("*.ckpt"))
     if not saved:

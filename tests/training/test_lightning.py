@@ -7,6 +7,7 @@ What is refused: see test_refused_at_setup.
 import math
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from harness import fit, make_trainer
+from harness import fit
 from lightning_zenflow import ZenFlowStrategy
 from models import generator
 from networks import OddNet, TiedNet
@@ -103,17 +104,11 @@ def test_models(make: Any, other: Any) -> None:
 
 def test_weights_of_odd_layouts_in_checkpoints(tmp_path: Path) -> None:
     """A resumed run ends with the bits of the one that saved, and exports have the parameters' shapes."""
-    keys = {
-        "update_interval": 4,
-        "publish_lag": 1,
-        "provisional_scale": 0,
-        "weight_prediction": 0,
-        "checkpoint_format": "deepspeed",
-    }
+    keys = {"update_interval": 4, "publish_lag": 1, "provisional_scale": 0, "weight_prediction": 0}
     model, resumed = OddNet(), OddNet()
-    trainer = fit(model, ZenFlowStrategy(**keys), steps=4)
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    make_trainer(ZenFlowStrategy(**keys), max_steps=4).fit(resumed, ckpt_path=tmp_path / "a.ckpt")
+    make = partial(ZenFlowStrategy, **keys, checkpoint_format="deepspeed")
+    fit(model, make(), steps=4).save_checkpoint(tmp_path / "a.ckpt")
+    fit(resumed, make(), steps=4, resume=tmp_path / "a.ckpt")
     exported = convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "a.ckpt", tmp_path / "a.pt")["state_dict"]
     for (name, p), ours in zip(model.named_parameters(), resumed.parameters(), strict=True):
         assert p.shape == ours.shape and torch.equal(p, ours), name

@@ -10,16 +10,18 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from callbacks import After, save
-from harness import make_trainer
+from harness import make_trainer, weights_of
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.errors import MisconfigurationException
+from models import generator, small_net
 
 EXACT = {"update_interval": 1, "publish_lag": 0, "clip_prediction": False}
+IN_HOST_MEMORY = {"stage": 3, "offload_parameters": True}
 
 
 class Manual(pl.LightningModule):
@@ -32,10 +34,7 @@ class Manual(pl.LightningModule):
     def __init__(self, train: Callable[["Manual", Tensor, int], Any], *, scheduled: bool = False) -> None:
         super().__init__()
         self.automatic_optimization = False
-        generator = torch.Generator().manual_seed(3)
-        self.net = nn.Sequential(nn.Linear(23, 37), nn.Tanh(), nn.Linear(37, 11), nn.Tanh(), nn.Linear(11, 1))
-        for p in self.net.parameters():
-            p.data = 0.3 * torch.randn(p.shape, generator=generator)
+        self.net = small_net()
         self._train, self._scheduled = train, scheduled
         self.losses: list[float] = []
 
@@ -61,12 +60,9 @@ class Manual(pl.LightningModule):
 
     @override
     def train_dataloader(self) -> DataLoader[Tensor]:
-        generator = torch.Generator().manual_seed(5)
-        return DataLoader([torch.randn(23, generator=generator) for _ in range(96)], batch_size=8)
+        return DataLoader([*torch.randn(96, 12, generator=generator(5))], batch_size=8)
 
-    @override
-    def val_dataloader(self) -> DataLoader[Tensor]:
-        return self.train_dataloader()
+    val_dataloader = train_dataloader
 
 
 def plain(module: Manual, batch: Tensor, number: int) -> None:
@@ -170,53 +166,41 @@ def scheduled(module: Manual, batch: Tensor, number: int) -> None:
 
 LOOPS = {
     f.__name__: f
-    for f in (
-        plain,
-        clipped,
-        accumulated,
-        toggled,
-        in_closure,
-        several_in_closure,
-        retained,
-        twice,
-        dropped,
-        scheduled,
-    )
+    for f in (plain, clipped, accumulated, toggled, in_closure, several_in_closure, retained, twice, dropped, scheduled)
 }
 
 
 def fit(train: Callable[[Manual, Tensor, int], Any], strategy: Any, **options: Any) -> Manual:
     module = Manual(train, scheduled=train is scheduled)
-    trainer = make_trainer(strategy, max_epochs=1, max_steps=-1, **{"limit_val_batches": 0, **options})
+    trainer = make_trainer(strategy, max_epochs=1, max_steps=-1, **options)
     trainer.fit(module)
     module.global_steps = trainer.global_step
     return module
 
 
+def compare(train: Callable[[Manual, Tensor, int], Any], keys: dict[str, Any], **options: Any) -> None:
+    """Losses, steps and weights are those of torch's AdamW."""
+    ours, theirs = (fit(train, strategy, **options) for strategy in (ZenFlowStrategy(worker_cores=1, **keys), "auto"))
+    assert ours.losses == pytest.approx(theirs.losses, rel=2e-5)
+    assert ours.global_steps == theirs.global_steps
+    torch.testing.assert_close(weights_of(ours), weights_of(theirs), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", LOOPS)
 def test_losses_are_those_of_torchs_adamw(name: str) -> None:
-    expected = fit(LOOPS[name], "auto")
-    module = fit(LOOPS[name], ZenFlowStrategy(worker_cores=1, **EXACT))
-    assert module.losses == pytest.approx(expected.losses, rel=2e-5)
-    assert module.global_steps == expected.global_steps
-    for ours, theirs in zip(module.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    compare(LOOPS[name], EXACT)
 
 
 @pytest.mark.parametrize("name", ["clipped", "accumulated", "in_closure", "several_in_closure"])
 def test_losses_of_parameters_in_host_memory(name: str) -> None:
-    expected = fit(LOOPS[name], "auto")
-    module = fit(LOOPS[name], ZenFlowStrategy(worker_cores=1, stage=3, offload_parameters=True))
-    assert module.losses == pytest.approx(expected.losses, rel=2e-5)
+    compare(LOOPS[name], IN_HOST_MEMORY)
 
 
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_a_validation_between_backward_and_step(where: str) -> None:
     """Lightning drops the gradients before it, in manual optimization."""
     options = {"val_check_interval": 1, "limit_val_batches": 1, "num_sanity_val_steps": 0}
-    expected = fit(accumulated, "auto", **options)
-    module = fit(accumulated, ZenFlowStrategy(worker_cores=1, accumulate_on=where, **EXACT), **options)
-    assert module.losses == pytest.approx(expected.losses, rel=2e-5)
+    compare(accumulated, {**EXACT, "accumulate_on": where}, **options)
 
 
 @pytest.mark.parametrize(
@@ -282,10 +266,7 @@ def test_steps_without_gradients_are_not_measured(tmp_path: Path) -> None:
             module.optimizers().zero_grad()
             module.optimizers().step()
 
-    expected = fit(train, "auto")
     logger = CSVLogger(tmp_path)
-    module = fit(train, ZenFlowStrategy(worker_cores=1, **EXACT), logger=logger, log_every_n_steps=1)
-    assert module.losses == pytest.approx(expected.losses, rel=2e-5)
-    assert module.global_steps == expected.global_steps
+    compare(train, EXACT, logger=logger, log_every_n_steps=1)
     rows = csv.DictReader(Path(logger.experiment.metrics_file_path).read_text().splitlines())
     assert [int(row["step"]) for row in rows] == [step for step in range(12) if step % 3]

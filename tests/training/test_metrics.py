@@ -19,7 +19,6 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2, metadata
-from torch import Tensor
 
 from harness import fit
 from lightning_zenflow import StallMonitor, ZenFlowStrategy, telemetry
@@ -28,6 +27,7 @@ from lightning_zenflow.monitor.summary import METRICS
 from lightning_zenflow.worker.arena import WORD_BYTES
 from models import LinearLossModule
 from networks import SmallNet
+from side_by_side import Net
 
 IN_BACKWARD = {"zenflow/overlap/late_blocks_percent", "zenflow/overlap/clip_prediction_error_percent"}
 
@@ -190,7 +190,7 @@ def test_a_plain_fit_says_at_most_four_lines_more_than_under_auto(caplog: pytest
             warnings.simplefilter("always")
             options = {"enable_progress_bar": False, "enable_checkpointing": False, "logger": False}
             trainer = pl.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=strategy, **options)
-            model = Logs(length=60)
+            model = Net(length=60)
             trainer.fit(model)
             for evaluate in (trainer.validate, trainer.test, trainer.predict):
                 evaluate(model)
@@ -202,24 +202,6 @@ def test_a_plain_fit_says_at_most_four_lines_more_than_under_auto(caplog: pytest
     assert len(ours) <= len(of_auto) + 4, more
     start, *_ = [line for line in more if line.startswith("ZenFlow")]
     assert len(start) < 200
-
-
-class Logs(SmallNet):
-    """Logs metrics of epochs."""
-
-    def val_dataloader(self) -> Any:
-        return self.train_dataloader()
-
-    test_dataloader = predict_dataloader = val_dataloader
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val_loss", self.training_step(batch, batch_idx))
-
-    def test_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("test_loss", self.training_step(batch, batch_idx))
-
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.training_step(batch, batch_idx)
 
 
 @pytest.mark.parametrize(("precision", "expected"), [("32-true", ["ZenFlow: 1 of 3 steps"]), ("16-true", [])])

@@ -1,13 +1,13 @@
 """After training, evaluation or an error a module is what it was before: to be saved, copied, taken apart and trained anew.
 
-That nothing is left on it, `harness.run_case` and `fabric_runs.run_case` compare for every case, on any number of ranks.
+That nothing is left on it, `harness.run_case` and `fabric_runs.run_case` compare for every case, on any number of ranks. On a recorded
+device, whose process group refuses tensors of the host: files that are saved afterwards, and where the module is.
 """
 
 import copy
 import io
 import os
 import pickle
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,21 +20,23 @@ import safetensors.torch
 import torch
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import set_z3_leaf_module
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 from typing_extensions import override
 
 from as_before import assert_as_before, looks
 from callbacks import At
-from harness import Case, make_trainer, run_here
+from checkpoint_files import assert_saved
+from fabric_runs import launch, set_up, train_step
+from harness import PLACES, Case, fit, make_trainer
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
 from lightning_zenflow.deepspeed.users import UsersOptimizer
-from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
 from lightning_zenflow.worker.machine import HOST_MEMORY
 from networks import TiedNet
-from rank_processes import run_on_ranks
+from rank_processes import run_each, run_on_ranks
+from recorded_device.watch import recorded_device
 from same_bits import assert_same_tensors
+from stage3_runs import PiecesNet
 
 STAGES: dict[str, dict[str, Any]] = {
     "1": {"stage": 1},
@@ -113,7 +115,7 @@ def test_everything_but_the_weights_is_as_before(stage: str, tmp_path: Path) -> 
     before, linear = looks(model), nn.functional.linear
     for strategy in (ZenFlowStrategy(**STAGES[stage]), ZenFlowStrategy(**STAGES[stage]), "auto"):
         weights, calls = [p.detach().clone() for p in model.parameters()], model.calls
-        make_trainer(strategy, max_steps=2).fit(model)
+        fit(model, strategy, steps=2)
         assert_as_before(before, model)
         changed = [not torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True)]
         assert changed == [p.requires_grad for p in model.parameters()]
@@ -144,11 +146,11 @@ def test_a_users_own_linear_stays() -> None:
     torchs = nn.functional.linear
     for linear in (patched, torchs, patched):
         nn.functional.linear = linear
-        make_trainer(ZenFlowStrategy(stage=3), max_steps=2).fit(Owned())
+        fit(Owned(), ZenFlowStrategy(stage=3), steps=2)
         assert nn.functional.linear is linear
     nn.functional.linear = torchs
     patches = At("on_train_batch_start", lambda _: setattr(nn.functional, "linear", patched))
-    make_trainer(ZenFlowStrategy(stage=3), max_steps=2, callbacks=[patches]).fit(Owned())
+    fit(Owned(), ZenFlowStrategy(stage=3), steps=2, callbacks=[patches])
     assert nn.functional.linear is patched
 
 
@@ -161,16 +163,15 @@ def test_an_error_leaves_nothing(
     """In the middle of a step, or where the set-up fails behind the division of the parameters."""
     model = Owned()
     before = looks(model)
-    trainer = make_trainer(ZenFlowStrategy(**STAGES[stage]), max_steps=5, callbacks=[stops(error)])
     with pytest.raises(SystemExit if error is KeyboardInterrupt else error):
-        trainer.fit(model)
+        fit(model, ZenFlowStrategy(**STAGES[stage]), callbacks=[stops(error)])
     assert_as_before(before, model)
     assert_usable(model, tmp_path)
     with monkeypatch.context() as patch, pytest.raises(Exception, match="exited with status 1"):
         patch.setenv("LIGHTNING_ZENFLOW_WORKER", "/bin/false")
-        make_trainer(ZenFlowStrategy(**STAGES[stage]), max_steps=5).fit(model)
+        fit(model, ZenFlowStrategy(**STAGES[stage]))
     assert_as_before(before, model)
-    make_trainer(ZenFlowStrategy(**STAGES[stage]), max_steps=2).fit(model)
+    fit(model, ZenFlowStrategy(**STAGES[stage]))
 
 
 @pytest.mark.parametrize("stage", ["2", "3, in host memory"])
@@ -178,8 +179,7 @@ def test_under_fabric(stage: str, tmp_path: Path) -> None:
     """Of the model that is trained, and of one that is not."""
     model, other = Plain(), Plain()
     befores = looks(model), looks(other)
-    fabric = Fabric(accelerator="cpu", devices=1, strategy=FabricStrategy(**STAGES[stage], worker_cores=1))
-    fabric.launch()
+    fabric = launch(**STAGES[stage])
     wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     inference = fabric.setup_module(other)
     for tokens in torch.arange(18).view(2, 9):
@@ -217,8 +217,7 @@ def test_a_training_that_has_ended_can_be_saved(ranks: int, tmp_path: Path) -> N
         folders[name].mkdir()
         cases[name] = replace(case, callbacks=(At("on_fit_end", partial(write, folders[name])),))
         cases[f"{name}, resumed"] = replace(case, checkpoint=str(folders[name] / "after.ckpt"))
-    run: Callable[[], Any] = lambda: run_on_ranks(cases, ranks=ranks)  # noqa: E731
-    runs = {name: [run_here(case)] for name, case in cases.items()} if ranks == 1 else run()
+    runs = run_each(cases, ranks=ranks)
     for name in SAVES:
         for saved, resumed in zip(runs[name], runs[f"{name}, resumed"], strict=True):
             assert resumed.losses == []
@@ -229,26 +228,24 @@ def test_a_training_that_has_ended_can_be_saved(ranks: int, tmp_path: Path) -> N
             assert_same_tensors([*other.values()], [*first.values()])
 
 
-class NoRoom(pl.Callback):
-    """Takes the host's memory away when training ends; weights in pieces can then be read layer by layer, as after an error."""
+def leave_no_room(_: pl.Trainer) -> None:
+    os.environ[HOST_MEMORY] = "1e-9"
 
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        os.environ[HOST_MEMORY] = "1e-9"
 
-    @override
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        del os.environ[HOST_MEMORY]
-        for name, p in pl_module.named_parameters():
-            assert p.numel() == 0, name
-            with GatheredParameters([p]):
-                assert p.shape == Owned().get_parameter(name).shape
-        raise RuntimeError("all in pieces")
+def read_pieces(trainer: pl.Trainer) -> None:
+    """Layer by layer, as after an error."""
+    del os.environ[HOST_MEMORY]
+    for name, p in trainer.lightning_module.named_parameters():
+        assert p.numel() == 0, name
+        with GatheredParameters([p]):
+            assert p.shape == Owned().get_parameter(name).shape
+    raise RuntimeError("all in pieces")
 
 
 @pytest.mark.slow
 def test_weights_that_find_no_room_stay_divided() -> None:
-    case = replace(SAVES["3"], callbacks=(NoRoom(),), fails=True)
+    callbacks = (At("on_train_end", leave_no_room), At("on_fit_end", read_pieces))
+    case = replace(SAVES["3"], callbacks=callbacks, fails=True)
     for run in run_on_ranks({"case": case})["case"]:
         assert run.error is not None and "RuntimeError: all in pieces" in run.error
 
@@ -306,4 +303,47 @@ def test_pieces_that_a_construction_has_lost(entirely: bool, monkeypatch: pytest
 
     monkeypatch.setattr(ZenFlowZero3Optimizer, "_setup_for_real_optimizer", loses)
     with pytest.raises(ValueError, match="the user's own"):
-        make_trainer(ZenFlowStrategy(stage=3), max_steps=1).fit(Owned())
+        fit(Owned(), ZenFlowStrategy(stage=3))
+
+
+ON_DEVICE = Case(model="TiedNet", steps=4, topk_ratio=0, update_interval=1, publish_lag=0, loop="recorded")
+
+
+def save_afterwards(path: Path, trainer: pl.Trainer) -> None:
+    """Saves one file when the parameters have left the device."""
+    assert {p.device for p in trainer.lightning_module.parameters()} == {torch.device("cpu")}
+    trainer.save_checkpoint(path)
+
+
+MOMENTS = {
+    1: {"stage 2": "bfloat16", "stage 3": "int8", "in host memory": "int8"},
+    2: {"stage 2": "float32", "in host memory": "float32"},
+}
+"""By number of ranks and place of the parameters."""
+
+
+@pytest.mark.parametrize("ranks", MOMENTS)
+def test_files_that_are_saved_after_fit(ranks: int, tmp_path: Path) -> None:
+    cases: dict[str, Case] = {}
+    for place, moments in MOMENTS[ranks].items():
+        saves = At("on_fit_end", partial(save_afterwards, tmp_path / f"{place}.ckpt"))
+        case = replace(ON_DEVICE, **PLACES[place], callbacks=(saves,))
+        cases[place] = case.with_keys(checkpoint_format="lightning", moments_dtype=moments)
+    runs = run_each(cases, ranks=ranks)
+    for place, case in cases.items():
+        assert_saved(tmp_path / f"{place}.ckpt", runs[place][0], case)
+        assert not any(run.races for run in runs[place])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_module_of_fabric_is_in_one_place(place: str) -> None:
+    """Weights, buffers, and with them what a forward pass needs; one that was in host memory stays there."""
+    case = replace(ON_DEVICE, **PLACES[place])
+    model = PiecesNet(length=case.steps)
+    with recorded_device():
+        fabric, wrapped, optimizer, _ = set_up(model, **case.keys())
+        train_step(fabric, wrapped, optimizer, 0)
+        fabric.strategy.teardown()
+        expected = torch.device("cpu") if case.offload_parameters else fabric.strategy.root_device
+        assert {t.device for t in (*model.parameters(), *model.buffers())} == {expected}
+        assert model.device == expected and model.loss(1, 0, 0).isfinite()

@@ -1,7 +1,12 @@
-"""Strategies by name and several Trainers in a process, as programs use them that wrap Lightning."""
+"""What users write: strategies by name, DeepSpeed's files, several Trainers in a process, as programs use them that wrap Lightning."""
 
+import json
+import logging
 import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,14 +14,17 @@ import torch
 from lightning.fabric import Fabric, seed_everything
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins import DeepSpeedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException as LightningsException
+from omegaconf import OmegaConf
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 from typing_extensions import override
 
-from harness import make_trainer
+from harness import StockStrategy, fit, make_trainer, weights_of
 from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
-from models import generator
+from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
+from models import TINY, LinearLossModule, generator
 from side_by_side import NOTHING_LATE, Net
 
 NAMES = ("zenflow", "zenflow_adamw")
@@ -25,37 +33,19 @@ CLIPPED = {"max_steps": 12, "gradient_clip_val": 0.02}
 
 
 class Wrapped(Net):
-    """Its losses, and what a wrapper calls in further Trainers."""
+    """With what a wrapper calls in further Trainers."""
 
     def __init__(self, *, noise: float = 0.0) -> None:
         super().__init__(length=20)
-        self.losses: list[float] = []
         with torch.no_grad():
             for i, p in enumerate(self.parameters()):
                 p.add_(noise * torch.randn(p.shape, generator=generator(9, i)))
 
-    @override
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.losses.append(float(loss.detach()))
-        return loss
-
-    @override
-    def test_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.validation_step(batch, batch_idx)
-
-    @override
-    def predict_step(self, batch: Tensor) -> Tensor:
-        return self.loss(10_000 + int(batch), 0, 0)
+    test_step = Net.validation_step
 
     @override
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         assert optimizer is self.trainer.optimizers[0]
-
-    def predict_dataloader(self) -> Any:
-        return self.val_dataloader()
-
-    test_dataloader = predict_dataloader
 
 
 def losses(strategy: Any, *, noise: float = 0.0) -> Tensor:
@@ -111,21 +101,10 @@ class Drawn(Wrapped):
 
     val_dataloader = predict_dataloader = train_dataloader
 
-    def note(self, batch: Tensor) -> Tensor:
+    @override
+    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
         self.drawn += [batch.tolist(), float(torch.rand(()))]
         return batch[0]
-
-    @override
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return super().training_step(self.note(batch), batch_idx)
-
-    @override
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        super().validation_step(self.note(batch), batch_idx)
-
-    @override
-    def predict_step(self, batch: Tensor) -> Tensor:
-        return super().predict_step(self.note(batch))
 
 
 @pytest.fixture
@@ -143,8 +122,8 @@ def test_a_seed_gives_the_batches_of_auto(kind: str) -> None:
     def drawn(strategy: str) -> list[Any]:
         seed_everything(1)
         model = Drawn(LOADERS[kind])
-        trainer = make_trainer(strategy, max_epochs=2, use_distributed_sampler=True, limit_val_batches=1.0)
-        trainer.fit(model)
+        options = {"max_epochs": 2, "use_distributed_sampler": True, "limit_val_batches": 1.0}
+        trainer = fit(model, strategy, steps=-1, **options)
         trainer.predict(model)
         assert os.environ["PL_GLOBAL_SEED"] == "1"
         return model.drawn
@@ -169,7 +148,7 @@ def test_several_trainers(by_name: bool) -> None:
         make_trainer(who, max_steps=4, accumulate_grad_batches=2).fit(module)
     assert model.losses == pytest.approx(plain.losses, rel=1e-5)
     predicted = make_trainer(strategy).predict(model)
-    assert predicted is not None and [float(loss) for loss in predicted] == [float(model.loss(10_000, 0, 0).detach())]
+    assert predicted is not None and [float(loss) for loss in predicted] == [float(model.loss(0, 0, 0).detach())]
     tested = make_trainer(strategy).test(model, verbose=False)
     assert tested == make_trainer(strategy, limit_val_batches=1.0).validate(model, verbose=False)
     folds = []
@@ -197,3 +176,89 @@ def test_what_the_strategy_was_given_itself_is_kept() -> None:
             used = make_trainer(strategy).precision_plugin
             # Lightning's own class only says which precision it is.
             assert used is own if plugin is own else used.precision == "bf16-true"
+
+
+@pytest.mark.slow  # imports everything anew
+def test_the_name_is_known_to_trainer_and_fabric_before_deepspeed_is_imported() -> None:
+    code = (
+        "import sys, lightning_zenflow; assert 'deepspeed' not in sys.modules;"
+        "from lightning import Fabric, Trainer; options = dict(strategy='zenflow', accelerator='cpu', devices=1);"
+        "print(*(type(made(**options).strategy).__module__ for made in (Trainer, Fabric)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
+    assert done.stdout == "lightning_zenflow.strategy lightning_zenflow.fabric\n"
+
+
+DEEPSPEED_JSON = {
+    "train_batch_size": 8,
+    "gradient_accumulation_steps": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-2, "warmup_num_steps": 4, "warmup_type": "linear"},
+    },
+    "gradient_clipping": 1.0,
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "zenflow": {
+            "topk_ratio": 0.01,
+            "select_strategy": "auto",
+            "select_interval": "auto",
+            "update_interval": 1,
+            "full_warm_up_rounds": 1,
+            "overlap_step": False,
+            "offload": False,
+            "auto_ratio": 0.99,
+        },
+    },
+}
+
+
+def test_deepspeed_json_with_zenflow_optimizer_and_scheduler_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks are used instead of `configure_optimizers`, as under DeepSpeedStrategy: one group."""
+    path = tmp_path / "zf_config.json"
+    path.write_text(json.dumps(DEEPSPEED_JSON))
+    monkeypatch.setenv("PL_DEEPSPEED_CONFIG_PATH", str(path))
+    seen, models = [], []
+    for strategy in (ZenFlowStrategy(), StockStrategy()):
+        assert strategy.zenflow_config.update_interval == 1
+        models.append(Net())
+        (scheduler,) = fit(models[-1], strategy, steps=3).lr_scheduler_configs
+        seen.append((scheduler.interval, scheduler.scheduler.get_last_lr()))
+    # The first step is at the smallest rate.
+    assert seen[0] == seen[1] == ("step", [pytest.approx(1e-2 * 2 / 4)])
+    torch.testing.assert_close(*map(weights_of, models), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("strategy_class", [ZenFlowStrategy, FabricStrategy])
+@pytest.mark.parametrize("deepspeed", [None, {"bf16": {"enabled": True}}])
+def test_the_environment_variable_names_a_yaml_file(
+    strategy_class: type[Any], deepspeed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read once, as `config=`: Lightning's own reader knows only JSON. Beside keys of ZenFlow alone, keywords of Lightning count."""
+    path = tmp_path / "zf.yaml"
+    path.write_text(OmegaConf.to_yaml({"zenflow": {"topk_ratio": 0.25}, "deepspeed": deepspeed}))
+    monkeypatch.setenv("PL_DEEPSPEED_CONFIG_PATH", str(path))
+    strategy = strategy_class(stage=3)
+    assert strategy.zenflow_config == ZenFlowConfig(topk_ratio=0.25)
+    assert strategy.config["zero_optimization"]["stage"] == (3 if deepspeed is None else 2)
+    assert strategy.config.get("bf16") == (deepspeed or {}).get("bf16")
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_clipping_that_plain_deepspeed_would_do_is_mentioned(
+    clip: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    fit(LinearLossModule(shapes=TINY), ZenFlowStrategy(config={"bf16": {}}), gradient_clip_val=clip, steps=1)
+    assert ("set gradient_clipping to 1.0 for the same, to 0 for none" in caplog.text) == (clip is None)
+
+
+def test_a_lightning_without_what_is_overridden_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(DeepSpeedStrategy, "_format_config")
+    with pytest.raises(RuntimeError, match=r"missing there: \['_format_config'\]\); it is tested with 2.6.6"):
+        ZenFlowStrategy()

@@ -4,7 +4,6 @@ import copy
 import copyreg
 import io
 import pickle
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from test_module_after_fit import STAGES, Owned
 from torch import nn
 from typing_extensions import override
 
-from callbacks import After
-from harness import Case, make_trainer
+from callbacks import After, At
+from harness import Case, fit, make_trainer
 from lightning_zenflow import ZenFlowStrategy
 from rank_processes import run_on_ranks
 from same_bits import assert_same_tensors
@@ -113,8 +112,7 @@ def train(strategy: Any, folder: Path) -> tuple[Pickles, list[Any]]:
     model, pickles, table = Hooked(nn.Linear(2, 3)), Pickles(), dict(copyreg.dispatch_table)
     options = {"limit_val_batches": 1, "val_check_interval": 4, "num_sanity_val_steps": 0}
     save = After([2], lambda trainer: trainer.save_checkpoint(folder / "step"))
-    trainer = make_trainer(strategy, max_steps=4, callbacks=[pickles, save], **options)
-    trainer.fit(model)
+    trainer = fit(model, strategy, steps=4, callbacks=[pickles, save], **options)
     trainer.save_checkpoint(folder / "end")
     assert copyreg.dispatch_table == table
     kept = []
@@ -158,21 +156,18 @@ def test_trainer_and_strategy_afterwards(stage: str, function: str) -> None:
     assert flushing.on_train_end.__self__ is again.strategy  # type: ignore[attr-defined]
 
 
-class PicklesAlone(pl.Callback):
+def pickle_alone(trainer: pl.Trainer) -> None:
     """On several ranks: a divided parameter is an error, a gathered one is not."""
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        for function in (written, copy.deepcopy):
-            with pytest.raises(RuntimeError, match="within `deepspeed.zero.GatheredParameters"):
-                function(pl_module.head)
-        with GatheredParameters([pl_module.head.weight, pl_module.head.bias]):
-            whole = pl_module.head.weight.detach().clone()
-            assert_same_tensors(
-                [copy.deepcopy(pl_module.head).weight, read(written(pl_module.head)).weight], [whole] * 2
-            )
+    head: Any = trainer.lightning_module.head
+    for function in (written, copy.deepcopy):
+        with pytest.raises(RuntimeError, match="within `deepspeed.zero.GatheredParameters"):
+            function(head)
+    with GatheredParameters([head.weight, head.bias]):
+        twins = [copy.deepcopy(head).weight, read(written(head)).weight]
+        assert_same_tensors(twins, [head.weight.detach().clone()] * 2)
 
 
 def test_divided_parameters_on_several_ranks() -> None:
-    case = Case(model="TiedNet", stage=3, steps=2, topk_ratio=0, update_interval=1, publish_lag=0)
-    run_on_ranks({"case": replace(case, callbacks=(PicklesAlone(),))})
+    pickles = (At("on_train_batch_end", pickle_alone),)
+    case = Case(model="TiedNet", stage=3, steps=2, topk_ratio=0, update_interval=1, publish_lag=0, callbacks=pickles)
+    run_on_ranks({"case": case})

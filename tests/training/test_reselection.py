@@ -14,7 +14,6 @@ from direct_step import direct_step
 from eventful_training import random_tensors
 from harness import AUTO, Case, make_trainer, optimizer_of, run_here
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.offload.reference import AdamWState
 from networks import SmallNet
 from same_bits import assert_is_adamw, assert_same_run
 
@@ -26,15 +25,9 @@ def case_of(**options: Any) -> Case:
 
 
 @functools.cache
-def exact_weights() -> list[list[Tensor]]:
-    """[step][parameter]: AdamW's weights before the first step and after each one."""
-    weights, gradients, groups = case_of().fixed_gradients()
-    state = AdamWState.start(weights, torch.float64)
-    history = [list(state.weights)]
-    for of_step, groups_of_step in zip(gradients, groups, strict=True):
-        state.step(of_step, groups_of_step, max_norm=1.0)
-        history.append(list(state.weights))
-    return history
+def exact_weights(steps: int) -> list[Tensor]:
+    """AdamW's weights after some steps."""
+    return case_of(steps=steps).adamw().weights
 
 
 class OwnedEntries(pl.Callback):
@@ -50,7 +43,7 @@ class OwnedEntries(pl.Callback):
         partition = rank.partition
         exact = torch.zeros(partition.numel, dtype=torch.float64)
         for s in partition.slices:
-            weights = exact_weights()[trainer.global_step][s.parameter]
+            weights = exact_weights(trainer.global_step)[s.parameter]
             exact[s.begin : s.end] = weights.flatten()[s.start : s.start + s.numel]
         # Writing the owned entries over NaN shows which they are and what they hold.
         shown = torch.full((partition.numel,), torch.nan)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,12 +13,14 @@ from deepspeed.utils import safe_get_full_optimizer_state
 from torch import Tensor
 from typing_extensions import override
 
+from callbacks import At
+from checkpoint_files import zero_state
 from harness import UP_TO_TWO, Case, Run, make_trainer, optimizer_of, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint
 from lightning_zenflow.core.schedule import blocks_wanted
-from models import SHAPES, LinearLossModule, hyperparameters
-from replay_reference import coded, noise_of, noise_seed, round_stochastically
+from models import SHAPES, hyperparameters
+from replay_reference import coded
 from same_bits import assert_is_adamw, assert_same_tensors
 
 SHORT = ("bfloat16", "int8")
@@ -57,28 +60,16 @@ def test_the_bits_of_the_oracle(name: str, dtype: str) -> None:
     assert_is_adamw(case, run_here(case))
 
 
-def saved_moments(path: Path) -> list[Tensor]:
-    """Of all parameter groups in rank 0's file of a checkpoint."""
-    (file,) = path.glob("checkpoint/*zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    of_groups = torch.load(file, weights_only=False)["optimizer_state_dict"]["base_optimizer_state"]["state"]
-    return [of_groups[group][key] for group in sorted(of_groups) for key in ("exp_avg", "exp_avg_sq")]
-
-
-class FindsMoments(pl.Callback):
+def find_moments(trainer: Any, found: list[Tensor]) -> None:
     """DeepSpeed's own way to the moments of a parameter after a flush; those that a checkpoint would hold are the arena's memory."""
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, LinearLossModule)
-        parameters = [p for group in pl_module.parameter_groups() for p in group]
-        self.found = [safe_get_full_optimizer_state(p, "exp_avg_sq") for p in parameters]
-        arena = optimizer_of(trainer).parts.rank.arena
-        states = optimizer_of(trainer).state_dict()["base_optimizer_state"]["state"].values()
-        for kind in ("exp_avg", "exp_avg_sq"):
-            of_arena = getattr(arena, kind).array
-            shares = of_arena.dtype == torch.uint8 or of_arena.dtype == torch.int8
-            own = {state[kind].untyped_storage().data_ptr() for state in states}
-            assert (own == {of_arena.untyped_storage().data_ptr()}) != shares
+    parameters = [p for group in trainer.lightning_module.parameter_groups() for p in group]
+    found[:] = [safe_get_full_optimizer_state(p, "exp_avg_sq") for p in parameters]
+    arena = optimizer_of(trainer).parts.rank.arena
+    states = optimizer_of(trainer).state_dict()["base_optimizer_state"]["state"].values()
+    for kind in ("exp_avg", "exp_avg_sq"):
+        of_arena = getattr(arena, kind).array
+        own = {state[kind].untyped_storage().data_ptr() for state in states}
+        assert (own == {of_arena.untyped_storage().data_ptr()}) != (of_arena.dtype in (torch.uint8, torch.int8))
 
 
 def assert_loaded(run: Run, saved: Run, scales: list[Tensor], dtype: str) -> None:
@@ -116,16 +107,17 @@ def test_checkpoints_hold_float32_and_runs_with_any_type_load_them(
         raise AssertionError("torch's loading was called")
 
     monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", refuse)
-    finds, short, dtypes = FindsMoments(), replace(CASE, steps=5, loop="trainer"), ("float32", *SHORT)
+    found, short, dtypes = list[Tensor](), replace(CASE, steps=5, loop="trainer"), ("float32", *SHORT)
+    finds = At("on_train_end", partial(find_moments, found=found))
     for dtype in dtypes:
         case = replace(short, save_at=5, checkpoint=str(tmp_path / dtype)).with_keys(moments_dtype=dtype)
         saved[dtype] = run_here(case, callbacks=[finds])
-        assert all(moments.dtype == torch.float32 for moments in saved_moments(tmp_path / dtype))
+        for state in zero_state(tmp_path / dtype)["base_optimizer_state"]["state"].values():
+            assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
         of_rank = SavedCheckpoint(tmp_path / dtype).optimizer_state(0)["base_optimizer_state"]["state"]
         in_file = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         assert all(of_group["exp_avg"].dtype == in_file for of_group in of_rank.values())
-        assert all(x.dtype == torch.float32 for x in finds.found)
-        assert_same_tensors(finds.found, [x.float() for x in saved[dtype].exp_avg_sq], "what DeepSpeed finds")
+        assert_same_tensors(found, [x.float() for x in saved[dtype].exp_avg_sq], "what DeepSpeed finds")
     n_blocks = blocks_wanted([CASE.update_interval], in_backward=False, numel=0)
     _, _, scales = CASE.make_oracle(world_size=1).places(n_blocks)
     for ours, theirs in (("float32", "int8"), ("bfloat16", "float32"), ("int8", "bfloat16"), ("int8", "int8")):
@@ -134,21 +126,6 @@ def test_checkpoints_hold_float32_and_runs_with_any_type_load_them(
         assert_loaded(run, saved[theirs], scales, ours)
         for kind in ("exp_avg", "exp_avg_sq") if ours == theirs else ():
             assert_same_tensors(getattr(run, kind), getattr(saved[theirs], kind), kind)
-
-
-def test_why_not_to_nearest() -> None:
-    """Second moments of gradients that get ten times smaller: to nearest they never follow; stochastically their mean is right."""
-    generator = torch.Generator().manual_seed(3)
-    element = torch.arange(4096)
-    exact, nearest, ours = torch.zeros(3, len(element))
-    for step in range(1, 3001):
-        squared = (1.0 if step <= 1000 else 0.01) * torch.randn(len(element), generator=generator).square()
-        exact, nearest, ours = (0.999 * v + 0.001 * squared for v in (exact, nearest, ours))
-        nearest = nearest.bfloat16().float()
-        ours = round_stochastically(ours, noise_of(noise_seed(step), element))
-    assert nearest.mean() > 5 * exact.mean()
-    assert ours.mean() == pytest.approx(exact.mean().item(), rel=0.005)
-    assert (ours / exact - 1).square().mean().sqrt() < 0.1
 
 
 KINDS = ("dead", "rare", "shrinking")

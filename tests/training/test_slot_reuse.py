@@ -67,15 +67,15 @@ class Watched:
     """Publish buffers of jobs whose weights are copied to the model, and of the others."""
 
 
-def watch(case: Case, *, answers: bool | None = None, more: int = 0) -> Watched:
+def watch(case: Case, *answers: bool, more: int = 0) -> Watched:
     """Runs a case.
 
     Args:
         case: the case.
-        answers: what the training thread sees before it waits: that the worker is never, or always, done. None: whether it is.
+        answers: what the training thread sees before it waits, in turn: that the worker is done in time, or not. Without: whether it is.
         more: slots and buffers beyond the schedule's number.
     """
-    watched = Watched()
+    watched, turns = Watched(), itertools.cycle(answers)
     set_schedule = JobQueue.set_schedule
     acquire, enqueue, commit = SlotPool.acquire, JobsInFlight.enqueue, JobQueue._commit_early
     n_slots, n_buffers = StaggeredSchedule.n_slots.fget, StaggeredSchedule.n_publish_buffers.fget
@@ -108,8 +108,8 @@ def watch(case: Case, *, answers: bool | None = None, more: int = 0) -> Watched:
         patch.setattr(JobQueue, "_commit_early", watched_commit)
         patch.setattr(StaggeredSchedule, "n_slots", property(lambda s: n_slots(s) + more))
         patch.setattr(StaggeredSchedule, "n_publish_buffers", property(lambda s: n_buffers(s) + more))
-        if answers is not None:
-            patch.setattr(SupervisedWorker, "has_answered", lambda self, job: seen(self, job, answers))
+        if answers:
+            patch.setattr(SupervisedWorker, "has_answered", lambda self, job: seen(self, job, next(turns)))
         watched.run = run_here(case)
     return watched
 
@@ -125,7 +125,7 @@ def without_limits(name: str) -> Run:
 @pytest.mark.parametrize("name", CASES)
 def test_as_many_as_the_schedule_says_are_enough_and_are_needed(name: str) -> None:
     """The worker is never seen to be done before it is waited for, as beside a device that runs behind the host."""
-    watched = watch(CASES[name], answers=False)
+    watched = watch(CASES[name], False)
     schedule = watched.schedule
     assert schedule.n_blocks >= CASES[name].update_interval
     # Where the tests' first step is synchronous and n_blocks no multiple of S, not all are reached.
@@ -138,7 +138,7 @@ def test_as_many_as_the_schedule_says_are_enough_and_are_needed(name: str) -> No
 @pytest.mark.parametrize("answers", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["late", "early"])
 @pytest.mark.parametrize("name", COMMIT_EARLY)
 def test_the_same_bits_where_windows_commit_early(name: str, answers: bool) -> None:
-    watched = watch(COMMIT_EARLY[name], answers=answers)
+    watched = watch(COMMIT_EARLY[name], answers)
     assert watched.slots <= watched.schedule.n_slots
     assert watched.causes["early commit"] > 0
     # The worker may write what is not shown before the weights of an earlier job have been copied.
@@ -157,19 +157,10 @@ def test_a_flush_publishes_anew_only_what_may_not_be_exact(keys: dict[str, Any],
     assert watched.causes["job"] == (3 + flushed) * watched.schedule.n_blocks
 
 
-def run_with(case: Case, answers: tuple[bool, ...]) -> Run:
-    """A run in which the worker is seen to be done in time, or not, as `answers` say in turn."""
-    turns = itertools.cycle(answers)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SupervisedWorker, "has_answered", lambda self, submission: seen(self, submission, next(turns)))
-        return run_here(case)
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_same_bits_whenever_the_worker_is_done(name: str) -> None:
-    never, sometimes, always = (
-        run_with(PUBLISHED[name], answers) for answers in ((False,), (False, False, True), (True,))
-    )
+    in_turn = ((False,), (False, False, True), (True,))
+    never, sometimes, always = (watch(PUBLISHED[name], *answers).run for answers in in_turn)
     early = [sum(in_backward for in_backward, _ in run.h2d_bytes) for run in (never, sometimes, always)]
     # Where slots are few (d = 0, submitted in backward), answers are waited for during backward.
     assert early[0] == 0 or name == "changes of schedule"
@@ -182,5 +173,5 @@ def test_nothing_is_left_for_the_end_of_the_step() -> None:
     """But for the jobs of the first step, which selects and is synchronous."""
     # Without the last parameter, which has no gradient in every second step.
     case = replace(LATE, model_options={"shapes": SHAPES[:6]})
-    for in_backward, rest in run_with(case, (True,)).h2d_bytes[2:]:
+    for in_backward, rest in watch(case, True).run.h2d_bytes[2:]:
         assert in_backward > 0 and rest == 0

@@ -11,15 +11,14 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from test_stage_3 import NETWORK, Sharded, on_host
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from typing_extensions import override
 
-from harness import Case, Run, make_trainer, run_here
-from lightning_zenflow.fabric import ZenFlowStrategy
+from fabric_runs import launch
+from harness import Case, Run, fit, run_here
 from models import TestModule, generator
 from rank_processes import Runs, run_each
 from same_bits import assert_same_run
@@ -40,14 +39,6 @@ def llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(**SIZES))
-
-
-def gpt2() -> Any:
-    """The embedding's matrix is the head's."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=31, n_positions=16, n_embd=12, n_layer=2, n_head=2, **off))
 
 
 def t5() -> Any:
@@ -165,7 +156,6 @@ CASES = {
     "Llama, non-reentrant": of_transformers(llama, use_reentrant=False),
     "Llama, saved in host memory": of_transformers(llama, offload="saved"),
     "Llama, checkpointing with offload": of_transformers(llama, offload="checkpointing"),
-    "GPT-2": of_transformers(gpt2),
     "compiled": case_of(CompiledLlama),
     "tied, head in non-reentrant": case_of("TiedNet", checkpoint="non-reentrant", head_in_checkpoint=True),
 }
@@ -248,7 +238,7 @@ class GroupedByShape(Sharded):
 
 def test_parameter_groups_by_the_shapes_of_divided_parameters_are_refused() -> None:
     with pytest.raises(MisconfigurationException, match="group 0: params must .* choose groups by `p.ds_shape`"):
-        make_trainer(NETWORK.make_strategy(), max_steps=1).fit(GroupedByShape())
+        fit(GroupedByShape(), NETWORK.make_strategy())
 
 
 def test_fabric_gives_the_same_bits() -> None:
@@ -258,8 +248,7 @@ def test_fabric_gives_the_same_bits() -> None:
 
 def test_a_teacher_that_fabric_makes_in_pieces() -> None:
     """Beside a student that is made so."""
-    fabric = Fabric(accelerator="cpu", devices=1, strategy=ZenFlowStrategy(stage=3, offload_parameters=True))
-    fabric.launch()
+    fabric = launch(stage=3, offload_parameters=True)
     made = []
     for _ in range(2):
         torch.manual_seed(1)

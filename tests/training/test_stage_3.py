@@ -11,23 +11,28 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from deepspeed.runtime.zero import GatheredParameters
 from lightning.pytorch.callbacks import ModelCheckpoint
 from test_equivalence import ACCUMULATED, BF16, FLUSHES, case_of
+from test_equivalence import STEP_BY_STEP as LATE
 from test_foreign_state import State, assert_found
-from test_training import CASES as LATE
-from test_training import compare_with_oracle
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from callbacks import At
-from harness import AUTO, EVERYTHING, Case, Run, make_trainer, optimizer_of, run_here
+from checkpoint_files import assert_continues
+from harness import AUTO, EVERYTHING, Case, Run, fit, make_trainer, optimizer_of, run_here, snapshot, weights_of
 from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
-from models import OptimizerOptions, generator
+from models import OptimizerOptions, TestModule, generator
 from rank_processes import Runs, run_each, run_on_ranks
-from same_bits import assert_close_to_adamw, assert_is_adamw, assert_same_run, assert_same_state, assert_same_tensors
+from same_bits import (
+    assert_close_to_adamw,
+    assert_is_adamw,
+    assert_same_run,
+    assert_same_state,
+    assert_same_tensors,
+    compare_with_oracle,
+)
 from worker_killer import KillsWorker
 
 
@@ -157,16 +162,14 @@ def test_every_step_is_the_oracles(name: str, runs: Group) -> None:
 @pytest.mark.parametrize("name", PLAIN)
 def test_weights_are_those_of_plain_zero_3(name: str, runs: Group) -> None:
     for ours, plain in zip(runs[f"device: {name}"], runs[f"plain: {name}"], strict=True):
-        for a, b in zip(ours.weights, plain.weights, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
-        assert torch.allclose(torch.tensor(ours.losses), torch.tensor(plain.losses), rtol=0, atol=2e-6)
+        torch.testing.assert_close(ours.weights, plain.weights, rtol=0, atol=2e-6)
+        torch.testing.assert_close(ours.losses, plain.losses, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_has_the_same_bits(name: str, runs: Group) -> None:
     for saved, resumed in zip(runs[f"saved: {name}"], runs[f"resumed: {name}"], strict=True):
-        assert len(resumed.losses) == RESUMED[name][0].steps - 5
-        assert_same_run(resumed, replace(saved, shown=saved.shown[5:], losses=saved.losses[5:]))
+        assert_continues(resumed, saved, 5)
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -194,8 +197,10 @@ def test_every_forward_pass_sees_the_true_clip_factor(runs: Group) -> None:
             assert_same_run(ours, theirs)
 
 
-class Sharded(pl.LightningModule):
+class Sharded(TestModule):
     """Layers that are divided over the ranks as they are made, so that no rank has ever the whole model."""
+
+    lr = 3e-4
 
     @override
     def configure_model(self) -> None:
@@ -206,47 +211,9 @@ class Sharded(pl.LightningModule):
         self.layers = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 3, bias=False))
 
     @override
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return functional.cross_entropy(self.layers(batch), batch[:, :3].argmax(1))
-
-    test_step = training_step
-
-    @override
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=3e-4)
-
-    @override
-    def train_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(torch.randn(40, 24, generator=generator(9)), batch_size=4)  # type: ignore[arg-type]
-
-    test_dataloader = train_dataloader
-
-
-def whole(model: nn.Module) -> list[Tensor]:
-    with GatheredParameters(list(model.parameters())):
-        return [p.detach().clone() for p in model.parameters()]
-
-
-def test_a_model_that_is_made_in_pieces_and_is_tested(tmp_path: Path) -> None:
-    weights, linear = [], torch.nn.functional.linear
-    for strategy in (NETWORK.make_strategy(), replace(NETWORK, stock=True).make_strategy()):
-        model = Sharded()
-        trainer = make_trainer(strategy, max_epochs=2, limit_test_batches=1)
-        trainer.fit(model)
-        if not weights:
-            assert torch.nn.functional.linear is linear
-            trainer.save_checkpoint(tmp_path / "a.ckpt")
-        trainer.test(model, verbose=False)
-        weights.append(whole(model))
-    for ours, plain in zip(*weights, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=0, atol=2e-6)
-    evaluated, resumed = Sharded(), Sharded()
-    make_trainer(NETWORK.make_strategy(), limit_test_batches=1).test(
-        evaluated, ckpt_path=tmp_path / "a.ckpt", verbose=False
-    )
-    make_trainer(NETWORK.make_strategy(), max_epochs=2).fit(resumed, ckpt_path=tmp_path / "a.ckpt")
-    for model in (evaluated, resumed):
-        assert_same_tensors(whole(model), weights[0])
+    def loss(self, step: int, micro: int, rank: int) -> Tensor:
+        x = torch.randn(4, 24, generator=generator(9, step))
+        return functional.cross_entropy(self.layers(x), x[:, :3].argmax(1))
 
 
 def test_fp16_with_a_dynamic_loss_scale_has_the_state_of_stage_2(runs: Group) -> None:
@@ -274,8 +241,7 @@ def test_four_ranks() -> None:
         # To rounding: four gradients are added in another order than the oracle's.
         for run in runs[name]:
             assert_close_to_adamw(run, case.adamw(world_size=4))
-    for a, b in zip(runs["ours"][0].weights, runs["plain"][0].weights, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
+    torch.testing.assert_close(runs["ours"][0].weights, runs["plain"][0].weights, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("max_norm", [None, pytest.param(0.3, marks=pytest.mark.slow)])
@@ -289,22 +255,16 @@ def test_an_interrupted_fit_saves_and_goes_on(max_norm: float | None, tmp_path: 
     case = on_host(replace(NETWORK, max_norm=max_norm))
     model, expected = case.make_model(), run_here(case)
     saves = ModelCheckpoint(dirpath=tmp_path, filename="a", every_n_train_steps=1000, save_on_exception=True)
-    trainer = make_trainer(
-        case.make_strategy(),
-        max_steps=case.steps,
-        gradient_clip_val=max_norm,
-        enable_checkpointing=True,
-        callbacks=[saves, At("on_before_optimizer_step", interrupts)],
-    )
+    options = {"gradient_clip_val": max_norm, "enable_checkpointing": True}
+    callbacks = [saves, At("on_before_optimizer_step", interrupts)]
     with pytest.raises(SystemExit):
-        trainer.fit(model)
+        fit(model, case.make_strategy(), steps=case.steps, callbacks=callbacks, **options)
     (saved,) = tmp_path.glob("*.ckpt")
     resumed = run_here(replace(case, checkpoint=str(saved)))
-    with GatheredParameters(list(model.parameters())):
-        assert_same_tensors([p for group in model.parameter_groups() for p in group], resumed.shown[0])
+    assert_same_tensors(snapshot(model), resumed.shown[0])
     assert len(resumed.losses) == case.steps - 4
     if max_norm is None:
-        assert_same_run(resumed, replace(expected, shown=expected.shown[4:], losses=expected.losses[4:]))
+        assert_continues(resumed, expected, 4)
 
 
 def assert_in_place(trainer: pl.Trainer) -> None:
@@ -317,41 +277,38 @@ def assert_in_place(trainer: pl.Trainer) -> None:
     assert optimizer.parts.read_counters().h2d_bytes == 0
 
 
-class Validated(Sharded):
-    """Fetches its weights between two steps as well."""
-
-    validation_step = Sharded.training_step
-    val_dataloader = Sharded.train_dataloader
-
-
-def test_weights_outlive_the_training(tmp_path: Path) -> None:
-    """Of a model that is made in pieces: they are gathered, saved and tested."""
-    runs = []
-    for case in (NETWORK, on_host(NETWORK)):
-        model = Validated()
+def test_a_model_that_is_made_in_pieces(tmp_path: Path) -> None:
+    """Its weights outlive the training, are saved, validated and tested; those in host memory have the same bits."""
+    results, linear, file = [], torch.nn.functional.linear, tmp_path / "a.ckpt"
+    limits = {"max_epochs": 2, "val_check_interval": 3, "limit_val_batches": 2, "limit_test_batches": 3}
+    for case in (NETWORK, on_host(NETWORK), replace(NETWORK, stock=True)):
+        model = Sharded(length=10)
         callbacks = [At("on_train_batch_end", assert_in_place)] if case.offload_parameters else []
-        limits = {"max_epochs": 1, "val_check_interval": 3, "limit_val_batches": 2, "limit_test_batches": 3}
-        trainer = make_trainer(case.make_strategy(), callbacks=callbacks, **limits)
-        trainer.fit(model)
-        with GatheredParameters(list(model.parameters())):
-            torch.save(model.state_dict(), tmp_path / "weights.pt")
+        trainer = fit(model, case.make_strategy(), steps=-1, callbacks=callbacks, **limits)
+        assert torch.nn.functional.linear is linear or case.stock
+        if case is NETWORK:
+            trainer.save_checkpoint(file)
+        weights = weights_of(model)
         losses = trainer.test(model, verbose=False)
-        saved = torch.load(tmp_path / "weights.pt", weights_only=True)
-        with GatheredParameters(list(model.parameters())):
-            assert_same_tensors(list(model.state_dict().values()), list(saved.values()))
-        runs.append((losses, saved))
-    (losses, weights), (losses_on_host, weights_on_host) = runs
-    assert losses_on_host == losses
-    assert_same_tensors(list(weights_on_host.values()), list(weights.values()))
+        assert_same_tensors(weights_of(model), weights)
+        results.append((losses, weights))
+    ours, in_host_memory, (_, plain) = results
+    assert in_host_memory[0] == ours[0]
+    assert_same_tensors(in_host_memory[1], ours[1])
+    torch.testing.assert_close(ours[1], plain, rtol=0, atol=2e-6)
+    evaluated, resumed = Sharded(length=10), Sharded(length=10)
+    make_trainer(NETWORK.make_strategy(), limit_test_batches=1).test(evaluated, ckpt_path=file, verbose=False)
+    fit(resumed, NETWORK.make_strategy(), steps=-1, max_epochs=2, resume=file)
+    for model in (evaluated, resumed):
+        assert_same_tensors(weights_of(model), ours[1])
 
 
 def test_a_deepspeed_json_is_enough() -> None:
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu", "pin_memory": True}}
-    by_keyword = ZenFlowStrategy(stage=3, offload_parameters=True)
-    by_config = ZenFlowStrategy({"zero_optimization": {**zero, "zenflow": {"update_interval": "auto"}}})
+    by_config = {"zero_optimization": {**zero, "zenflow": {"update_interval": "auto"}}}
     for strategy in (
-        by_keyword,
-        by_config,
+        ZenFlowStrategy(stage=3, offload_parameters=True),
+        ZenFlowStrategy(by_config),
         ZenFlowStrategy({"zero_optimization": {"stage": 3, "cpu_offload_param": True}}),
     ):
         assert strategy.zenflow_config.is_immediate
