@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,36 +12,27 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from callbacks import After, At, save
-from harness import EVERYTHING, Case, make_trainer, run_here
+from fabric_runs import set_up, train_step
+from harness import EVERYTHING, Case, fit, make_trainer, run_here
 from held_saves import Gate, HeldSave
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.checkpoint import background
-from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
 from lightning_zenflow.worker.machine import HOST_MEMORY
 from models import LinearLossModule
 from networks import SmallNet
 from processes import wait_for
 from rank_processes import run_on_ranks
 from same_bits import assert_same_state, assert_same_tensors
+from side_by_side import LATE
 
 CASE = Case(topk_ratio=0.3, strategy_options=EVERYTHING)
 
 
-def strategy(**keys: Any) -> ZenFlowStrategy:
-    return ZenFlowStrategy(
-        **{
-            "topk_ratio": 0.3,
-            "update_interval": 4,
-            "publish_lag": 1,
-            "worker_cores": 1,
-            "async_checkpoints": True,
-            **keys,
-        }
-    )
+def strategy() -> ZenFlowStrategy:
+    return ZenFlowStrategy(**LATE, async_checkpoints=True)
 
 
 def cases(folder: Path, name: str, case: Case) -> dict[str, Case]:
@@ -122,8 +114,7 @@ def test_an_error_of_the_thread_is_raised(raised_at: str, tmp_path: Path, caplog
     assert trainer.global_step == {"save": 5, "flush": 6, "end": 8}[raised_at]
     assert f"checkpoint {path} could not be saved: late" in caplog.text
     assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
-    rest = make_trainer(strategy(), max_steps=8)
-    rest.fit(LinearLossModule(length=8), ckpt_path=path)
+    fit(LinearLossModule(length=8), strategy(), steps=8, resume=path)
 
 
 def test_what_model_checkpoint_removes_stays_until_its_successor_is_complete(tmp_path: Path) -> None:
@@ -136,12 +127,9 @@ def test_what_model_checkpoint_removes_stays_until_its_successor_is_complete(tmp
         files = ModelCheckpoint(dirpath=tmp_path, filename=f"{{step}}{error}", every_n_train_steps=2)
         held = HeldSave(tmp_path / "other.ckpt", 4, until=6, error=error)
         held.on_train_batch_end = lambda *_: None  # type: ignore[method-assign]  # ModelCheckpoint saves
-        trainer = make_trainer(strategy(), max_steps=7, enable_checkpointing=True, callbacks=[files, held, looks])
-        if error:
-            with pytest.raises(OSError, match="late"):
-                trainer.fit(LinearLossModule(length=7))
-        else:
-            trainer.fit(LinearLossModule(length=7))
+        callbacks = [files, held, looks]
+        with pytest.raises(OSError, match="late") if error else nullcontext():
+            fit(LinearLossModule(length=7), strategy(), steps=7, enable_checkpointing=True, callbacks=callbacks)
         assert seen[5] == [f"step=2{error}.ckpt"]
         left = [f"step={2 if error else 6}{error}.ckpt"]
         assert sorted(p.name for p in tmp_path.iterdir()) == left
@@ -184,7 +172,7 @@ def test_saves_that_must_be_complete_at_once(
         monkeypatch.delenv(HOST_MEMORY, raising=False)
 
     with caplog.at_level(logging.WARNING):
-        make_trainer(strategy(), max_steps=2, callbacks=[After([1, 2], saves)]).fit(LinearLossModule(length=2))
+        fit(LinearLossModule(length=2), strategy(), steps=2, callbacks=[After([1, 2], saves)])
     assert exists == [True, True]
     assert "a copy of what a file has needs 0.00 GiB of host memory for 1 rank(s), but 0.00 GiB are" in caplog.text
 
@@ -194,13 +182,10 @@ def test_callbacks_that_look_for_files(kind: str, tmp_path: Path, caplog: pytest
     options: list[dict[str, Any]] = [{"save_last": "link"}] if kind == "link" else [{}, {"monitor": "loss"}]
     files = [ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, **given) for given in options]
     with caplog.at_level(logging.INFO):
-        trainer = make_trainer(strategy(), max_steps=3, enable_checkpointing=True, callbacks=[*files, LOGS])
-        trainer.fit(LinearLossModule(length=3))
+        fit(LinearLossModule(length=3), strategy(), enable_checkpointing=True, callbacks=[*files, LOGS])
     assert "async_checkpoints has no effect" in caplog.text
-    expected = (
-        ["epoch=0-step=3.ckpt", "last.ckpt"] if kind == "link" else ["epoch=0-step=1-v1.ckpt", "epoch=0-step=3.ckpt"]
-    )
-    assert sorted(p.name for p in tmp_path.iterdir()) == expected
+    other = "last.ckpt" if kind == "link" else "epoch=0-step=1-v1.ckpt"
+    assert {p.name for p in tmp_path.iterdir()} == {"epoch=0-step=3.ckpt", other}
 
 
 def test_an_exception_in_training_leaves_the_save_complete(tmp_path: Path) -> None:
@@ -211,9 +196,7 @@ def test_an_exception_in_training_leaves_the_save_complete(tmp_path: Path) -> No
         raise KeyError("a user's error")
 
     with pytest.raises(KeyError, match="a user's error"):
-        make_trainer(strategy(), max_steps=6, callbacks=[HeldSave(path, 2), After([4], fails)]).fit(
-            LinearLossModule(length=6)
-        )
+        fit(LinearLossModule(length=6), strategy(), steps=6, callbacks=[HeldSave(path, 2), After([4], fails)])
     assert torch.load(path, weights_only=True)["global_step"] == 2
 
 
@@ -229,7 +212,7 @@ def test_a_call_that_waits_ends_all_pauses(tmp_path: Path, monkeypatch: pytest.M
             trainer.strategy.wait_for_checkpoint()
 
     callbacks = [*(saves(path, step) for path, step in zip(paths, (1, 3, 5), strict=True)), After([2, 4, 6, 7], looks)]
-    make_trainer(strategy(), max_steps=8, callbacks=callbacks).fit(LinearLossModule(length=8))
+    fit(LinearLossModule(length=8), strategy(), steps=8, callbacks=callbacks)
     assert exists == [*(False, False, False), *(True, False, False), *(True, True, False), *(True, True, True)]
 
 
@@ -239,7 +222,7 @@ def test_pauses_have_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(background, "_LONGEST_PAUSES_S", 0.1)
     path = tmp_path / "a.ckpt"
     callbacks = [saves(path, 1), After([2], lambda _: wait_for(path.exists))]
-    make_trainer(strategy(), max_steps=3, callbacks=callbacks).fit(LinearLossModule(length=3))
+    fit(LinearLossModule(length=3), strategy(), callbacks=callbacks)
 
 
 PAUSES_AT_ITS_END = """
@@ -259,27 +242,16 @@ def test_a_program_that_ends_waits_for_the_file_but_not_for_pauses() -> None:
 
 def test_fabric(tmp_path: Path) -> None:
     """A load waits for the save, and `wait_for_checkpoint` does."""
-    keys: dict[str, Any] = {"update_interval": 4, "publish_lag": 1, "worker_cores": 1, "async_checkpoints": True}
-    fabric = Fabric(strategy=FabricStrategy(**keys), accelerator="cpu", devices=1)
-    fabric.launch()
-    module = torch.nn.Linear(8, 4)
-    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.1))
-    path, saved = tmp_path / "a.ckpt", {}
-
-    def step() -> None:
-        fabric.backward(model(torch.ones(2, 8)).square().sum())
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    fabric.save(path, {"model": model, "optimizer": optimizer, "gate": Gate()})
+    fabric, model, optimizer, _ = set_up(SmallNet(), **LATE, async_checkpoints=True)
+    path, state = tmp_path / "a.ckpt", {"model": model, "optimizer": optimizer}
+    train_step(fabric, model, optimizer, 0)
+    fabric.save(path, {**state, "gate": Gate()})
     saved = {name: w.clone() for name, w in model.state_dict().items()}
-    step()
+    train_step(fabric, model, optimizer, 1)
     assert not path.exists()
     Gate.opened.set()
-    fabric.load(path, {"model": model, "optimizer": optimizer})
-    for name, w in model.state_dict().items():
-        assert torch.equal(w, saved[name])
+    fabric.load(path, state)
+    torch.testing.assert_close(dict(model.state_dict()), saved, rtol=0, atol=0)
     fabric.save(path, {"model": model})
     fabric.strategy.wait_for_checkpoint()
     assert torch.load(path, weights_only=True)

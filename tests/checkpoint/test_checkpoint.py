@@ -1,6 +1,9 @@
-"""A run that is saved, ended, loaded and continued is the run that went on: the same weights in every step, bit for bit."""
+"""A run that is saved, ended, loaded and continued is the run that went on: the same weights in every step, bit for bit. Under another
+number of ranks: AdamW's state exactly, everything else anew.
+"""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import getitem
@@ -9,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
 from callbacks import At
@@ -16,7 +20,7 @@ from checkpoint_files import RANK_FILE, assert_continues, edit, in_order
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, StockStrategy, run_here
 from lightning_zenflow.core import schedule
 from models import SHAPES
-from rank_processes import run_on_ranks
+from rank_processes import run_each, run_on_ranks
 from same_bits import assert_same_state, assert_same_tensors
 
 FREEZING: dict[str, Any] = {
@@ -93,13 +97,17 @@ def test_another_configuration_starts_over_from_adamws_state(tmp_path: Path) -> 
     assert_same_state(run_here(resuming(EXACT, path)), whole)
 
 
-def test_other_blocks_start_over_from_adamws_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A former release had more in small models."""
+def test_other_blocks_start_over_from_adamws_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A former release had more in small models, and weights in place have others than copies."""
     case, path = replace(EXACT, update_interval=1, publish_lag=0), tmp_path / "half.ckpt"
     with monkeypatch.context() as patch:
         patch.setattr(schedule, "_FEW_BLOCKS", 16)
         whole = run_here(saving(case, 6, path))
-    assert_same_state(run_here(resuming(case, path)), whole)
+    with caplog.at_level(logging.INFO):
+        assert_same_state(run_here(resuming(case, path)), whole)
+    assert "its partition is another" in caplog.text
 
 
 def test_other_frozen_parameters_start_over_from_adamws_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -118,28 +126,93 @@ def test_other_frozen_parameters_start_over_from_adamws_state(tmp_path: Path, ca
 def test_it_opens_in_plain_deepspeed_and_the_other_way_round(precision: str, moments: str, tmp_path: Path) -> None:
     """Master weights, moments and step counts as they were; the rest of the run is AdamW's, by whichever kernel."""
     case = replace(EXACT, precision=precision, max_norm=1.0).with_keys(moments_dtype=moments)
-    ours, theirs = tmp_path / "ours.ckpt", tmp_path / "theirs.ckpt"
-    whole = run_here(saving(case, 6, ours))
-    by_stock = run_here(saving(case, 6, theirs), strategy=StockStrategy())
-    assert by_stock.error is None
+    of_ours, of_stock = tmp_path / "ours.ckpt", tmp_path / "theirs.ckpt"
+    whole = run_here(saving(case, 6, of_ours))
+    run_here(saving(case, 6, of_stock), strategy=StockStrategy())
     # What DeepSpeed's own optimizer has when training begins: flat, of each parameter group.
     masters: list[Any] = []
     note = At(
         "on_train_start", lambda t: masters.extend(map(torch.clone, t.optimizers[0].single_partition_of_fp32_groups))
     )
-    for resumed, strategy, callbacks in ((ours, StockStrategy(), [note]), (theirs, None, [])):
+    for resumed, strategy, callbacks in ((of_ours, StockStrategy(), [note]), (of_stock, None, [])):
         rest = run_here(resuming(case, resumed), strategy=strategy, callbacks=callbacks)
         assert len(rest.losses) == STEPS - 6
-        for a, b in zip(rest.weights, whole.weights, strict=True):
-            if a.shape == SHAPES[6]:
-                continue  # where it has no gradient, DeepSpeed's offload applies the one before again
-            tolerance = {"rtol": 0.0, "atol": 2e-6} if precision == "32-true" else {"rtol": 1 / 128, "atol": 1e-4}
-            torch.testing.assert_close(a, b, **tolerance)
+        # Where the others have no gradient, DeepSpeed's offload applies the one before again.
+        ours, expected = ([w for w in run.weights if w.shape != SHAPES[6]] for run in (rest, whole))
+        tolerance = {"rtol": 0.0, "atol": 2e-6} if precision == "32-true" else {"rtol": 1 / 128, "atol": 1e-4}
+        torch.testing.assert_close(ours, expected, **tolerance)
     # The same bits in DeepSpeed's optimizer and in the file that its tool writes.
     exact = run_here(replace(case, steps=6)).master
-    state = convert_zero_checkpoint_to_fp32_state_dict(ours, str(tmp_path / "weights.pt"))["state_dict"]
+    state = convert_zero_checkpoint_to_fp32_state_dict(of_ours, str(tmp_path / "weights.pt"))["state_dict"]
     assert_same_tensors(in_order(case, state), exact, "master")
     for group, flat in zip(case.make_model().parameter_groups(), masters, strict=True):
         ours_flat = torch.cat([exact.pop(0).flatten() for _ in group])
         # Without the padding.
         assert torch.equal(flat[: len(ours_flat)], ours_flat)
+
+
+FEW_STEPS = 12
+LIMIT = Case(topk_ratio=0.0, update_interval=1, publish_lag=0, steps=FEW_STEPS, model="SmallNet")
+"""The settings at which training is AdamW's, so that only the order of sums depends on the number of ranks."""
+ON_OTHER_RANKS = {
+    "limit": LIMIT,
+    "everything": Case(topk_ratio=0.3, max_norm=1.0, steps=FEW_STEPS, strategy_options=EVERYTHING),
+    "bf16": Case(topk_ratio=0.3, precision="bf16-true", steps=FEW_STEPS, strategy_options=EVERYTHING),
+}
+
+
+@pytest.mark.parametrize(
+    ("names", "before", "after"),
+    [
+        (["bf16"], 1, 2),
+        (["everything"], 2, 1),
+        *(
+            pytest.param(list(ON_OTHER_RANKS), *ranks, marks=pytest.mark.slow)
+            for ranks in [(1, 2), (2, 1), (2, 4), (4, 2)]
+        ),
+    ],
+)
+def test_other_ranks(names: Sequence[str], before: int, after: int, tmp_path: Path) -> None:
+    """Saves after 5 steps; loads that without a step, and goes on with both numbers of ranks."""
+    saving: dict[str, Case] = {}
+    loading: dict[str, Case] = {}
+    for name in names:
+        # The same data on every rank: then the gradient's mean does not depend on how many there are.
+        case = replace(ON_OTHER_RANKS[name], model_options={"ranks_differ": False})
+        path = str(tmp_path / f"{name}.ckpt")
+        saving[f"{name}, saved"] = replace(case, steps=5, save_at=5, checkpoint=path)
+        saving[f"{name}, the same ranks"] = replace(case, checkpoint=path)
+        loading[f"{name}, loaded"] = replace(case, steps=5, checkpoint=path)
+        loading[f"{name}, other ranks"] = replace(case, checkpoint=path)
+    runs = {**run_each(saving, ranks=before), **run_each(loading, ranks=after)}
+    for name in names:
+        (loaded, *_), (saved, *_) = runs[f"{name}, loaded"], runs[f"{name}, saved"]
+        assert_same_state(loaded, saved)
+        assert_same_tensors(loaded.weights, saved.weights)
+        (other, *_), (same, *_) = runs[f"{name}, other ranks"], runs[f"{name}, the same ranks"]
+        assert len(other.losses) == len(same.losses) == FEW_STEPS - 5
+        torch.testing.assert_close(other.master, same.master, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("order", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_plain_deepspeed_on_two_ranks_in_both_of_its_orders(order: bool, tmp_path: Path) -> None:
+    """A folder has the order in which plain DeepSpeed, with the same configuration, has the parameters; any order is read."""
+    case = replace(LIMIT, model_options={"ranks_differ": False})
+    config = {"zero_optimization": {"round_robin_gradients": order}}
+    ours, stock = case.with_keys(config=config), replace(case, stock=True).with_keys(config=config)
+    by_ours, by_stock = str(tmp_path / "ours.ckpt"), str(tmp_path / "stock.ckpt")
+    cases = {
+        "whole": replace(ours, save_at=5, checkpoint=by_ours),
+        "stock from ours": replace(stock, checkpoint=by_ours),
+        "stock": replace(stock, save_at=5, checkpoint=by_stock),
+        # Whatever the configuration says.
+        "ours from stock": replace(case, checkpoint=by_stock),
+        "loaded ours": replace(case, steps=5, checkpoint=by_ours),
+        "loaded stock": replace(case, steps=5, checkpoint=by_stock),
+    }
+    runs = run_on_ranks(cases)
+    for name in ("ours", "stock"):
+        saved = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / f"{name}.ckpt"))
+        assert_same_tensors(runs[f"loaded {name}"][0].master, in_order(case, saved))
+    for name in ("stock from ours", "stock", "ours from stock"):
+        torch.testing.assert_close(runs[name][0].weights, runs["whole"][0].weights, rtol=0, atol=2e-6)

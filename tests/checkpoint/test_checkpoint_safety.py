@@ -1,11 +1,14 @@
-"""A save that fails changes nothing, on any rank, and a damaged file is refused on all."""
+"""A save that fails or is killed changes nothing, on any rank, and a damaged file is refused on all."""
 
 import gc
+import json
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,8 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from benchmarks.common.processes import fresh_environment
+from callbacks import After, At
 from checkpoint_files import MODEL_FILE, RANK_FILE, change_byte
 from harness import Case, run_here
 from lightning_zenflow import session
@@ -49,85 +54,54 @@ def full_disk() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@dataclass
-class SaveOnFullDisk(pl.Callback):
-    """Saves ``full.ckpt`` after a step, counted from 1, where the disks of some ranks are full, and at once ``elsewhere.ckpt``."""
+def save_on_full_disks(folder: Path, ranks: tuple[int, ...], trainer: pl.Trainer) -> None:
+    """Saves ``full.ckpt`` where the disks of some ranks are full, and at once ``elsewhere.ckpt``."""
+    before = sorted(folder.rglob("*"))
+    limit = full_disk() if trainer.global_rank in ranks else nullcontext()
+    message = "full.ckpt could not be saved: .*File too large; training can continue.*ulimit -f.*save to another path"
+    with leaves_no_file_open(), limit, pytest.raises(OSError, match=message) as caught:
+        trainer.save_checkpoint(folder / "full.ckpt")
+    if trainer.global_rank not in ranks:
+        assert str(caught.value).startswith(f"rank {ranks[0]}: ")
+    if trainer.is_global_zero:
+        assert sorted(folder.rglob("*")) == before
+    trainer.strategy.barrier()
+    trainer.save_checkpoint(folder / "elsewhere.ckpt")
 
-    folder: Path
-    step: int
-    ranks: tuple[int, ...] = (0,)
 
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step != self.step:
-            return
-        full, elsewhere = self.folder / "full.ckpt", self.folder / "elsewhere.ckpt"
-        before = sorted(self.folder.rglob("*"))
-        limit = full_disk() if trainer.global_rank in self.ranks else nullcontext()
-        message = (
-            "full.ckpt could not be saved: .*File too large; training can continue.*ulimit -f.*save to another path"
-        )
-        with leaves_no_file_open(), limit, pytest.raises(OSError, match=message) as caught:
-            trainer.save_checkpoint(full)
-        if trainer.global_rank not in self.ranks:
-            assert str(caught.value).startswith(f"rank {self.ranks[0]}: ")
+def save_damaged(files: dict[Path, str], trainer: pl.Trainer) -> None:
+    """Saves checkpoints; in each of them a byte in the middle of a file then changes."""
+    for path, name in files.items():
+        trainer.save_checkpoint(path)
         if trainer.is_global_zero:
-            assert sorted(self.folder.rglob("*")) == before
-        trainer.strategy.barrier()
-        trainer.save_checkpoint(elsewhere)
+            position = (path / name).stat().st_size // 2
+            change_byte(path / name, position, (path / name).read_bytes()[position] ^ 1)
+    trainer.strategy.barrier()
 
 
-@dataclass
-class SaveDamaged(pl.Callback):
-    """Saves checkpoints after training; in each of them a byte in the middle of a file then changes."""
-
-    files: dict[Path, str]
-    """By the checkpoint's path."""
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for path, name in self.files.items():
-            trainer.save_checkpoint(path)
-            if trainer.is_global_zero:
-                position = (path / name).stat().st_size // 2
-                change_byte(path / name, position, (path / name).read_bytes()[position] ^ 1)
-        trainer.strategy.barrier()
-
-
-@dataclass
-class FailingSaves(pl.Callback):
+def fail_in_saves(folder: Path, trainer: pl.Trainer) -> None:
     """Rank 1 fails in a save, before or after what DeepSpeed does in it, which has another barrier of its own; then a save succeeds."""
+    engine_class = type(trainer.strategy.deepspeed_engine)
+    save = engine_class.save_checkpoint
+    for when in ("before", "after"):
 
-    folder: Path
+        def failing(engine: Any, *arguments: Any, when: str = when, **options: Any) -> None:
+            fails = trainer.global_rank == 1
+            if when == "before" and fails:
+                raise KeyError("before")
+            save(engine, *arguments, **options)
+            engine_module.dist.barrier()
+            if when == "after" and fails:
+                raise KeyError("after")
 
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step != 3:
-            return
-        engine_class = type(trainer.strategy.deepspeed_engine)
-        save = engine_class.save_checkpoint
-        for when in ("before", "after"):
-
-            def failing(engine: Any, *arguments: Any, when: str = when, **options: Any) -> None:
-                fails = trainer.global_rank == 1
-                if when == "before" and fails:
-                    raise KeyError("before")
-                save(engine, *arguments, **options)
-                engine_module.dist.barrier()
-                if when == "after" and fails:
-                    raise KeyError("after")
-
-            with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match=f"failed.ckpt could not .*{when}"):
-                patch.setattr(engine_class, "save_checkpoint", failing)
-                trainer.save_checkpoint(self.folder / "failed.ckpt")
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match=r"all nodes must share the storage"):
-            patch.setattr(
-                collective.dist,
-                "broadcast_object_list",
-                partial(elsewhere, trainer.global_rank, dist.broadcast_object_list),
-            )
-            trainer.save_checkpoint(self.folder / "failed.ckpt")
-        trainer.save_checkpoint(self.folder / "saved.ckpt")
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match=f"failed.ckpt could not .*{when}"):
+            patch.setattr(engine_class, "save_checkpoint", failing)
+            trainer.save_checkpoint(folder / "failed.ckpt")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match=r"all nodes must share the storage"):
+        broadcast = partial(elsewhere, trainer.global_rank, dist.broadcast_object_list)
+        patch.setattr(collective.dist, "broadcast_object_list", broadcast)
+        trainer.save_checkpoint(folder / "failed.ckpt")
+    trainer.save_checkpoint(folder / "saved.ckpt")
 
 
 def elsewhere(rank: int, broadcast: Callable[..., None], contents: list[Any], *args: Any, **options: Any) -> None:
@@ -137,26 +111,20 @@ def elsewhere(rank: int, broadcast: Callable[..., None], contents: list[Any], *a
         contents[0] = contents[0].parent / "elsewhere"
 
 
-@dataclass
-class SaveInDifferentSteps(pl.Callback):
-    """A save after an exception that has interrupted rank 1 a step later than rank 0."""
-
-    path: Path
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 3:
-            with pytest.MonkeyPatch.context() as patch, pytest.raises(WorkerError, match="ranks in different steps"):
-                # What the ranks agree on: the step would also decide whether a rank flushes, which all do together.
-                patch.setattr(session, "in_common", lambda numbers: in_common([numbers[0] + trainer.global_rank]))
-                trainer.save_checkpoint(self.path)
-            assert not self.path.exists()
+def save_in_different_steps(path: Path, trainer: pl.Trainer) -> None:
+    """As after an exception that has interrupted rank 1 a step later than rank 0."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(WorkerError, match="ranks in different steps"):
+        # What the ranks agree on: the step would also decide whether a rank flushes, which all do together.
+        patch.setattr(session, "in_common", lambda numbers: in_common([numbers[0] + trainer.global_rank]))
+        trainer.save_checkpoint(path)
+    assert not path.exists()
 
 
 def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
     """Neither training nor the checkpoint before."""
     undisturbed = run_here(replace(CASE, save_at=2, checkpoint=str(tmp_path / "full.ckpt"), flush_after=(3,)))
-    run = run_here(replace(CASE, callbacks=(SaveOnFullDisk(tmp_path, 3),), flush_after=(2,)))
+    saves = After([3], partial(save_on_full_disks, tmp_path, (0,)))
+    run = run_here(replace(CASE, callbacks=(saves,), flush_after=(2,)))
     resumed = run_here(replace(CASE, checkpoint=str(tmp_path / "elsewhere.ckpt")))
     for other in (run, resumed):
         assert_same_state(other, undisturbed)
@@ -173,10 +141,10 @@ def test_one_of_two_ranks_has_a_full_disk_or_a_damaged_file(stage: int, tmp_path
         tmp_path / "rank 1.ckpt": RANK_FILE.replace("pp_rank_0", "pp_rank_1"),
     }
     saves = (
-        SaveOnFullDisk(tmp_path, 3, ranks=(1,)),
-        SaveInDifferentSteps(tmp_path / "no.ckpt"),
-        FailingSaves(tmp_path),
-        SaveDamaged(damaged),
+        After([3], partial(save_on_full_disks, tmp_path, (1,))),
+        After([3], partial(save_in_different_steps, tmp_path / "no.ckpt")),
+        After([3], partial(fail_in_saves, tmp_path)),
+        At("on_train_end", partial(save_damaged, damaged)),
     )
     cases = {"saving": replace(case, callbacks=saves)}
     cases |= {path.stem: replace(case, checkpoint=str(path), fails=True) for path in damaged}
@@ -238,3 +206,23 @@ def test_a_failed_save_leaves_no_space_taken(checkpoint_format: str, tmp_path: P
     run_here(replace(CASE, steps=2, callbacks=(keeps,)).with_keys(**keys))
     assert len(keeps.errors) == 2 and keeps.blocks == 0
     assert [*tmp_path.iterdir()] == []
+
+
+SCRIPT = Path(__file__).parents[1] / "support" / "killed_saves.py"
+
+
+@pytest.mark.slow  # `StagedSave` alone is killed at each call in `test_atomic.py`
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("format_", ["deepspeed", "lightning"])
+def test_killed_at_points_of_a_save(format_: str, in_background: bool, tmp_path: Path) -> None:
+    """It leaves a complete checkpoint, from which training goes on as if nothing had happened."""
+    points, background = json.dumps([i / 40 for i in range(41)]), ["in background"] if in_background else []
+    command = [sys.executable, str(SCRIPT), str(tmp_path), points, format_, *background]
+    environment = fresh_environment(OMP_NUM_THREADS="1")
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1700
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    ours, theirs = (torch.load(tmp_path / f"{name}.pt") for name in ("disturbed", "undisturbed"))
+    torch.testing.assert_close(dict(ours), dict(theirs), rtol=0, atol=0)

@@ -19,6 +19,7 @@ from harness import Case, run_here
 from lightning_zenflow.checkpoint.files import CheckpointError
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint
 from lightning_zenflow.offload.run_state import VERSION
+from models import SHAPES
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +162,6 @@ def wrong_model(**entries: Any) -> Callable[[Path], None]:
     return edit(MODEL_FILE, lambda content: content.update(entries))
 
 
-SHAPES = ((31, 29), (8, 3, 3, 5), (53, 7), (37,), (3, 211), (1,), (5, 2, 2))
 IN_TRAINING: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
     "optimizer, no groups": (of_state(lambda s: s["base_optimizer_state"].pop("param_groups")), {}, ""),
     "optimizer, no stage": (of_state(lambda s: s.pop("zero_stage")), {}, ""),
@@ -190,7 +190,6 @@ IN_TRAINING: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", IN_TRAINING)
-@pytest.mark.usefixtures("no_worker_is_left")
 def test_refused_by_a_training(name: str, saved: Path, tmp_path: Path) -> None:
     """Content that is not what it must be, or another model."""
     damage, changes, message = IN_TRAINING[name]
@@ -200,7 +199,6 @@ def test_refused_by_a_training(name: str, saved: Path, tmp_path: Path) -> None:
         run_here(replace(Case(steps=4, checkpoint=str(path)), **changes))
 
 
-@pytest.mark.usefixtures("no_worker_is_left")
 def test_another_model_under_stage_3(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     case = Case(steps=2, save_at=2, checkpoint=str(path), stage=3)

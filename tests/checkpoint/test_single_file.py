@@ -8,24 +8,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 from typing_extensions import override
 
 from callbacks import At, save
-from checkpoint_files import assert_continues, assert_saved, change_byte, in_order
+from checkpoint_files import assert_continues, assert_saved, change_byte, edit, in_order
 from fabric_runs import set_up, train_step
-from harness import EVERYTHING, Case, make_trainer, run_here
+from harness import EVERYTHING, Case, fit, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.checkpoint.files import CheckpointError
 from lightning_zenflow.checkpoint.single_file import FILE_KEY
-from models import TestModule
 from networks import SmallNet
 from rank_processes import run_on_ranks
 from same_bits import assert_same_state, assert_same_tensors
+from side_by_side import LATE as LATE_KEYS
 
 STEPS, SAVED = 14, 6
 LIMIT: dict[str, Any] = {"topk_ratio": 0.0, "update_interval": 1, "publish_lag": 0}
@@ -103,30 +103,28 @@ def test_several_ranks(tmp_path: Path) -> None:
         assert torch.equal(content["state_dict"][name], frozen)
 
 
-class Losses(pl.Callback):
-    def __init__(self) -> None:
+class Noted(SmallNet):
+    """Keeps its losses."""
+
+    @override
+    def on_train_start(self) -> None:
         self.losses: list[float] = []
 
     @override
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(float(loss.detach()))
+        return loss
 
 
-def fit(
-    strategy: Any,
-    steps: int,
-    *,
-    save: Path | None = None,
-    resume: Path | None = None,
-    make: type[TestModule] = SmallNet,
-    **options: Any,
-) -> tuple[TestModule, list[float]]:
-    model, losses = make(length=STEPS), Losses()
-    trainer = make_trainer(strategy, max_steps=steps, gradient_clip_val=0.5, callbacks=[losses], **options)
-    trainer.fit(model, ckpt_path=resume)
+def train(
+    strategy: Any, steps: int, *, save: Path | None = None, resume: Path | None = None, make: type[Noted] = Noted
+) -> Noted:
+    model = make(length=STEPS)
+    trainer = fit(model, strategy, steps=steps, gradient_clip_val=0.5, resume=resume)
     if save is not None:
         trainer.save_checkpoint(save)
-    return model, losses.losses
+    return model
 
 
 def limit() -> ZenFlowStrategy:
@@ -135,12 +133,12 @@ def limit() -> ZenFlowStrategy:
 
 def test_adamw_continues_ours_and_we_continue_adamws(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours.ckpt", tmp_path / "theirs.ckpt"
-    whole, losses = fit("auto", STEPS)
-    fit("auto", SAVED, save=theirs)
-    fit(limit(), SAVED, save=ours)
+    whole = train("auto", STEPS)
+    train("auto", SAVED, save=theirs)
+    train(limit(), SAVED, save=ours)
     for strategy, path in ((limit(), theirs), ("auto", ours), (limit(), ours)):
-        rest, rest_losses = fit(strategy, STEPS, resume=path)
-        torch.testing.assert_close(rest_losses, losses[SAVED:], rtol=3e-6, atol=1e-6)
+        rest = train(strategy, STEPS, resume=path)
+        torch.testing.assert_close(rest.losses, whole.losses[SAVED:], rtol=3e-6, atol=1e-6)
         torch.testing.assert_close(rest.state_dict(), whole.state_dict(), rtol=1e-5, atol=2e-6)
     # In torch's own words.
     mine, plain = (torch.load(path, weights_only=True) for path in (ours, theirs))
@@ -177,16 +175,9 @@ class Validated(SmallNet):
 
 def test_paths_of_model_checkpoint_are_files(tmp_path: Path) -> None:
     checkpoints = ModelCheckpoint(dirpath=tmp_path, monitor="val_loss", save_top_k=2, save_last=True)
-    trainer = make_trainer(
-        ZenFlowStrategy(topk_ratio=0.3, update_interval=4, publish_lag=1, worker_cores=1),
-        max_steps=6,
-        enable_checkpointing=True,
-        limit_val_batches=1,
-        val_check_interval=2,
-        callbacks=[checkpoints, At("on_train_end", open_best)],
-    )
-    model = Validated()
-    trainer.fit(model)
+    options = {"enable_checkpointing": True, "limit_val_batches": 1, "val_check_interval": 2}
+    model, callbacks = Validated(), [checkpoints, At("on_train_end", open_best)]
+    trainer = fit(model, ZenFlowStrategy(**LATE_KEYS), steps=6, callbacks=callbacks, **options)
     best = checkpoints.best_model_path
     loaded = Validated.load_from_checkpoint(best)
     assert best.endswith("step=4.ckpt") and loaded.hparams == {"length": 6}
@@ -198,7 +189,7 @@ def test_paths_of_model_checkpoint_are_files(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "end.ckpt")
     end = torch.load(tmp_path / "end.ckpt", weights_only=True)
     assert_same_tensors(list(end["state_dict"].values()), list(loaded.state_dict().values()))
-    make_trainer("auto", max_steps=7).fit(Validated(7), ckpt_path=tmp_path / "end.ckpt")
+    fit(Validated(7), "auto", steps=7, resume=tmp_path / "end.ckpt")
     os.remove(best)
 
 
@@ -252,13 +243,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    def apply(path: Path) -> None:
-        content = torch.load(path, weights_only=True)
-        change(content)
-        torch.save(content, path)
-
-    return apply
+edited = partial(edit, "")
+"""A change of the file's content."""
 
 
 def of_nadam(content: dict[str, Any]) -> dict[str, Any]:
@@ -289,11 +275,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     # With as many elements each.
     "another shape": (
-        edited(
-            lambda c: c["state_dict"].update(
-                {k: v.flatten(1).T.contiguous() for k, v in c["state_dict"].items() if v.dim() > 1}
-            )
-        ),
+        edited(lambda c: [transpose(c["state_dict"], k) for k, v in c["state_dict"].items() if v.dim() > 1]),
         r"(?s:the model must be the saved one: .*size mismatch)",
     ),
     "a moment of another shape": (
@@ -337,7 +319,7 @@ def test_refused(name: str, saved: Path, tmp_path: Path) -> None:
         run_here(halves(LATE, path)[1])
 
 
-class Keeps(SmallNet):
+class Keeps(Noted):
     """Has an entry of its own, of a name that was ours."""
 
     @override
@@ -351,10 +333,10 @@ class Keeps(SmallNet):
 
 def test_entries_of_the_users_stay_and_former_files_continue(tmp_path: Path) -> None:
     ours = tmp_path / "a name with spaces, and ümlauts"
-    _, losses = fit(limit(), STEPS)
-    fit(limit(), SAVED, save=ours, make=Keeps)
-    assert fit(limit(), STEPS, resume=ours, make=Keeps)[1] == losses[SAVED:]
+    losses = train(limit(), STEPS).losses
+    train(limit(), SAVED, save=ours, make=Keeps)
+    assert train(limit(), STEPS, resume=ours, make=Keeps).losses == losses[SAVED:]
     content = torch.load(ours, weights_only=True)
     content["zenflow"] = content.pop(FILE_KEY)
     torch.save(content, ours)
-    assert fit(limit(), STEPS, resume=ours)[1] == losses[SAVED:]
+    assert train(limit(), STEPS, resume=ours).losses == losses[SAVED:]

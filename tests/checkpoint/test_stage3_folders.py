@@ -13,22 +13,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-)
+from deepspeed import utils
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from lightning.fabric import Fabric
-from typing_extensions import override
 
+from callbacks import At
 from checkpoint_files import assert_continues, edit, in_order
+from fabric_runs import launch, set_up
 from harness import EVERYTHING, Case, Run, make_trainer, run_here, snapshot, untrained
 from lightning_zenflow.checkpoint.files import CheckpointError
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint
 from lightning_zenflow.deepspeed.flat_buffers import Layout
-from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
 from rank_processes import Runs, run_each, run_on_ranks
 from same_bits import assert_same_state, assert_same_tensors
 from stage3_runs import INITIAL_SCALE_POWER, PiecesNet
@@ -105,19 +99,16 @@ def under_zenflow(name: str, folders: Path, **changes: Any) -> Case:
     return in_pieces(replace(case, **{**LIMIT, **changes}))
 
 
-class Doubled(pl.Callback):
+def double(trainer: pl.Trainer) -> None:
     """Reads the state of single parameters, which another rank may have loaded, and writes to it; in the end it is what it was."""
-
-    @override
-    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-        for p in pl_module.parameters():
-            if p.requires_grad:
-                master, moment = safe_get_full_fp32_param(p), safe_get_full_optimizer_state(p, "exp_avg")
-                for factor in (2, 1):
-                    safe_set_full_fp32_param(p, factor * master)
-                    safe_set_full_optimizer_state(p, factor * moment, "exp_avg")
-                    assert torch.equal(safe_get_full_fp32_param(p), factor * master)
-                    assert torch.equal(safe_get_full_optimizer_state(p, "exp_avg"), factor * moment)
+    for p in trainer.lightning_module.parameters():
+        if p.requires_grad:
+            master, moment = utils.safe_get_full_fp32_param(p), utils.safe_get_full_optimizer_state(p, "exp_avg")
+            for factor in (2, 1):
+                utils.safe_set_full_fp32_param(p, factor * master)
+                utils.safe_set_full_optimizer_state(p, factor * moment, "exp_avg")
+                assert torch.equal(utils.safe_get_full_fp32_param(p), factor * master)
+                assert torch.equal(utils.safe_get_full_optimizer_state(p, "exp_avg"), factor * moment)
 
 
 def assert_loaded(ours: Run, theirs: Run, path: Path) -> None:
@@ -135,7 +126,8 @@ def assert_loaded(ours: Run, theirs: Run, path: Path) -> None:
 @pytest.fixture(scope="module", params=[2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))], ids=str)
 def continued(request: pytest.FixtureRequest, saved: Runs, folders: Path) -> Runs:
     """From every folder, on any number of ranks: what training begins with, and under "..., then" how it goes on."""
-    cases = {name: under_zenflow(name, folders, steps=SAVED, callbacks=(Doubled(),)) for name in FOLDERS | OURS}
+    doubled = (At("on_load_checkpoint", double),)
+    cases = {name: under_zenflow(name, folders, steps=SAVED, callbacks=doubled) for name in FOLDERS | OURS}
     cases |= {f"{name}, then": under_zenflow(name, folders) for name in THEN}
     cases["weights are late"] = under_zenflow("two", folders, **LATE, strategy_options=EVERYTHING)
     return run_each(cases, ranks=request.param, here=False)
@@ -150,8 +142,7 @@ def test_training_continues(name: str, continued: Runs, saved: Runs, folders: Pa
             assert ours.factors[0] == saved[name][0].factors[0] == 2**-INITIAL_SCALE_POWER
         # Models of 16 bits round what they show.
         atol = 2e-6 if FOLDERS[name][1].dtype == torch.float32 else 2e-3
-        for a, b in zip(ours.master, theirs.master, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=atol)
+        torch.testing.assert_close(ours.master, theirs.master, rtol=0, atol=atol)
 
 
 def test_late_weights_continue(continued: Runs) -> None:
@@ -192,24 +183,19 @@ def test_evaluation(name: str, saved: Runs, folders: Path) -> None:
 
 
 def test_under_fabric(saved: Runs, folders: Path, tmp_path: Path) -> None:
-    fabric = Fabric(
-        accelerator="cpu", devices=1, strategy=FabricStrategy({"zero_optimization": PIECES}, worker_cores=1)
-    )
-    fabric.launch()
     model = PiecesNet()
-    optimizer = torch.optim.AdamW([{"params": group} for group in model.optimized()])
-    objects = fabric.setup(model, optimizer)
-    rest = fabric.load(folders / "two.ckpt", dict(zip(("model", "optimizer"), objects, strict=True)))
+    fabric, wrapped, optimizer, _ = set_up(model, config={"zero_optimization": PIECES})
+    rest = fabric.load(folders / "two.ckpt", {"model": wrapped, "optimizer": optimizer})
     assert rest["global_step"] == SAVED
     assert_same_tensors(snapshot(model), saved["two"][0].weights)
     assert_same_tensors(list(untrained(model).values()), list(saved["two"][0].untrained.values()))
     # A file of whole weights.
     other = PiecesNet()
     torch.save({name: 2 * value for name, value in other.state_dict().items()}, tmp_path / "raw.pt")
-    fabric.load_raw(tmp_path / "raw.pt", objects[0])
+    fabric.load_raw(tmp_path / "raw.pt", wrapped)
     assert_same_tensors(snapshot(model), [2 * w for w in snapshot(other)])
     for p, w in zip((p for group in model.parameter_groups() for p in group), snapshot(other), strict=True):
-        assert torch.equal(safe_get_full_fp32_param(p), 2 * w)
+        assert torch.equal(utils.safe_get_full_fp32_param(p), 2 * w)
     fabric.strategy.teardown()
 
 
@@ -299,9 +285,7 @@ def test_the_other_stage_is_refused(stage: int, folders: Path, tmp_path: Path) -
         run_here(case)
     with pytest.raises(CheckpointError, match=message):
         make_trainer(case.make_strategy(), limit_test_batches=1).test(case.make_model(), ckpt_path=path)
-    config = {"zero_optimization": PIECES if stage == 3 else {}}
-    fabric = Fabric(accelerator="cpu", devices=1, strategy=FabricStrategy(config, worker_cores=1))
-    fabric.launch()
+    fabric = launch(config={"zero_optimization": PIECES if stage == 3 else {}})
     with pytest.raises(CheckpointError, match=message):
         fabric.load(path, {"model": fabric.setup(PiecesNet().eval())})
     fabric.strategy.teardown()

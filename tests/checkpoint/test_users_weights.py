@@ -1,7 +1,11 @@
-"""A checkpoint that is one file has what users make of weights: hooks that change entries, averaged weights that are put in for a while."""
+"""What users do with checkpoints in Lightning: weights only, a save in the middle of a step or after an evaluation. One that is a file has
+what they make of weights: hooks that change entries, averaged weights that are put in for a while.
+"""
 
+import gc
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
-from harness import make_trainer
+from callbacks import At
+from harness import fit, make_trainer, weights_of
 from lightning_zenflow import ZenFlowStrategy
-from networks import Perceptron
+from models import LinearLossModule
+from networks import Perceptron, SmallNet
+from side_by_side import LATE
 
 SAVED, STEPS = 4, 7
 
@@ -104,12 +111,10 @@ class Flat(Net):
 
 def halves(make: Callable[[], Any], model: type[Net], path: Path, **options: Any) -> tuple[Any, list[Tensor]]:
     """Weights in the file of the first half; and of the module after the second."""
-    trainer = make_trainer(make(), max_steps=SAVED, **options)
-    trainer.fit(model())
-    trainer.save_checkpoint(path)
+    fit(model(), make(), steps=SAVED, **options).save_checkpoint(path)
     rest = model()
-    make_trainer(make(), max_steps=STEPS, **options).fit(rest, ckpt_path=path)
-    return torch.load(path, weights_only=True)["state_dict"], [p.detach().clone() for p in rest.parameters()]
+    fit(rest, make(), steps=STEPS, resume=path, **options)
+    return torch.load(path, weights_only=True)["state_dict"], weights_of(rest)
 
 
 @pytest.fixture(scope="module")
@@ -146,14 +151,10 @@ def test_what_hooks_make_of_weights(
 
 
 def test_hooks_that_change_pieces_are_refused(tmp_path: Path) -> None:
-    class Saves(pl.Callback):
-        @override
-        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            trainer.save_checkpoint(tmp_path / "a.ckpt")
-
+    saves = At("on_train_end", lambda trainer: trainer.save_checkpoint(tmp_path / "a.ckpt"))
     for model, name in ((InHooks, "layers.0.weight"), (RenamedAndCast, "net.layers.0.weight")):
         with pytest.raises(MisconfigurationException, match=f"under stage 3 the entries .* got '{name}'"):
-            make_trainer(limit(stage=3), max_steps=1, callbacks=[Saves()]).fit(model())
+            fit(model(), limit(stage=3), steps=1, callbacks=[saves])
     assert not list(tmp_path.iterdir())
 
 
@@ -187,19 +188,11 @@ class Averages(pl.Callback):
 def test_averaged_weights_of_a_validation(options: dict[str, Any], tmp_path: Path) -> None:
     """The file has what was validated, as under `strategy="auto"`, and training goes on with its own weights."""
     results = []
-    for make in (lambda: limit(**options), lambda: "auto"):
+    for strategy in (limit(**options), "auto"):
         files = ModelCheckpoint(dirpath=tmp_path, filename="a", enable_version_counter=False, monitor="validated")
         model = Net()
-        trainer = make_trainer(
-            make(),
-            max_steps=STEPS,
-            enable_checkpointing=True,
-            val_check_interval=SAVED,
-            limit_val_batches=1,
-            num_sanity_val_steps=0,
-            callbacks=[Averages(), files],
-        )
-        trainer.fit(model)
+        limits = {"val_check_interval": SAVED, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+        fit(model, strategy, steps=STEPS, enable_checkpointing=True, callbacks=[Averages(), files], **limits)
         saved = torch.load(tmp_path / "a.ckpt", weights_only=True)
         results.append((dict(saved["state_dict"]), dict(model.state_dict())))
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=2e-6)
@@ -236,9 +229,58 @@ def test_what_hooks_see_is_what_is_written(options: dict[str, Any], weights_only
             if trainer.global_step == STEPS - 1:
                 trainer.save_checkpoint(tmp_path / "a.ckpt", weights_only=weights_only)
 
-    strategy = ZenFlowStrategy(update_interval=4, publish_lag=1, topk_ratio=0.3, worker_cores=1, **options)
-    make_trainer(strategy, max_steps=STEPS, callbacks=[Saves()]).fit(Looks())
+    fit(Looks(), ZenFlowStrategy(**LATE, **options), steps=STEPS, callbacks=[Saves()])
     file = dict(torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"])
     assert len(seen) == (1 if weights_only else 3) + (not options)
     for weights in seen.values():
         torch.testing.assert_close(weights, file, rtol=0, atol=0)
+
+
+def test_a_save_between_micro_batches_does_what_it_does_without_deepspeed(tmp_path: Path) -> None:
+    """What the step has of gradients is not in the checkpoint; the step ends with the batch with which it would have ended."""
+    results = []
+    for name, strategy in (("ours", partial(limit, overlap_step=False)), ("theirs", lambda: "auto")):
+        path = tmp_path / name
+        options: dict[str, Any] = {"steps": 6, "accumulate_grad_batches": 4, "gradient_clip_val": 0.5}
+        whole, rest, batches = SmallNet(length=24, accumulate=4), SmallNet(length=24, accumulate=4), count()
+        # In mid-accumulation.
+        save = At("on_train_batch_end", lambda t, path=path, n=batches: next(n) == 10 and t.save_checkpoint(path))
+        fit(whole, strategy(), callbacks=[save], **options)
+        fit(rest, strategy(), resume=path, **options)
+        results.append((weights_of(whole), weights_of(rest)))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+def holds_no_file(_: pl.Trainer) -> None:
+    """Of a checkpoint, which would take up the disk after it was deleted."""
+    gc.collect()
+    assert "_states.pt" not in Path("/proc/self/maps").read_text()
+
+
+def test_checkpoints_of_everything_and_of_weights_only(tmp_path: Path) -> None:
+    """Lightning leaves out what it would resume from, and says so; evaluation takes the weights."""
+    model, path = LinearLossModule(length=3), tmp_path / "weights.ckpt"
+    trainer = fit(model, ZenFlowStrategy(**LATE))
+    trainer.save_checkpoint(tmp_path / "all.ckpt")
+    trainer.save_checkpoint(path, weights_only=True)
+    looks = [At("on_train_start", holds_no_file)]
+    fit(LinearLossModule(length=4), ZenFlowStrategy(**LATE), steps=4, resume=tmp_path / "all.ckpt", callbacks=looks)
+    with pytest.raises(KeyError, match="checkpoint contains only the model"):
+        fit(LinearLossModule(length=5), ZenFlowStrategy(**LATE), steps=5, resume=path)
+    fresh = LinearLossModule(length=3)
+    make_trainer(ZenFlowStrategy(**LATE), limit_test_batches=1).test(fresh, ckpt_path=path, verbose=False)
+    torch.testing.assert_close(weights_of(fresh), weights_of(model), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("format_", "stage"), [("deepspeed", 2), ("lightning", 3)])
+def test_a_save_after_an_evaluation(format_: Any, stage: int, tmp_path: Path) -> None:
+    """It has the optimizer's state, as without one."""
+    make = partial(limit, stage=stage, checkpoint_format=format_)
+    whole, rest, resumed = (LinearLossModule(length=5) for _ in range(3))
+    fit(whole, make(), steps=5)
+    trainer = fit(rest, make(), limit_test_batches=1, limit_val_batches=1)
+    for number in range(2):
+        trainer.test(rest, verbose=False)
+        trainer.save_checkpoint(tmp_path / f"{number}.ckpt")
+    fit(resumed, make(), steps=5, resume=tmp_path / "1.ckpt")
+    torch.testing.assert_close(weights_of(resumed), weights_of(whole), rtol=0, atol=0)
