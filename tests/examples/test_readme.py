@@ -45,7 +45,7 @@ OF_THE_HUB = "Qwen/Qwen3-1.7B"
 RAY = "import ray.train"
 """In the snippet that `test_ray.py` runs, where Ray is installed."""
 HUGGING_FACE = ("lightning_zenflow.accelerate", "lightning_zenflow.transformers")
-"""In snippets that `tests/huggingface/test_recipe.py` runs."""
+"""In snippets that `tests/huggingface/test_transformers.py` runs."""
 
 
 def short(path: Path) -> str:

@@ -62,13 +62,6 @@ def test_losses_and_weights_are_adamws(stage: dict[str, Any], accumulate: int, m
     torch.testing.assert_close(dict(model.state_dict()), weights, rtol=0, atol=5e-6)
 
 
-def test_another_learning_rate_is_seen() -> None:
-    theirs, _ = train_plain()
-    loop = Loop(ZenFlowAccelerator(**EXACT), lr=1.1e-2).train()
-    assert max(abs(a - b) for a, b in zip(loop.losses, theirs.losses, strict=True)) > 1e-3
-    loop.accelerator.free_memory()
-
-
 def test_evaluation_and_state_dict_have_exact_weights(late: Loop) -> None:
     x, y = torch.ones(2, 16, dtype=torch.float32), torch.zeros(2, dtype=torch.int64)
     model = late.accelerator.unwrap_model(late.model)
@@ -101,8 +94,8 @@ def test_resumed_run_has_the_same_bits(keys: dict[str, Any], stage: dict[str, An
         other.load_state(str(tmp_path))
         assert rest.train(max_norm=0.5).losses == losses
         assert_same_tensors(list(rest.weights().values()), list(expected.values()))
-        (tmp_path / "pytorch_model" / "mp_rank_00_model_states.pt").unlink(missing_ok=True)
-        (tmp_path / "pytorch_model" / "zero_pp_rank_0_mp_rank_00_model_states.pt").unlink(missing_ok=True)
+        (model_file,) = (tmp_path / "pytorch_model").glob("*_model_states.pt")
+        model_file.unlink()
         with pytest.raises(CheckpointError, match="is missing: the checkpoint is incomplete"):
             other.load_state(str(tmp_path))
         other.free_memory()
@@ -129,11 +122,8 @@ def test_configuration_of_the_seeds_in_a_plugin() -> None:
     )
     engine, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     config = engine.optimizer.zenflow_config
-    assert (config.topk_ratio, config.update_interval, accelerator.deepspeed_config["gradient_clipping"]) == (
-        0.1,
-        4,
-        1.0,
-    )
+    assert (config.topk_ratio, config.update_interval) == (0.1, 4)
+    assert accelerator.deepspeed_config["gradient_clipping"] == 1.0
     accelerator.backward(engine(torch.ones(2, 16, dtype=torch.bfloat16)).float().mean())
     optimizer.step()
     scheduler.step()
@@ -158,50 +148,29 @@ def test_accumulation_under_no_sync_and_a_second_training() -> None:
         accelerator.free_memory()
 
 
-def backward_twice(loop: Loop) -> None:
-    x, y = next(iter(loop.loader))
-    for _ in range(2):
-        loop.accelerator.backward(loop.loss(x, y))
-
-
-def clip_before_backward(loop: Loop) -> None:
-    loop.accelerator.clip_grad_norm_(loop.model.parameters(), 1.0)
-
-
-def clip_a_micro_batch(loop: Loop) -> None:
-    loop.accelerator.gradient_state._set_sync_gradients(False)
-    loop.accelerator.clip_grad_norm_(loop.model.parameters(), 1.0)
-
-
-def clip_a_part(loop: Loop) -> None:
+def backward(loop: Loop) -> None:
     loop.accelerator.backward(loop.loss(*next(iter(loop.loader))))
-    loop.accelerator.clip_grad_norm_(list(loop.model.parameters())[:-1], 1.0)
 
 
-def prepare_again(loop: Loop) -> None:
-    loop.accelerator.gradient_state._set_sync_gradients(True)
-    Loop(loop.accelerator)
+def clip(loop: Loop, *, end: int | None = None, sync: bool = True) -> None:
+    """A part of the parameters, or in a micro-batch that is not the last one of a step."""
+    loop.accelerator.gradient_state._set_sync_gradients(sync)
+    loop.accelerator.clip_grad_norm_(list(loop.model.parameters())[:end], 1.0)
 
 
-@pytest.mark.parametrize(
-    ("act", "error", "message"),
-    [
-        (
-            backward_twice,
-            RuntimeError,
-            "accelerator.backward was called twice in a step.*under `accelerator.accumulate",
-        ),
-        (clip_before_backward, RuntimeError, "clip_grad_norm_ must come after `accelerator.backward"),
-        (clip_a_micro_batch, RuntimeError, "call it `if accelerator.sync_gradients`"),
-        (
-            clip_a_part,
-            MisconfigurationException,
-            "parameters must be all that are trained, got all but 1, of which the first is layers.4.bias",
-        ),
-        (prepare_again, MisconfigurationException, "call `accelerator.free_memory"),
-    ],
-)
-def test_mistakes_in_the_loop(act: Callable[[Loop], None], error: type[Exception], message: str, late: Loop) -> None:
+ALL_BUT_ONE = "parameters must be all that are trained, got all but 1, of which the first is layers.4.bias"
+TWICE = "accelerator.backward was called twice in a step.*under `accelerator.accumulate"
+MISTAKES: list[tuple[Callable[[Loop], object], type[Exception], str]] = [
+    (lambda loop: [backward(loop), backward(loop)], RuntimeError, TWICE),
+    (clip, RuntimeError, "clip_grad_norm_ must come after `accelerator.backward"),
+    (lambda loop: clip(loop, sync=False), RuntimeError, "call it `if accelerator.sync_gradients`"),
+    (lambda loop: [backward(loop), clip(loop, end=-1)], MisconfigurationException, ALL_BUT_ONE),
+    (lambda loop: Loop(loop.accelerator), MisconfigurationException, "call `accelerator.free_memory"),
+]
+
+
+@pytest.mark.parametrize(("act", "error", "message"), MISTAKES)
+def test_mistakes_in_the_loop(act: Callable[[Loop], object], error: type[Exception], message: str, late: Loop) -> None:
     with pytest.raises(error, match=message):
         act(late)
     late.optimizer.zero_grad()
@@ -210,6 +179,8 @@ def test_mistakes_in_the_loop(act: Callable[[Loop], None], error: type[Exception
 def test_mistakes_before_the_loop() -> None:
     with pytest.raises(MisconfigurationException, match="async_checkpoints must be absent, got True"):
         ZenFlowAccelerator(async_checkpoints=True)
+    with pytest.raises(MisconfigurationException, match="cpu must be False"):
+        ZenFlowAccelerator(cpu=True)
     with pytest.raises(ValueError, match="topk_ratio"):
         ZenFlowAccelerator(topk_ratio=2)
     accelerator = ZenFlowAccelerator()
@@ -224,14 +195,9 @@ def test_mistakes_before_the_loop() -> None:
         accelerator.prepare(model, torch.optim.SGD(model.parameters()))
 
 
-def test_cpu_that_is_asked_for() -> None:
-    with pytest.raises(MisconfigurationException, match="cpu must be False"):
-        ZenFlowAccelerator(cpu=True)
-
-
 def test_training_that_is_interrupted_ends_its_worker() -> None:
     loop = Loop(ZenFlowAccelerator(**LATE))
-    loop.accelerator.backward(loop.loss(*next(iter(loop.loader))))
+    backward(loop)
     loop.accelerator.free_memory()
     with pytest.raises(RuntimeError, match="backward must come after `accelerator.prepare"):
         loop.accelerator.backward(torch.ones((), dtype=torch.float32))

