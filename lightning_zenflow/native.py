@@ -18,7 +18,7 @@ import torch
 
 MAGIC: Final = 0x574F4C464E455A31
 
-VERSION: Final = 14
+VERSION: Final = 15
 
 HEADER_BYTES: Final = 4096
 
@@ -54,11 +54,11 @@ class ArenaHeader(Structure):
 
     _fields_ = fields(
         (c_uint64, "magic version total_bytes"),
-        (c_uint32, "gradient_dtype weight_dtype"),
+        (c_uint32, "model_dtype newest_first"),
         (c_uint64, "numel"),
         (c_uint32, "n_ranges n_blocks n_param_groups n_step_records n_slots n_publish_buffers"),
         (c_uint64, "slot_numel"),
-        (c_uint32, "n_journal_entries moments_dtype newest_first reserved"),
+        (c_uint32, "n_journal_entries moments_dtype"),
         (c_uint64, "ranges_offset blocks_offset step_records_offset step_record_bytes"),
         (c_uint64, "master_offset exp_avg_offset exp_avg_sq_offset scales_offset n_scales slots_offset publish_offset"),
         (c_uint64, "journal_offset block_words_offset block_jobs_offset block_shown_offset"),

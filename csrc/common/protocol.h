@@ -91,7 +91,7 @@
 namespace zenflow {
 
 constexpr uint64_t kMagic = 0x574f4c464e455a31ull;  // "1ZENFLOW" in memory order
-constexpr uint64_t kVersion = 14;
+constexpr uint64_t kVersion = 15;
 constexpr size_t kHeaderBytes = 4096;
 constexpr size_t kMaxMessageBytes = 16384;
 constexpr size_t kTileElements = 128;  // updated together by the replay kernel
@@ -110,9 +110,9 @@ struct ArenaHeader {
     uint64_t version;
     uint64_t total_bytes;
 
-    uint32_t gradient_dtype;  // DataType of the gradient slots
-    uint32_t weight_dtype;    // DataType of the publish buffers: the same
-    uint64_t numel;           // elements of the partition, padding included: length of master, exp_avg, exp_avg_sq
+    uint32_t model_dtype;   // DataType of the gradient slots and the publish buffers
+    uint32_t newest_first;  // 0 or 1: which of the jobs that wait comes first, see Order
+    uint64_t numel;         // elements of the partition, padding included: length of master, exp_avg, exp_avg_sq
 
     uint32_t n_ranges;  // entries of the range table
     uint32_t n_blocks;  // entries of the block table
@@ -123,8 +123,6 @@ struct ArenaHeader {
     uint64_t slot_numel;         // elements of a slot and of a publish buffer: the largest block, rounded up to 4096 bytes
     uint32_t n_journal_entries;  // at least 1; upper bound on the threads that share a job
     uint32_t moments_dtype;      // DataType of exp_avg and exp_avg_sq: float32, bfloat16 or int8
-    uint32_t newest_first;       // 0 or 1: which of the jobs that wait comes first, see Order
-    uint32_t reserved;
 
     uint64_t ranges_offset;        // Range[n_ranges], ascending, disjoint
     uint64_t blocks_offset;        // Block[n_blocks], ascending, disjoint
@@ -135,8 +133,8 @@ struct ArenaHeader {
     uint64_t exp_avg_sq_offset;    // moments_dtype[numel]
     uint64_t scales_offset;        // MomentScales[n_scales]
     uint64_t n_scales;             // 0 unless moments_dtype is int8
-    uint64_t slots_offset;         // gradient_dtype[n_slots][slot_numel]
-    uint64_t publish_offset;       // weight_dtype[n_publish_buffers][slot_numel]
+    uint64_t slots_offset;         // model_dtype[n_slots][slot_numel]
+    uint64_t publish_offset;       // model_dtype[n_publish_buffers][slot_numel]
     uint64_t journal_offset;       // JournalEntry[n_journal_entries]
     uint64_t block_words_offset;   // StepWord[n_blocks], of tentative steps
     uint64_t block_jobs_offset;    // int64_t[n_blocks], written by the worker: the last job of the block that is complete, or 0

@@ -32,10 +32,8 @@ void check_scalars(const ArenaHeader& header, uint64_t file_bytes) {
             ": trainer and worker are of different releases");
     require(header.total_bytes >= kHeaderBytes && header.total_bytes <= file_bytes, "arena: total_bytes must be from ",
             kHeaderBytes, " to the file's size of ", file_bytes, ", got ", header.total_bytes);
-    require(header.gradient_dtype <= static_cast<uint32_t>(DataType::kFloat16),
-            "arena: gradient_dtype must be 0 (float32), 1 (bfloat16) or 2 (float16), got ", header.gradient_dtype);
-    require(header.weight_dtype == header.gradient_dtype, "arena: weight_dtype must be gradient_dtype = ", header.gradient_dtype,
-            ", got ", header.weight_dtype);
+    require(header.model_dtype <= static_cast<uint32_t>(DataType::kFloat16),
+            "arena: model_dtype must be 0 (float32), 1 (bfloat16) or 2 (float16), got ", header.model_dtype);
     const auto moments = static_cast<DataType>(header.moments_dtype);
     require(moments == DataType::kFloat32 || moments == DataType::kBFloat16 || moments == DataType::kInt8,
             "arena: moments_dtype must be 0 (float32), 1 (bfloat16) or 3 (int8), got ", header.moments_dtype);
@@ -59,7 +57,7 @@ void check_region(const Region& region, uint64_t total_bytes) {
 }
 
 void check_regions(const ArenaHeader& header) {
-    const uint64_t model_bytes = element_bytes(static_cast<DataType>(header.gradient_dtype));
+    const uint64_t model_bytes = element_bytes(static_cast<DataType>(header.model_dtype));
     const uint64_t moment_bytes = element_bytes(static_cast<DataType>(header.moments_dtype));
     // Keeps the size of a slot below 2^64.
     require(header.slot_numel <= header.total_bytes, "arena: slot_numel must be at most total_bytes = ", header.total_bytes,

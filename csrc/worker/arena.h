@@ -27,7 +27,7 @@ class Arena {
     const ArenaHeader& header() const { return header_; }
     const std::vector<Range>& ranges() const { return ranges_; }
     const std::vector<Block>& blocks() const { return blocks_; }
-    DataType model_dtype() const { return static_cast<DataType>(header_.gradient_dtype); }
+    DataType model_dtype() const { return static_cast<DataType>(header_.model_dtype); }
     DataType moments_dtype() const { return static_cast<DataType>(header_.moments_dtype); }
 
     float* master() const { return at<float>(header_.master_offset); }

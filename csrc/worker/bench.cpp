@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <new>
 #include <ostream>
 
 #include "adamw/replay_adamw.h"
@@ -18,7 +16,6 @@
 namespace zenflow {
 namespace {
 
-constexpr size_t kPageBytes = 4096;
 constexpr size_t kChunkElements = 16384;
 
 // Calls work(begin, n) for each chunk of n elements that belongs to a thread: consecutive ones, like the shares of BlockReplay.
@@ -35,9 +32,7 @@ void for_chunks(size_t n, int thread, int n_threads, const Work& work) {
 template <typename T>
 class Array {
   public:
-    Array(size_t n, T value)
-        : data_(static_cast<T*>(std::aligned_alloc(kPageBytes, (n * sizeof(T) / kPageBytes + 1) * kPageBytes)), std::free) {
-        if (data_ == nullptr) throw std::bad_alloc();
+    Array(size_t n, T value) : data_(new T[n]) {
         run_in_parallel([&](int thread, int n_threads) {
             for_chunks(n, thread, n_threads, [&](size_t begin, size_t size) { std::fill_n(data_.get() + begin, size, value); });
         });
@@ -45,7 +40,7 @@ class Array {
     T* data() { return data_.get(); }
 
   private:
-    std::unique_ptr<T, void (*)(void*)> data_;
+    std::unique_ptr<T[]> data_;
 };
 
 template <typename Work>

@@ -7,7 +7,6 @@
 #include "adamw/stochastic_rounding.h"
 #include "common/error.h"
 #include "common/parallel.h"
-#include "worker/requests.h"
 
 namespace zenflow {
 namespace {
@@ -59,16 +58,6 @@ bool BlockReplay::acknowledge(const UpdateJob& job) {
     if (!is_complete(job)) return false;
     journal_.finish(job);
     return true;
-}
-
-void BlockReplay::touch_states() {
-    for (uint32_t block = 0; block < segments_.size(); ++block) {
-        const std::vector<Journal::Share> shares_of_block = shares(block);
-        run_in_parallel([&](int thread, int) {
-            const auto share = static_cast<size_t>(thread);
-            if (share < shares_of_block.size()) zenflow::touch_states(arena_, shares_of_block[share]);
-        });
-    }
 }
 
 void BlockReplay::run(const UpdateJob& job, const uint32_t* slots) {

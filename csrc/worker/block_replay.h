@@ -22,10 +22,6 @@ class BlockReplay {
     // each of its steps.
     void check(const UpdateJob& job, const uint32_t* slots) const;
 
-    // Allocates the memory of all blocks' master weights and moments on the NUMA nodes of the threads that will update them,
-    // given the current number of threads. Changes no values.
-    void touch_states();
-
     // See Journal.
     bool is_complete(const UpdateJob& job) const { return journal_.is_complete(job); }
     int64_t job_in_progress() const { return journal_.job_in_progress(); }

@@ -137,12 +137,18 @@ void export_entries(const Arena& arena, const Export& request) {
     });
 }
 
-void touch_states(const Arena& arena, const Journal::Share& share) {
-    // Of the scales, a hundredth of the states, the first job allocates the pages.
-    const AnyState first = arena.state(share.begin, 0), last = arena.state(share.end, 0);
-    touch(first.master, last.master);
-    touch(first.exp_avg, last.exp_avg);
-    touch(first.exp_avg_sq, last.exp_avg_sq);
+void touch_states(const Arena& arena) {
+    run_in_parallel([&](int thread, int n_threads) {
+        const auto i = static_cast<uint64_t>(thread), n = static_cast<uint64_t>(n_threads);
+        for (const auto& [begin, end] : arena.blocks()) {
+            // As BlockReplay divides a block. Of the scales, a hundredth of the states, the first job allocates the pages.
+            const AnyState first = arena.state(begin + (end - begin) * i / n, 0);
+            const AnyState last = arena.state(begin + (end - begin) * (i + 1) / n, 0);
+            touch(first.master, last.master);
+            touch(first.exp_avg, last.exp_avg);
+            touch(first.exp_avg_sq, last.exp_avg_sq);
+        }
+    });
 }
 
 void touch_rows(const Arena& arena, const Touch& request) {

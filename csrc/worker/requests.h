@@ -3,7 +3,6 @@
 
 #include "common/protocol.h"
 #include "worker/arena.h"
-#include "worker/journal.h"
 
 namespace zenflow {
 
@@ -12,9 +11,9 @@ namespace zenflow {
 // section.
 void export_entries(const Arena& arena, const Export& request);
 
-// Makes the kernel allocate the pages of a share's master weights and moments on the NUMA node of the calling thread. Only reads;
-// pages that are allocated already stay where they are. Thread-safe.
-void touch_states(const Arena& arena, const Journal::Share& share);
+// Makes the kernel allocate the pages of all blocks' master weights and moments on the NUMA nodes of the threads that will update
+// them, those of the caller's next parallel region. Only reads; pages that are allocated already stay where they are.
+void touch_states(const Arena& arena);
 
 // Carries out a Touch with all threads of the caller's next parallel region. Throws Error if it leaves the arena.
 void touch_rows(const Arena& arena, const Touch& request);

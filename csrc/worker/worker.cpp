@@ -117,7 +117,7 @@ void serve(const Options& options, Channel& channel) {
     records.nothing_missing();  // an earlier worker may have been killed while it waited
     BlockReplay replay(arena, records);
     // Before the trainer, which waits for Ready, writes there. After a restart the memory is already allocated.
-    if (arena.begun_job() == 0) replay.touch_states();
+    if (arena.begun_job() == 0) touch_states(arena);
 
     if (!channel.send(Ready{static_cast<uint32_t>(MessageType::kReady), static_cast<uint32_t>(options.cores.size()), kVersion}))
         return;

@@ -343,8 +343,7 @@ def _layout(
     header = native.ArenaHeader(
         magic=native.MAGIC,
         version=native.VERSION,
-        gradient_dtype=native.DATA_TYPES[dtype],
-        weight_dtype=native.DATA_TYPES[dtype],
+        model_dtype=native.DATA_TYPES[dtype],
         moments_dtype=native.DATA_TYPES[moments],
         numel=numel,
         n_scales=first_scales(partition.tiles)[-1] if moments == torch.int8 else 0,

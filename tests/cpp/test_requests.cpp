@@ -149,7 +149,7 @@ std::vector<bool> allocated(TrainerArena& arena) {
     return result;
 }
 
-// A worker that starts before the first job touches the states that it updates, one after a restart does not. Nothing changes.
+// A worker that starts before the first job touches the states of its blocks, one after a restart does not. Nothing changes.
 TEST(requests, states_are_touched_by_the_first_worker_only) {
     for (const int64_t n_jobs : {0, 1}) {
         TrainerArena trainer(large_spec());
@@ -160,10 +160,10 @@ TEST(requests, states_are_touched_by_the_first_worker_only) {
         const auto before = std::count(expected.begin(), expected.end(), true);
         WorkerProcess worker(trainer, test::all_cores());
         worker.receive_ready();
-        for (const Range& range : large_spec().ranges) {
+        for (const Block& block : large_spec().blocks) {
             for (const uint64_t offset : {header.master_offset, header.exp_avg_offset, header.exp_avg_sq_offset}) {
-                const uint64_t last = (offset + range.end * sizeof(float) - 1) / kPage;
-                uint64_t page = (offset + range.begin * sizeof(float)) / kPage;
+                const uint64_t last = (offset + block.end * sizeof(float) - 1) / kPage;
+                uint64_t page = (offset + block.begin * sizeof(float)) / kPage;
                 for (; page <= last && n_jobs == 0; ++page) expected[page] = true;
             }
         }

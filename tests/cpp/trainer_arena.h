@@ -63,7 +63,7 @@ class TrainerArena {
         ArenaHeader header{};
         header.magic = kMagic;
         header.version = kVersion;
-        header.gradient_dtype = header.weight_dtype = static_cast<uint32_t>(spec.model_dtype);
+        header.model_dtype = static_cast<uint32_t>(spec.model_dtype);
         header.moments_dtype = static_cast<uint32_t>(spec.moments_dtype);
         header.numel = spec.numel;
         header.n_scales = n_scales;
