@@ -29,7 +29,7 @@ struct Region {
 void check_scalars(const ArenaHeader& header, uint64_t file_bytes) {
     require(header.magic == kMagic, "arena: magic must be ", kMagic, ", got ", header.magic, ": this is not a ZenFlow arena");
     require(header.version == kVersion, "arena: version must be ", kVersion, ", got ", header.version,
-            ": trainer and worker are of different releases");
+            ": trainer and worker are of different releases; reinstall lightning-zenflow");
     require(header.total_bytes >= kHeaderBytes && header.total_bytes <= file_bytes, "arena: total_bytes must be from ",
             kHeaderBytes, " to the file's size of ", file_bytes, ", got ", header.total_bytes);
     require(header.model_dtype <= static_cast<uint32_t>(DataType::kFloat16),
