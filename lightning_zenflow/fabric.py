@@ -160,7 +160,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         """Checks what is trained, and sets up what the loop's calls need; otherwise as `_set_up`."""
         refuse_unsupported_module(module)
         if optimizer is not None:
-            validate_optimizer(optimizer, module, scheduled=True)
+            validate_optimizer(optimizer, module)
         built = self._set_up(initialize, module, optimizer)
         # Private: Fabric's own attribute, which it writes to where the loop names the model in `fabric.backward`.
         self._deepspeed_engine = self._trained

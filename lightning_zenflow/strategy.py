@@ -243,7 +243,7 @@ class TrainerStrategy(TrainerCheckpoints):
             raise MisconfigurationException(
                 "configure_optimizers must return an optimizer, got None; use `Trainer(strategy='auto')`, or `validate`, `test`, `predict`"
             )
-        validate_optimizer(optimizer, self.lightning_module, scheduled=scheduler is not None)
+        validate_optimizer(optimizer, self.lightning_module)
         return optimizer, scheduler
 
     @override

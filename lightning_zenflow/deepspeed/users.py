@@ -74,10 +74,10 @@ class UsersOptimizer:
                 "ZenFlow: the optimizer's moments and step count start at zero, unless a checkpoint is loaded (ckpt_path). It has"
                 " trained before, and strategy='auto' would continue its own; make it in configure_optimizers to begin anew"
             )
-        self._optimizer, groups = optimizer, optimizer.param_groups
+        self._optimizer = optimizer
         self._is_given_back = False
-        # What the other side has as groups, in them, and as the state: nothing is left for the user.
-        self._other = list(groups), [list(group["params"]) for group in groups], defaultdict[Tensor, Any](dict)
+        # What the other side has in the groups, and as the state: nothing is left for the user.
+        self._other = [list(group["params"]) for group in optimizer.param_groups], defaultdict[Tensor, Any](dict)
 
     def give_back(self) -> None:
         """Ends the training. May be called again."""
@@ -98,23 +98,20 @@ class UsersOptimizer:
                 self._exchange()
 
     def _exchange(self) -> None:
-        ours, (groups, of_groups, state) = self._optimizer.param_groups, self._other
-        self._other = list(ours), [group["params"] for group in ours], self._optimizer.state
-        # DeepSpeed's own optimizer removes groups of which nothing is trained.
-        ours[:] = groups
+        groups, (of_groups, state) = self._optimizer.param_groups, self._other
+        self._other = [group["params"] for group in groups], self._optimizer.state
         for group, params in zip(groups, of_groups, strict=True):
             group["params"] = params
         self._optimizer.state = state
         self._is_given_back = not self._is_given_back
 
 
-def validate_optimizer(optimizer: Optimizer, module: Module, *, scheduled: bool) -> None:
+def validate_optimizer(optimizer: Optimizer, module: Module) -> None:
     """Accepts exactly the classes whose update ZenFlow implements. Subclasses are refused, since they may compute another update.
 
     Args:
         optimizer: from `configure_optimizers`.
         module: the model that it trains.
-        scheduled: whether there is a learning rate scheduler.
 
     Raises:
         MisconfigurationException: its class, an option of a parameter group or a parameter is not supported.
@@ -141,11 +138,10 @@ def validate_optimizer(optimizer: Optimizer, module: Module, *, scheduled: bool)
                     f"{place_of(optimizer, index)}{option} must be {required}, got {value!r}"
                 )
         params = group["params"]
-        if (params or scheduled or divided) and not any(p.requires_grad and whole_shape(p).numel() for p in params):
+        if not any(p.requires_grad and whole_shape(p).numel() for p in params):
             raise MisconfigurationException(
                 f"{place_of(optimizer, index)}params must be a list with a trainable parameter, got {len(params)} frozen or empty ones;"
-                " remove the group: DeepSpeed cannot hold one that trains nothing at setup, and drops one of no parameters, which a"
-                f" scheduler counts{divided}"
+                f" remove the group: DeepSpeed cannot hold one that trains nothing at setup{divided}"
             )
         for place, p in enumerate(params):
             # Checkpoints have no name for it.

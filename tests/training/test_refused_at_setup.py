@@ -60,11 +60,6 @@ def with_a_complex_buffer() -> Model:
     return Model(part)
 
 
-def with_an_empty_group(parameters: list[nn.Parameter]) -> dict[str, Any]:
-    optimizer = torch.optim.AdamW([{"params": parameters}, {"params": []}])
-    return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.LinearLR(optimizer)}
-
-
 def replace_memory(trainer: pl.Trainer) -> None:
     weight = next(trainer.lightning_module.parameters())
     weight.data = weight.data.clone()
@@ -119,7 +114,7 @@ OURS: Refused = [
         r"group 0: params must be parameters of the module, got one of shape \[3, 2\] at place 2; make it an attribute",
     ),
     (
-        lambda: fit(Model(optimizers=with_an_empty_group)),
+        lambda: fit(Model(optimizers=lambda ps: torch.optim.AdamW([{"params": ps}, {"params": []}]))),
         r"group 1: params must be a list with a trainable parameter, got 0 frozen or empty ones",
     ),
     (lambda: fit(Model(nn.Embedding(5, 3, sparse=True))), r"part.sparse must be False, got True"),

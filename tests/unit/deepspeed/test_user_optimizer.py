@@ -26,10 +26,8 @@ def groups() -> list[dict[str, Any]]:
     ]
 
 
-def validate(optimizer: Optimizer, *, scheduled: bool = False) -> None:
-    validate_optimizer(
-        optimizer, nn.ParameterList(p for g in optimizer.param_groups for p in g["params"]), scheduled=scheduled
-    )
+def validate(optimizer: Optimizer) -> None:
+    validate_optimizer(optimizer, nn.ParameterList(p for g in optimizer.param_groups for p in g["params"]))
 
 
 def deepspeed_optimizer(kind: type, adam_w_mode: Any) -> Optimizer:
