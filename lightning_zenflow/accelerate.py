@@ -134,7 +134,7 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
         """Returns `strategy`. The first call makes the process group where no launcher has, which Accelerate expects under DeepSpeed."""
         if self.strategy is None:
             source = {**without(self.deepspeed_plugin.deepspeed_config, "auto"), "train_batch_size": None}
-            self.strategy = AccelerateStrategy(source, self._keys, self.device, self.init_handler)
+            self.strategy = AccelerateStrategy(source, self._keys, self.device)
             self.strategy.setup_environment()
         return self.strategy
 
@@ -217,7 +217,6 @@ class AccelerateStrategy(ZenFlowStrategy):
         config: of DeepSpeed, without what Accelerate completes.
         keys: of `ZenFlowConfig`.
         device: of this rank.
-        init_handler: Accelerate's options of the process group, or None.
     """
 
     calls: ClassVar = LoopCalls(
@@ -229,13 +228,12 @@ class AccelerateStrategy(ZenFlowStrategy):
     belongs_to_the_loop: ClassVar[Mapping[str, str]] = {}
     _said: str | None = None
 
-    def __init__(
-        self, config: Mapping[str, Any], keys: Mapping[str, Any], device: torch.device, init_handler: Any
-    ) -> None:
-        timeout = getattr(init_handler, "timeout", None)
-        super().__init__(config, **keys, **({} if timeout is None else {"timeout": timeout}))
+    def __init__(self, config: Mapping[str, Any], keys: Mapping[str, Any], device: torch.device) -> None:
         # What launchers set; else there is one rank, which sets it for DeepSpeed.
         is_launched = "LOCAL_RANK" in os.environ
+        # Private: that of the ranks' group, which Accelerate, or the `ddp_timeout` of transformers, has made.
+        limit = {"timeout": dist.group.WORLD._get_backend(device).options._timeout} if is_launched else {}
+        super().__init__(config, **keys, **limit)
         ranks = dist.get_world_size() if is_launched else 1
         # The second is that of DeepSpeed's launcher.
         on_host = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks)

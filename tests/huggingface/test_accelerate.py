@@ -179,7 +179,7 @@ def test_mistakes_in_the_loop(act: Callable[[Loop], object], error: type[Excepti
 def test_mistakes_before_the_loop() -> None:
     with pytest.raises(MisconfigurationException, match="async_checkpoints must be absent, got True"):
         ZenFlowAccelerator(async_checkpoints=True)
-    with pytest.raises(MisconfigurationException, match="cpu must be False"):
+    with new_process(), pytest.raises(MisconfigurationException, match="cpu must be False"):
         ZenFlowAccelerator(cpu=True)
     with pytest.raises(ValueError, match="topk_ratio"):
         ZenFlowAccelerator(topk_ratio=2)

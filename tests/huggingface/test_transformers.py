@@ -241,15 +241,17 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
 
 def main(folder: Path) -> None:
     """A rank of torchrun."""
+    from datetime import timedelta
     from unittest import mock
 
     from accelerate.state import PartialState
+    from deepspeed.utils import groups
 
     from lightning_zenflow.deepspeed.environment import use_cpu_accelerator
 
     use_cpu_accelerator()
     with mock.patch.dict("os.environ", ACCELERATE_USE_DEEPSPEED="true"):
-        PartialState(backend="gloo")
+        PartialState(backend="gloo", timeout=timedelta(seconds=77))
     ours = trainer(
         folder,
         max_grad_norm=0.5,
@@ -258,6 +260,8 @@ def main(folder: Path) -> None:
         accelerator_config={"use_configured_state": True},
     )
     ours.train()
+    # The group of ZeRO's collectives has the limit of the ranks' own.
+    assert groups._clone_world_group()._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
     if ours.is_world_process_zero():
         history = [{name: float(value) for name, value in entry.items()} for entry in ours.state.log_history]
         (folder / "history.json").write_text(json.dumps(history))
