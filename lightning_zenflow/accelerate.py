@@ -231,8 +231,9 @@ class AccelerateStrategy(ZenFlowStrategy):
     def __init__(self, config: Mapping[str, Any], keys: Mapping[str, Any], device: torch.device) -> None:
         # What launchers set; else there is one rank, which sets it for DeepSpeed.
         is_launched = "LOCAL_RANK" in os.environ
-        # Private: that of the ranks' group, which Accelerate, or the `ddp_timeout` of transformers, has made.
-        limit = {"timeout": dist.group.WORLD._get_backend(device).options._timeout} if is_launched else {}
+        # Private: that of the ranks' group, which Accelerate has made, with the `ddp_timeout` of transformers.
+        group: Any = dist.group.WORLD
+        limit = {"timeout": group._get_backend(device).options._timeout} if is_launched else {}
         super().__init__(config, **keys, **limit)
         ranks = dist.get_world_size() if is_launched else 1
         # The second is that of DeepSpeed's launcher.

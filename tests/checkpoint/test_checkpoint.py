@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp3
 
 from callbacks import At
 from checkpoint_files import RANK_FILE, assert_continues, edit, in_order
-from harness import APPROXIMATE, AUTO, EVERYTHING, Case, StockStrategy, run_here
+from harness import APPROXIMATE, AUTO, EVERYTHING, Case, run_here
 from lightning_zenflow.core import schedule
 from models import SHAPES
 from rank_processes import run_each, run_on_ranks
@@ -128,14 +128,14 @@ def test_it_opens_in_plain_deepspeed_and_the_other_way_round(precision: str, mom
     case = replace(EXACT, precision=precision, max_norm=1.0).with_keys(moments_dtype=moments)
     of_ours, of_stock = tmp_path / "ours.ckpt", tmp_path / "theirs.ckpt"
     whole = run_here(saving(case, 6, of_ours))
-    run_here(saving(case, 6, of_stock), strategy=StockStrategy())
+    run_here(replace(saving(case, 6, of_stock), stock=True))
     # What DeepSpeed's own optimizer has when training begins: flat, of each parameter group.
     masters: list[Any] = []
     note = At(
         "on_train_start", lambda t: masters.extend(map(torch.clone, t.optimizers[0].single_partition_of_fp32_groups))
     )
-    for resumed, strategy, callbacks in ((of_ours, StockStrategy(), [note]), (of_stock, None, [])):
-        rest = run_here(resuming(case, resumed), strategy=strategy, callbacks=callbacks)
+    for resumed, stock, callbacks in ((of_ours, True, [note]), (of_stock, False, [])):
+        rest = run_here(replace(resuming(case, resumed), stock=stock), callbacks=callbacks)
         assert len(rest.losses) == STEPS - 6
         # Where the others have no gradient, DeepSpeed's offload applies the one before again.
         ours, expected = ([w for w in run.weights if w.shape != SHAPES[6]] for run in (rest, whole))

@@ -84,12 +84,12 @@ class Grouped(Net):
 
 
 class Partial(Net):
-    """Parameters that no group has, which stay as they are, beside a group without any."""
+    """Parameters that no group has, which stay as they are."""
 
     @override
     def configure_optimizers(self) -> Any:
         self.embedding.requires_grad_(False)
-        groups = [list(self.hidden.parameters()), list(self.head.parameters()), []]
+        groups = [list(self.hidden.parameters()), list(self.head.parameters())]
         return torch.optim.AdamW([{"params": g, "lr": 1e-3 * (i + 1)} for i, g in enumerate(groups)])
 
 
