@@ -231,10 +231,10 @@ class AccelerateStrategy(ZenFlowStrategy):
     def __init__(self, config: Mapping[str, Any], keys: Mapping[str, Any], device: torch.device) -> None:
         # What launchers set; else there is one rank, which sets it for DeepSpeed.
         is_launched = "LOCAL_RANK" in os.environ
-        # Private: that of the ranks' group, which Accelerate has made, with the `ddp_timeout` of transformers.
-        group: Any = dist.group.WORLD
-        limit = {"timeout": group._get_backend(device).options._timeout} if is_launched else {}
-        super().__init__(config, **keys, **limit)
+        # Private: the limit of the ranks' group, which Accelerate has made, with the `ddp_timeout` of transformers; not all backends tell.
+        backend: Any = dist.group.WORLD._get_backend(device) if is_launched and dist.group.WORLD else None
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        super().__init__(config, **keys, **({} if timeout is None else {"timeout": timeout}))
         ranks = dist.get_world_size() if is_launched else 1
         # The second is that of DeepSpeed's launcher.
         on_host = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks)

@@ -262,6 +262,7 @@ class Session(RankEnvironment):
         """
         if self.zenflow_optimizer is not None and self.zenflow_optimizer.is_elsewhere:
             # Behind `sys.exit` in a child that a hook has forked.
+            self._background = None
             return
         with ExitStack() as last:
             last.callback(self._end_background)

@@ -329,7 +329,7 @@ class TrainerStrategy(TrainerCheckpoints):
             if is_over or plugin.norm_of_step is not None:
                 raise MisconfigurationException(
                     "ZenFlowStrategy: a step must have no backward pass behind `clip_gradients`, and no second one in the closure of"
-                    " `optimizer.step` where the closure before had one only; call `manual_backward` before `optimizer.step`"
+                    " `optimizer.step` where the closure before had one only; call `manual_backward` for the others before `optimizer.step`"
                 )
         return super().backward(*args, **kwargs)
 

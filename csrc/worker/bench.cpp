@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <ostream>
 
 #include "adamw/replay_adamw.h"
@@ -32,7 +34,9 @@ void for_chunks(size_t n, int thread, int n_threads, const Work& work) {
 template <typename T>
 class Array {
   public:
-    Array(size_t n, T value) : data_(new T[n]) {
+    // Begins with a page, as the arrays of the arena.
+    Array(size_t n, T value) : data_(static_cast<T*>(std::aligned_alloc(4096, (n * sizeof(T) / 4096 + 1) * 4096)), std::free) {
+        if (data_ == nullptr) throw std::bad_alloc();
         run_in_parallel([&](int thread, int n_threads) {
             for_chunks(n, thread, n_threads, [&](size_t begin, size_t size) { std::fill_n(data_.get() + begin, size, value); });
         });
@@ -40,7 +44,7 @@ class Array {
     T* data() { return data_.get(); }
 
   private:
-    std::unique_ptr<T[]> data_;
+    std::unique_ptr<T, void (*)(void*)> data_;
 };
 
 template <typename Work>

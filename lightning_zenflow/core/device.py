@@ -263,11 +263,11 @@ class PageLocks:
             self._addresses.append(address)
 
     def copy_of(self, values: Tensor) -> Tensor:
-        """Copies values of the host to page-locked memory of their own; where there are none, returns `values`.
+        """Copies values of the host to page-locked memory of their own; where that is not needed, returns `values`.
 
         The copy takes up to two memory pages more; torch's allocator rounds to powers of two.
         """
-        if values.numel() == 0:
+        if not self.are_needed or values.numel() == 0:
             return values
         n_bytes = round_up(values.nbytes, PAGE_BYTES)
         memory = torch.empty(n_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")

@@ -165,8 +165,9 @@ _types: MutableMapping[Tensor, torch.dtype] = WeakTensorKeyDictionary()
 def restore_types(module: Module) -> None:
     """Gives the parameters of a module the types that they had before `convert_module`, after training."""
     for parameter in module.parameters():
-        if (before := _types.pop(parameter, None)) is not None:
+        if (before := _types.get(parameter)) is not None:
             parameter.data = parameter.data.to(before)
+            del _types[parameter]
 
 
 class PlainPrecision(OtherBases):  # type: ignore[misc]

@@ -74,10 +74,10 @@ class UsersOptimizer:
                 "ZenFlow: the optimizer's moments and step count start at zero, unless a checkpoint is loaded (ckpt_path). It has"
                 " trained before, and strategy='auto' would continue its own; make it in configure_optimizers to begin anew"
             )
-        self._optimizer = optimizer
+        self._optimizer, groups = optimizer, optimizer.param_groups
         self._is_given_back = False
-        # What the other side has in the groups, and as the state: nothing is left for the user.
-        self._other = [list(group["params"]) for group in optimizer.param_groups], defaultdict[Tensor, Any](dict)
+        # What the other side has as groups, in them, and as the state: nothing is left for the user.
+        self._other = list(groups), [list(group["params"]) for group in groups], defaultdict[Tensor, Any](dict)
 
     def give_back(self) -> None:
         """Ends the training. May be called again."""
@@ -98,8 +98,10 @@ class UsersOptimizer:
                 self._exchange()
 
     def _exchange(self) -> None:
-        groups, (of_groups, state) = self._optimizer.param_groups, self._other
-        self._other = [group["params"] for group in groups], self._optimizer.state
+        ours, (groups, of_groups, state) = self._optimizer.param_groups, self._other
+        self._other = list(ours), [group["params"] for group in ours], self._optimizer.state
+        # The user may have added groups, which a step refuses.
+        ours[:] = groups
         for group, params in zip(groups, of_groups, strict=True):
             group["params"] = params
         self._optimizer.state = state

@@ -131,14 +131,14 @@ class TritonKernels(Kernels):
         writes = [(matrix, s) for matrix, s in writes if s.entries.numel()]
         if not writes:
             return lambda: None
-        like, runtime = writes[0][0], runtime_of(writes[0][0].device)
+        runtime = runtime_of(writes[0][0].device)
         on_host = [runtime.empty_on_host(table.shape, table.dtype).copy_(table) for table in _tables(writes)]
         # In stream order, without waiting for the device.
         tables = [runtime.to_device(table) for table in on_host]
 
         def write() -> None:
-            # The tables hold addresses in the tensors of `writes`.
-            device.write_columns[(len(tables[1]),)](*tables, like, enable_fp_fusion=False)
+            # The tables hold addresses in the tensors of `writes`, which must live as long as this function.
+            device.write_columns[(len(tables[1]),)](*tables, writes[0][0], enable_fp_fusion=False)
 
         return write
 

@@ -251,10 +251,12 @@ class Ownership:
 
     def clear(self) -> None:
         """Makes nothing device-owned."""
+        # First: behind an interruption nothing writes what is half gone.
+        self._write = None
         for block in self._rank.blocks:
             block.owned = Owned()
         self.selections.clear()
-        self._states, self._staging, self._write = [], [], None
+        self._states, self._staging = [], []
 
     def submitted(self, blocks: Iterable[Block]) -> None:
         """Phase *submit* for blocks whose window has just closed."""

@@ -6,6 +6,7 @@ with the worker's last output. `lightning_zenflow.worker.supervisor` then starts
 """
 
 import ctypes
+import errno
 import logging
 import os
 import select
@@ -149,11 +150,11 @@ class Worker:
                 self._release()
                 if not isinstance(error, OSError):
                     raise
-                refused = _threads_refused(str(error))
-                message = f"the ZenFlow worker could not be started: {error}{refused}"
-                raise WorkerError(
-                    message if refused else cannot_run(self._executable, error.strerror or error)
-                ) from error
+                if error.errno == errno.EAGAIN:
+                    message = f"the ZenFlow worker could not be started: {error}{_threads_refused(str(error))}"
+                else:
+                    message = cannot_run(self._executable, error.strerror or str(error))
+                raise WorkerError(message) from error
         try:
             # The start takes as long as the system needs to allocate the states, 12 bytes a parameter.
             ready = self.wait()

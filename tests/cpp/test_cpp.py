@@ -204,10 +204,12 @@ def error_of(worker: Path, arena_fd: int, messages: Sequence[bytes] = (), stderr
     return text
 
 
-QUICK_AND_ADDRESS = pytest.mark.parametrize("variant", ["quick", pytest.param("address", marks=pytest.mark.slow)])
+VARIANTS_WITH_ERRORS = pytest.mark.parametrize(
+    "variant", ["quick", *(pytest.param(v, marks=pytest.mark.slow) for v in ("release", "address"))]
+)
 
 
-@QUICK_AND_ADDRESS
+@VARIANTS_WITH_ERRORS
 def test_what_is_invalid_in_an_arena_is_named(variant: str) -> None:
     worker = folder_of(variant) / "zenflow-worker"
     for moments, changes in ((torch.float32, INVALID), (torch.int8, WITH_SCALES)):
@@ -220,7 +222,7 @@ def test_what_is_invalid_in_an_arena_is_named(variant: str) -> None:
     os.close(fd)
 
 
-@QUICK_AND_ADDRESS
+@VARIANTS_WITH_ERRORS
 def test_invalid_messages_and_arguments_are_explained(variant: str) -> None:
     """With a closed standard error as well."""
     worker = folder_of(variant) / "zenflow-worker"

@@ -312,7 +312,7 @@ def test_example_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert (tmp_path / "sft_output" / "model.safetensors").is_file()
 
 
-SAMPLE = Path(__file__).parents[2] / "examples" / "data" / "SST-2" / "train_pretrained.tsv"
+SAMPLE = Path(__file__).parents[2] / "examples" / "data" / "SST-2" / "train.tsv"
 N_STEPS, BATCH = 40, 16
 
 

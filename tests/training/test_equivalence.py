@@ -18,6 +18,7 @@ from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.plan import StepContext, StepInputs
 from lightning_zenflow.offload.rank_state import Block
 from models import OptimizerOptions
+from oracle import adamw_reference
 from same_bits import assert_is_adamw, assert_same_run, assert_same_tensors, compare_with_oracle
 
 STEPS = 11
@@ -68,6 +69,27 @@ def test_lightning_gives_the_same_bits(bucket: int | None) -> None:
     case = CASES["everything"]
     buckets = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket} if bucket else {}
     assert_same_run(run_here(case), run_here(replace(case, loop="trainer").with_keys(**buckets)))
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
+def test_the_oracle_is_torchs_adamw(kind: str) -> None:
+    """Two groups, a scheduler, accumulated gradients, clipping: against torch's optimizers in float64."""
+    case = Case(steps=STEPS, accumulate=3, max_norm=1.0, optimizer=OptimizerOptions(kind=kind))
+    weights, gradients, groups = case.fixed_gradients()
+    ours = adamw_reference(weights, gradients, groups, max_norm=1.0)
+    theirs = [torch.nn.Parameter(w.double()) for w in weights]
+    optimizer = getattr(torch.optim, kind)([{"params": [p]} for p in theirs])
+    for of_step, groups_of_step in zip(gradients, groups, strict=True):
+        for p, gradient, entry, h in zip(theirs, of_step, optimizer.param_groups, groups_of_step, strict=True):
+            p.grad = gradient.double()
+            entry.update(lr=h.lr, betas=(h.beta1, h.beta2), eps=h.eps, weight_decay=h.weight_decay)
+        # torch's clipping adds 1e-6 to the norm as well.
+        torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+        optimizer.step()
+    for i, p in enumerate(theirs):
+        torch.testing.assert_close(ours.weights[i], p.detach())
+        torch.testing.assert_close(ours.exp_avg[i], optimizer.state[p]["exp_avg"])
+        torch.testing.assert_close(ours.exp_avg_sq[i], optimizer.state[p]["exp_avg_sq"])
 
 
 def test_the_warm_up_is_not_repeated() -> None:

@@ -77,6 +77,15 @@ def test_every_forward_pass_sees_the_true_clip_factor(name: str) -> None:
     assert_same_run(run, run_here(CLIPPED[name].with_keys(overlap_step=False)))
 
 
+@pytest.mark.usefixtures("same_blocks")
+def test_the_bits_of_copies() -> None:
+    """With predicted factors, of weights and moments in 16 bits."""
+    case = CLIPPED["clipped, moments in bf16"].with_keys(clip_prediction=True)
+    in_place = run_here(case)
+    assert in_place.in_backward_jobs > 0
+    assert_same_run(in_place, run_here(case.with_keys(in_place=False)))
+
+
 @pytest.mark.parametrize(
     ("change", "usual"),
     [

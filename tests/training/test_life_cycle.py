@@ -24,12 +24,13 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from typing_extensions import override
 
 from callbacks import At
-from harness import PLACES, Case, fit, make_trainer, run_here, workers
+from harness import PLACES, Case, fit, make_trainer, run_here, snapshot, workers
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.worker.machine import HOST_MEMORY
 from lightning_zenflow.worker.process import WorkerError
 from models import TINY, LinearLossModule
 from networks import Perceptron
+from oracle import adamw_reference
 from processes import ArenaWatch, arena_mappings, leaves_no_file_open, shared_bytes
 from rank_processes import run_on_ranks
 from same_bits import assert_same_tensors
@@ -39,6 +40,19 @@ CASE = Case(steps=4, model_options={"shapes": TINY})
 
 def linear() -> LinearLossModule:
     return LinearLossModule(shapes=TINY)
+
+
+def test_fit_twice() -> None:
+    """A second fit of a Trainer starts from the weights that the first one left, with fresh moments and hooks."""
+    model = linear()
+    trainer = fit(model, steps=4)
+    middle = snapshot(model)
+    trainer.fit_loop.epoch_loop.max_steps = 10
+    trainer.fit(model)
+    # The data is a function of `global_step`, which goes on in the same trainer.
+    _, gradients, groups = replace(CASE, steps=10).fixed_gradients()
+    exact = adamw_reference(middle, gradients[4:], groups[:6]).weights
+    torch.testing.assert_close([w.double() for w in snapshot(model)], list(exact), rtol=1e-6, atol=1e-6)
 
 
 Wide = partial(Perceptron, widths=(1000, 500, 1000))
@@ -240,6 +254,8 @@ def test_an_error_of_one_rank_at_setup_is_raised_on_all() -> None:
         assert failed.error is not None and other.error is not None
         assert re.search(f"Error: .*{message}|Exception: {message}", failed.error)
         assert re.search(f"(Error|Exception): rank 1: .*{message}", other.error)
+        # That of `mend`, whose error would be chained.
+        assert "AssertionError" not in failed.error + other.error
 
 
 @pytest.mark.parametrize("stage", ["stage 2", "in host memory"])

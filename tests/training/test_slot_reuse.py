@@ -67,13 +67,14 @@ class Watched:
     """Publish buffers of jobs whose weights are copied to the model, and of the others."""
 
 
-def watch(case: Case, *answers: bool, more: int = 0) -> Watched:
+def watch(case: Case, *answers: bool, more: int = 0, few_blocks: int = 16) -> Watched:
     """Runs a case.
 
     Args:
         case: the case.
         answers: what the training thread sees before it waits, in turn: that the worker is done in time, or not. Without: whether it is.
         more: slots and buffers beyond the schedule's number.
+        few_blocks: of a small model; with fewer, slots suffice in more cases.
     """
     watched, turns = Watched(), itertools.cycle(answers)
     set_schedule = JobQueue.set_schedule
@@ -100,8 +101,7 @@ def watch(case: Case, *answers: bool, more: int = 0) -> Watched:
         commit(self, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        # With fewer, slots suffice in more cases.
-        patch.setattr(of_schedules, "_FEW_BLOCKS", 16)
+        patch.setattr(of_schedules, "_FEW_BLOCKS", few_blocks)
         patch.setattr(SlotPool, "acquire", watched_acquire)
         patch.setattr(JobQueue, "set_schedule", watched_set)
         patch.setattr(JobsInFlight, "enqueue", watched_enqueue)
@@ -160,7 +160,7 @@ def test_a_flush_publishes_anew_only_what_may_not_be_exact(keys: dict[str, Any],
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_same_bits_whenever_the_worker_is_done(name: str) -> None:
     in_turn = ((False,), (False, False, True), (True,))
-    never, sometimes, always = (watch(PUBLISHED[name], *answers).run for answers in in_turn)
+    never, sometimes, always = (watch(PUBLISHED[name], *answers, few_blocks=8).run for answers in in_turn)
     early = [sum(in_backward for in_backward, _ in run.h2d_bytes) for run in (never, sometimes, always)]
     # Where slots are few (d = 0, submitted in backward), answers are waited for during backward.
     assert early[0] == 0 or name == "changes of schedule"
@@ -173,5 +173,5 @@ def test_nothing_is_left_for_the_end_of_the_step() -> None:
     """But for the jobs of the first step, which selects and is synchronous."""
     # Without the last parameter, which has no gradient in every second step.
     case = replace(LATE, model_options={"shapes": SHAPES[:6]})
-    for in_backward, rest in watch(case, True).run.h2d_bytes[2:]:
+    for in_backward, rest in watch(case, True, few_blocks=8).run.h2d_bytes[2:]:
         assert in_backward > 0 and rest == 0

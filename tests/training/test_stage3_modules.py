@@ -41,6 +41,14 @@ def llama() -> Any:
     return LlamaForCausalLM(LlamaConfig(**SIZES))
 
 
+def gpt2() -> Any:
+    """The embedding's matrix is the head's, and matrices of layers are transposed."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=31, n_positions=16, n_embd=12, n_layer=2, n_head=2, **off))
+
+
 def t5() -> Any:
     """Encoder, decoder and head have the same embedding; relative positions are of the first layers alone."""
     from transformers import T5Config, T5ForConditionalGeneration
@@ -156,6 +164,7 @@ CASES = {
     "Llama, non-reentrant": of_transformers(llama, use_reentrant=False),
     "Llama, saved in host memory": of_transformers(llama, offload="saved"),
     "Llama, checkpointing with offload": of_transformers(llama, offload="checkpointing"),
+    "GPT-2": of_transformers(gpt2),
     "compiled": case_of(CompiledLlama),
     "tied, head in non-reentrant": case_of("TiedNet", checkpoint="non-reentrant", head_in_checkpoint=True),
 }
