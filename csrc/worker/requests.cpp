@@ -19,7 +19,6 @@ struct Gather {
     ExportTile tile;
     const uint32_t* columns;  // nullptr: all
     float* target;
-    uint64_t entries_before;  // of the request's tiles before this one
 
     // Copies entries [first, last), counted over the tile. `read(i)` gives the tile's element i.
     template <typename Read>
@@ -51,7 +50,7 @@ T* in_section(const Arena& arena, const char* what, uint64_t offset, uint64_t co
     return arena.at<T>(offset);
 }
 
-Gather checked(const Arena& arena, ExportTile tile, uint64_t entries_before) {
+Gather checked(const Arena& arena, const ExportTile& tile) {
     const uint64_t numel = arena.header().numel;
     require(tile.width >= 1 && tile.begin <= numel && tile.rows <= (numel - tile.begin) / tile.width,
             "export: a tile must lie in the partition of ", numel, " elements, got ", tile.rows, " x ", tile.width, " at ",
@@ -74,7 +73,7 @@ Gather checked(const Arena& arena, ExportTile tile, uint64_t entries_before) {
         require(n <= n_scales && tile.first_scale <= n_scales - n, "export: first_scale must be at most ", n_scales, " less the ",
                 n, " of a tile, got ", tile.first_scale);
     }
-    return {tile, columns, target, entries_before};
+    return {tile, columns, target};
 }
 
 // Reading allocates a page as well, because the mapping is a shared one of a file.
@@ -91,11 +90,7 @@ void touch(const void* first, const void* last) {
 void export_entries(const Arena& arena, const Export& request) {
     const auto* const tiles = in_section<const ExportTile>(arena, "tiles", request.tiles_offset, request.n_tiles);
     std::vector<Gather> gathers;
-    uint64_t n_entries = 0;
-    for (uint32_t i = 0; i < request.n_tiles; ++i) {
-        gathers.push_back(checked(arena, tiles[i], n_entries));
-        n_entries += gathers.back().tile.rows * gathers.back().tile.n_columns;
-    }
+    for (uint32_t i = 0; i < request.n_tiles; ++i) gathers.push_back(checked(arena, tiles[i]));
     const auto copy_all = [&](const Gather& gather, uint64_t first, uint64_t last) {
         const AnyState state = arena.state(gather.tile.begin, gather.tile.first_scale);
         const auto copy = [&](int array, const auto& read) {
@@ -124,15 +119,10 @@ void export_entries(const Arena& arena, const Export& request) {
     };
     run_in_parallel([&](int thread, int n_threads) {
         const auto n = static_cast<uint64_t>(n_threads), t = static_cast<uint64_t>(thread);
-        const uint64_t first = n_entries * t / n, last = n_entries * (t + 1) / n;
-        for (size_t i = 0; i < gathers.size(); ++i) {
-            const Gather& gather = gathers[i];
-            const uint64_t before = gather.entries_before;
-            const uint64_t after = i + 1 < gathers.size() ? gathers[i + 1].entries_before : n_entries;
-            const uint64_t end = std::min(last, after);
-            for (uint64_t at = std::max(first, before); at < end; at += kEntriesAtOnce) {
-                copy_all(gather, at - before, std::min(at + kEntriesAtOnce, end) - before);
-            }
+        for (const Gather& gather : gathers) {
+            const uint64_t n_entries = gather.tile.rows * gather.tile.n_columns, last = n_entries * (t + 1) / n;
+            for (uint64_t at = n_entries * t / n; at < last; at += kEntriesAtOnce)
+                copy_all(gather, at, std::min(at + kEntriesAtOnce, last));
         }
     });
 }
