@@ -302,6 +302,7 @@ def test_trainer_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_example_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of `examples/sft.py`."""
     monkeypatch.chdir(tmp_path)
     options = ["--max_steps=30", "--per_device_train_batch_size=8", "--logging_steps=10", "--disable_tqdm=True"]
     with new_process():

@@ -156,9 +156,10 @@ def test_a_rank_that_waits_for_another_outlives_its_workers_limit() -> None:
     """Words are waited for as long as collectives; when they do not come, all ranks end with an error, and say which wait it was."""
     case = replace(FIXED, topk_ratio=0, update_interval=1, publish_lag=0, steps=6)
     delay = lambda seconds: (At("on_train_start", functools.partial(delay_words, seconds)),)  # noqa: E731
-    late = replace(case, callbacks=delay(2)).with_keys(worker_timeout=1.0)
+    # Longer than a busy machine may keep the worker from looking at a word.
+    late = replace(case, callbacks=delay(5)).with_keys(worker_timeout=3.0)
     never = replace(case, callbacks=delay(math.inf), fails=True)
-    never = never.with_keys(worker_timeout=1.0, timeout=timedelta(seconds=5))
+    never = never.with_keys(worker_timeout=3.0, timeout=timedelta(seconds=5))
     runs = run_on_ranks({"in time": case, "late": late, "never": never})
     for ours, expected in zip(runs["late"], runs["in time"], strict=True):
         assert_same_run(ours, expected)
