@@ -217,7 +217,7 @@ class ProvisionalUpdate:
 def _full_rows(s: Slice, weights: Tensor) -> Tensor | None:
     """Full rows of a slice; None where there are too few: a single row or column has no factored second moment."""
     offset = -s.start % s.columns
-    rows = max(0, s.numel - offset) // s.columns
+    rows = (s.numel - offset) // s.columns
     if not s.is_matrix or rows < 2 or s.columns < 2:
         return None
     return weights.narrow(0, offset, rows * s.columns).view(rows, s.columns)
