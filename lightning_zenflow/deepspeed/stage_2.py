@@ -131,10 +131,10 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         for group, flat in zip(self.round_robin_bit16_groups, self.bit16_groups_flat, strict=True):
             address = flat.data_ptr()
             for parameter in group:
-                # Of an empty one torch gives no address.
-                if parameter.data_ptr() != address and parameter.numel():
+                name = self.param_names[parameter]
+                if parameter.data_ptr() != address or parameter.shape != self.full_state.shapes[name]:
                     raise MisconfigurationException(
-                        f"ZenFlowStrategy: {self.param_names[parameter]} must keep its memory, got another one since set-up, as by"
+                        f"ZenFlowStrategy: {name} must keep its memory, got another one since set-up, as by"
                         " `parameter.data = ...`, `module.to(...)` or `module.load_state_dict(..., assign=True)`: updates do not reach it"
                         " there. To give it other values, use deepspeed.utils.safe_set_full_fp32_param"
                     )

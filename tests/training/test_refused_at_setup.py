@@ -65,6 +65,11 @@ def replace_memory(trainer: pl.Trainer) -> None:
     weight.data = weight.data.clone()
 
 
+def free_memory(trainer: pl.Trainer) -> None:
+    weight = next(trainer.lightning_module.parameters())
+    weight.data = weight.data.new_empty(0)
+
+
 class WithoutLoss(LinearLossModule):
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
@@ -105,6 +110,10 @@ OURS: Refused = [
     (
         lambda: fit(Model(), callbacks=[At("on_train_batch_end", replace_memory)]),
         r"weights.0 must keep its memory, got another one since set-up, .* use deepspeed.utils.safe_set_full_fp32_param",
+    ),
+    (
+        lambda: fit(Model(), callbacks=[At("on_before_optimizer_step", free_memory)]),
+        r"weights.0 must keep its memory, got another one since set-up",
     ),
     (lambda: fit(Model(optimizers=lambda ps: None)), r"configure_optimizers must return an optimizer, got None"),
     (lambda: fit(Model(optimizers=lambda ps: [torch.optim.AdamW(ps)] * 2)), r"must return one optimizer, got several"),
