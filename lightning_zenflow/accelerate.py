@@ -32,7 +32,7 @@ from lightning_zenflow.config import KEYS, ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, resolve_config, without
 from lightning_zenflow.deepspeed.environment import use_cpu_accelerator
-from lightning_zenflow.deepspeed.release import remove_hooks
+from lightning_zenflow.deepspeed.removal import remove_hooks
 from lightning_zenflow.fabric import LoopCalls, ZenFlowStrategy
 from lightning_zenflow.session import Session
 

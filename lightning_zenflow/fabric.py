@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_zenflow.config import KEYS, ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.environment import PlainPrecision, inference_engine
-from lightning_zenflow.deepspeed.users import FromTrainer, refuse_unsupported_module, validate_optimizer
+from lightning_zenflow.deepspeed.users_objects import FromTrainer, refuse_unsupported_module, validate_optimizer
 from lightning_zenflow.fabric_checkpoints import FabricCheckpoints
 from lightning_zenflow.monitor.summary import StepMeter
 from lightning_zenflow.offload.step import ZenFlowStep

@@ -42,10 +42,10 @@ from lightning_zenflow.deepspeed.environment import (
     restore_types,
 )
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.release import Released, as_in_training, make_whole, pickled_as_before, release
+from lightning_zenflow.deepspeed.removal import Released, as_in_training, make_whole, pickled_as_before, release
 from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
-from lightning_zenflow.deepspeed.users import FromTrainer, UsersOptimizer
+from lightning_zenflow.deepspeed.users_objects import FromTrainer, UsersOptimizer
 from lightning_zenflow.worker.process import WorkerError
 
 Built = TypeVar("Built", bound=tuple[Any, ...])

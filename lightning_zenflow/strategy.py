@@ -26,7 +26,7 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config
 from lightning_zenflow.deepspeed.environment import TrainerPrecision, inference_engine
-from lightning_zenflow.deepspeed.users import (
+from lightning_zenflow.deepspeed.users_objects import (
     FromTrainer,
     refuse_unsupported_callbacks,
     refuse_unsupported_module,

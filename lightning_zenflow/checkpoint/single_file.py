@@ -37,7 +37,7 @@ from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
 from lightning_zenflow.deepspeed.host_state import MOMENTS, with_own_storage
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.parameters import further_names, is_divided, is_in_pieces
-from lightning_zenflow.deepspeed.users import REQUIRED_OPTIONS
+from lightning_zenflow.deepspeed.users_objects import REQUIRED_OPTIONS
 
 FILE_KEY = "lightning_zenflow.run_state"
 """Entry of ours in a file, beside those of users."""

@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lightning_zenflow.core.errors import MisconfigurationException, OtherBases
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.release import note_users_flags, remove_hooks
+from lightning_zenflow.deepspeed.removal import note_users_flags, remove_hooks
 
 
 class CpuAccelerator(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed has no type information

@@ -23,7 +23,7 @@ from lightning_zenflow.deepspeed.build import RankResources, ZeroPartition, buil
 from lightning_zenflow.deepspeed.flat_buffers import slices_of
 from lightning_zenflow.deepspeed.host_state import Checkpointing
 from lightning_zenflow.deepspeed.parameters import FullState, whole_shape
-from lightning_zenflow.deepspeed.release import restore_process
+from lightning_zenflow.deepspeed.removal import restore_process
 from lightning_zenflow.offload.ownership import Freezing
 from lightning_zenflow.offload.plan import StepInputs
 from lightning_zenflow.offload.step import ZenFlowStep

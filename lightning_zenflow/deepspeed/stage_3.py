@@ -25,7 +25,7 @@ from lightning_zenflow.deepspeed.fetch import FetchCoordinator, Piece
 from lightning_zenflow.deepspeed.flat_buffers import Layout
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.parameters import StateAccess
-from lightning_zenflow.deepspeed.users import check_inputs_of_leaf_modules, refuse_features_of_stage_3
+from lightning_zenflow.deepspeed.users_objects import check_inputs_of_leaf_modules, refuse_features_of_stage_3
 from lightning_zenflow.offload.plan import StepInputs
 
 _REDUCE_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"

@@ -11,10 +11,10 @@ from lightning_zenflow.core.device import Event, runtime_of
 from lightning_zenflow.core.schedule import StaggeredSchedule, StalenessCompensation, UpdateSchedule
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, mean_beta1
 from lightning_zenflow.native import Tentative
+from lightning_zenflow.offload.clip_verification import Verification
 from lightning_zenflow.offload.in_flight import JobsInFlight
 from lightning_zenflow.offload.plan import StepContext
 from lightning_zenflow.offload.rank_state import Block, RankState, SlotPool, Window
-from lightning_zenflow.offload.verification import Verification
 from lightning_zenflow.telemetry import Cause
 from lightning_zenflow.worker.arena import WORD_BYTES, StepWords
 

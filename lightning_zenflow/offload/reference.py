@@ -18,20 +18,23 @@ weight. A frozen parameter has no gradient and keeps its state. The paper instea
 
 * *Device-owned* elements show w_t after each step t. In a matrix, viewed as [out, rest], these are the columns of the largest importance,
   the squared norm of the column's gradient: the share `topk_ratio` of them, at least one. Vectors are device-owned as a whole.
-* *Host-owned* elements are divided into blocks. The window of block b closes in the steps t with t = b modulo S, and becomes a *job*, which
-  applies the window's S gradients. The job is published at the end of step t + d: the block shows w_t until its next job is published.
+* *Host-owned* elements are all others. All elements are divided into blocks. The window of block b closes in the steps t with t = b modulo
+  S, and becomes a *job*, which applies the window's S gradients, to device-owned elements too. The job is published at the end of step
+  t + d: the block's host-owned elements show w_t until its next job is published.
 * With d = 0, a job may begin during the backward pass, before N_t is known. Unless `clip_prediction` is false, the block then shows w_t
   with a *predicted* factor in the place of c_t. The exact state has c_t. Prediction: P_t is the sum of squares of the gradients that have
-  arrived so far, r_t the running geometric mean sqrt(r_(t-1) N_t^2 / P_t), and r_(t-1) P_t is taken for N_t^2.
+  arrived when the job begins, r_t the block's running geometric mean sqrt(r_(t-1) N_t^2 / P_t), and r_(t-1) P_t is taken for N_t^2.
 * In *synchronous* steps all elements show w_t. These are the warm-up, and the step that selects the columns.
 
 With S = 1, d = 0 and true factors, every step shows w_t: the training is AdamW's.
 
 **In the package** a block is a range of a rank's flat partition (`core/partition.py`), and each job is of one block. Gradients of a window
 lie in *slots*, new weights in *publish buffers*, both with w, m and v in memory that the trainer shares with a worker process
-(`worker/arena.py`). The worker *replays* a job: it applies the gradients in order, tile by tile. An undo log has each tile from before its
-update (`csrc/adamw/tile_journal.h`). If the worker is killed, a new one restores the tiles that are half updated, continues the job and
-answers all others that the trainer sends again (`worker/supervisor.py`); the shared memory has everything else.
+(`worker/arena.py`), and so do each step's factor and hyperparameters. The worker *replays* a job: it applies the gradients in order, all of
+them to one tile after the other. An undo log has each tile from before its update (`csrc/adamw/tile_journal.h`), and each block has the
+number of its last completed job. If the worker is killed, the trainer sends all jobs without an answer to a new one
+(`worker/supervisor.py`), which restores the tiles that are half updated, continues that job, and answers without work the jobs that were
+complete.
 
 Left out are later selections of columns (`offload/ownership.py`), weight prediction and provisional updates, which add an estimate of the
 missing updates to shown weights (`core/schedule.py`), the choice of S and d (`core/schedule.py`), short moments and loss scales.

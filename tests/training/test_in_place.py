@@ -19,8 +19,8 @@ from lightning_zenflow.core.device import PAGE_BYTES, SideStream
 from lightning_zenflow.core.partition import Partition, build_partition
 from lightning_zenflow.deepspeed import build
 from lightning_zenflow.native import Tentative
+from lightning_zenflow.offload.clip_verification import Verification
 from lightning_zenflow.offload.jobs import JobQueue
-from lightning_zenflow.offload.verification import Verification
 from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from processes import wait_for

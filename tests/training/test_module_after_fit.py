@@ -30,7 +30,7 @@ from fabric_runs import launch, set_up, train_step
 from harness import PLACES, Case, fit, make_trainer
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
-from lightning_zenflow.deepspeed.users import UsersOptimizer
+from lightning_zenflow.deepspeed.users_objects import UsersOptimizer
 from lightning_zenflow.worker.machine import HOST_MEMORY
 from networks import TiedNet
 from rank_processes import run_each, run_on_ranks

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, read_hyperparameters
-from lightning_zenflow.deepspeed.users import validate_optimizer
+from lightning_zenflow.deepspeed.users_objects import validate_optimizer
 
 
 def parameter(*shape: int) -> nn.Parameter:
