@@ -125,8 +125,9 @@ class ZenFlowConfig(BaseModel):
     )
     """Cores of the worker process: how many, or a list of which. "auto" leaves pt_reserved_cores_perc of them to the trainer."""
 
-    pt_reserved_cores_perc: _Share = _key(0.5, unit="fraction of cores", changes_numbers=False)
-    """Cores left to the trainer by `worker_cores: auto` (DeepSpeed's name)."""
+    pt_reserved_cores_perc: _Share | _Auto = _key("auto", unit="fraction of cores", changes_numbers=False)
+    """Cores left to the trainer by `worker_cores: auto` (DeepSpeed's name). "auto" is 0.5 where training is on the CPU, and an eighth, two
+    cores at least, where it is on a GPU: data loaders may use the worker's cores as well."""
 
     # System calls count their timeouts in milliseconds, in 32 bits.
     worker_timeout: float = _key(600.0, ge=0.001, le=1e6, unit="seconds", changes_numbers=False)

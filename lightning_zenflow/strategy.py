@@ -90,7 +90,7 @@ class TrainerStrategy(TrainerCheckpoints):
         offload: bool | None = None,
         accumulate_on: Literal["auto", "device", "host"] | None = None,
         worker_cores: int | Sequence[int] | Literal["auto"] | None = None,
-        pt_reserved_cores_perc: float | None = None,
+        pt_reserved_cores_perc: float | Literal["auto"] | None = None,
         worker_timeout: float | None = None,
         max_worker_restarts: int | None = None,
         checkpoint_format: Literal["auto", "deepspeed", "lightning"] | None = None,

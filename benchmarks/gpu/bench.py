@@ -44,7 +44,7 @@ class Case:
 
 
 _BILLION = "1.5e9 parameters, {} x 1024 tokens"
-_FIRST = ("none", "zenflow_exact", "zero_offload", "zenflow_exact_cores", "zenflow")
+_FIRST = ("none", "zenflow_exact", "zero_offload", "zenflow_exact_half", "zenflow")
 _OTHERS = ("deepspeed_zenflow", "zenflow_auto", "torchao", "fsdp2", "zenflow_no_provisional")
 CASES: dict[str, dict[str, Case]] = {
     "cuda": {

@@ -108,8 +108,8 @@ METHODS = {
     "zenflow_s2": _zenflow("S=2, d=1", update_interval=2, publish_lag=1),
     "zenflow_s4_d0": _zenflow("S=4, d=0", update_interval=4, publish_lag=0),
     "zenflow_exact": _zenflow("S=1, d=0", **_AT_ONCE),
-    "zenflow_exact_cores": _zenflow(
-        "S=1, d=0, an eighth of the cores for the trainer", pt_reserved_cores_perc=0.125, **_AT_ONCE
+    "zenflow_exact_half": _zenflow(
+        "S=1, d=0, half of the cores for the trainer", pt_reserved_cores_perc=0.5, **_AT_ONCE
     ),
     "zenflow_module_order": StepMethod(
         make_strategy=partial(ModuleOrder, topk_ratio=0.05, **_AT_ONCE),

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,8 @@ class Place:
     """Identity of the kernel: core numbers are comparable between ranks with the same one."""
     allowed: tuple[int, ...]
     """Logical cores the rank may use, ascending."""
+    has_gpu: bool
+    """Whether the model is on a GPU, so that the trainer itself needs few cores."""
     gpu_cores: tuple[int, ...]
     """Cores of the GPU's NUMA node, allowed or not; empty if unknown or without a GPU."""
     cpu_limit: float
@@ -60,6 +62,7 @@ def read_place(device: torch.device) -> Place:
     return Place(
         host=read_file(_ROOT / "proc/sys/kernel/random/boot_id") or os.uname().nodename,
         allowed=tuple(allowed_cores()),
+        has_gpu=device.type != "cpu",
         gpu_cores=tuple(parse_core_list(read_file(gpu / "local_cpulist"))) if has_node else (),
         cpu_limit=cpu_limit(),
     )
@@ -146,14 +149,16 @@ class WorkerCores:
 
 
 def worker_cores(
-    request: str | int | Sequence[int], *, places: Sequence[Place], index: int, reserved_share: float
+    request: str | int | Sequence[int], *, places: Sequence[Place], index: int, reserved_share: float | Literal["auto"]
 ) -> WorkerCores:
     """Chooses the cores of one rank's worker.
 
     1. The rank's *candidates* are its allowed cores on its GPU's NUMA node, or all allowed cores if there are none. Ranks whose candidates
        overlap divide them evenly.
     2. A control group's limit on CPU time bounds the share; the ranks of the host divide it evenly.
-    3. The trainer keeps `reserved_share` of the rank's share; the worker gets the others, at least one.
+    3. The trainer keeps `reserved_share` of the rank's share; the worker gets the others, at least one. Where the trainer has a GPU, "auto"
+       is an eighth, two cores at least. A worker's thread that shares its core with one process of a data loader runs at half of its
+       speed at worst, and then a job takes about as long as on half of the cores.
 
     The trainer is not pinned: its threads and data loaders find the free cores.
 
@@ -162,7 +167,7 @@ def worker_cores(
             host: rank r gets the r-th of equal parts of the list, or one core in turn if there are fewer cores than ranks.
         places: places of the host's ranks.
         index: index of the rank in `places`.
-        reserved_share: share of a rank's cores for the trainer, 0 to 1 (DeepSpeed's `pt_reserved_cores_perc`).
+        reserved_share: share of a rank's cores for the trainer, 0 to 1 (DeepSpeed's `pt_reserved_cores_perc`), or "auto".
 
     Raises:
         ValueError: a requested core is not allowed, or there are fewer cores than requested.
@@ -174,7 +179,8 @@ def worker_cores(
     limit = place.cpu_limit / len(places)
     mine = share[-max(1, int(limit)) :] if limit < len(share) else share
     if isinstance(request, str):
-        cores = mine[-max(1, len(mine) - round(reserved_share * len(mine))) :]
+        reserved = _reserved(place, len(mine)) if reserved_share == "auto" else round(reserved_share * len(mine))
+        cores = mine[-max(1, len(mine) - reserved) :]
         reason = "on the GPU's NUMA node" if set(candidates) <= set(place.gpu_cores) else "a share of the allowed cores"
         if mine != share:
             reason += f", limited by a control group to {limit:g} CPUs for this rank"
@@ -195,6 +201,10 @@ def worker_cores(
         cores = _part(list(request), index, len(places))
         reason = "given by worker_cores"
     return WorkerCores(cores=tuple(cores), reason=reason, trainer_threads=max(1, len(mine) - len(cores)))
+
+
+def _reserved(place: Place, n_cores: int) -> int:
+    return max(2, round(n_cores / 8)) if place.has_gpu else round(n_cores / 2)
 
 
 def _candidates(place: Place) -> list[int]:

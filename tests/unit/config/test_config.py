@@ -39,7 +39,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "offload": ([False], [0, 1, "true", "auto"]),
     "accumulate_on": (["auto", "device", "host"], ["cpu", "Host", ["host"]]),
     "worker_cores": (["auto", 3, [4, 0], range(2)], [0, 1.0, "2", [], [-1], [True], [1.0], ["1"]]),
-    "pt_reserved_cores_perc": SHARE,
+    "pt_reserved_cores_perc": ([*SHARE[0], "auto"], [-0.01, 1.01, "half", 10**400]),
     "worker_timeout": ([1, 1e6], [0, 2e6]),
     "max_worker_restarts": ([0, 100], ["auto"]),
     "checkpoint_format": (["auto", "deepspeed", "lightning"], ["file", "Lightning", 1]),

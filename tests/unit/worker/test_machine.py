@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -39,11 +40,16 @@ def write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def place(allowed: Sequence[int], gpu_cores: Sequence[int] = (), cpu_limit: float = math.inf) -> Place:
-    return Place(host="here", allowed=tuple(allowed), gpu_cores=tuple(gpu_cores), cpu_limit=cpu_limit)
+def place(
+    allowed: Sequence[int], gpu_cores: Sequence[int] = (), cpu_limit: float = math.inf, *, has_gpu: bool = False
+) -> Place:
+    near = tuple(gpu_cores)
+    return Place(
+        host="here", allowed=tuple(allowed), has_gpu=has_gpu or bool(near), gpu_cores=near, cpu_limit=cpu_limit
+    )
 
 
-def choose(request: Request, places: Sequence[Place], reserved: float) -> list[WorkerCores]:
+def choose(request: Request, places: Sequence[Place], reserved: float | Literal["auto"]) -> list[WorkerCores]:
     """The choice of each rank."""
     return [worker_cores(request, places=places, index=index, reserved_share=reserved) for index in range(len(places))]
 
@@ -61,6 +67,12 @@ FOUR_GPUS = [place(range(32), near) for near in (FIRST, FIRST, SECOND, SECOND)]
         ("auto", [place(range(1))], 0.5, [[0]]),
         ("auto", [place(range(2))], 1.0, [[1]]),
         ("auto", [place(range(8))], 0.25, [[2, 3, 4, 5, 6, 7]]),
+        # By default half of them where it computes there, otherwise an eighth, two at least; the worker has one in any case.
+        ("auto", [place(range(16))], "auto", [[*range(8, 16)]]),
+        ("auto", [place(range(16), has_gpu=True)], "auto", [[*range(2, 16)]]),
+        ("auto", [place(range(48), has_gpu=True)], "auto", [[*range(6, 48)]]),
+        ("auto", [place(range(8), has_gpu=True)] * 2, "auto", [[2, 3], [6, 7]]),
+        ("auto", [place(range(2), has_gpu=True)], "auto", [[1]]),
         # Ranks share no core while there are enough.
         ("auto", [place(range(8))] * 3, 0.0, [[0, 1], [2, 3, 4], [5, 6, 7]]),
         ("auto", [place(range(2))] * 4, 0.5, [[0], [1], [0], [1]]),
@@ -89,7 +101,9 @@ FOUR_GPUS = [place(range(32), near) for near in (FIRST, FIRST, SECOND, SECOND)]
         (3, [place(range(16), cpu_limit=2)], 0.0, [[13, 14, 15]]),
     ],
 )  # fmt: skip
-def test_cores(request_: Request, places: Sequence[Place], reserved: float, expected: list[list[int]]) -> None:
+def test_cores(
+    request_: Request, places: Sequence[Place], reserved: float | Literal["auto"], expected: list[list[int]]
+) -> None:
     assert [list(chosen.cores) for chosen in choose(request_, places, reserved)] == expected
 
 
@@ -148,10 +162,10 @@ def test_cores_of_a_gpus_node(
         def pci_address(self) -> str:
             return "0000:3b:00.0"
 
-    monkeypatch.setitem(RUNTIMES, "cpu", OnABus)
+    monkeypatch.setitem(RUNTIMES, "meta", OnABus)
     monkeypatch.setattr(machine, "_ROOT", write(tmp_path, files))
-    place = read_place(torch.device("cpu"))
-    assert place.gpu_cores == cores
+    place = read_place(torch.device("meta"))
+    assert (place.has_gpu, place.gpu_cores) == (True, cores)
     # What the other files would say.
     assert (place.host, place.allowed, place.cpu_limit) == (os.uname().nodename, tuple(allowed_cores()), math.inf)
 
@@ -177,11 +191,14 @@ def test_limits_of_cpu_time(
 ) -> None:
     monkeypatch.setattr(machine, "_ROOT", write(tmp_path, files))
     place = read_place(torch.device("cpu"))
-    assert (place.cpu_limit, place.gpu_cores) == (cpus, ())
+    assert (place.cpu_limit, place.has_gpu, place.gpu_cores) == (cpus, False, ())
 
 
 def test_ranks_on_other_hosts_are_no_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    places = [Place(host=host, allowed=(rank,), gpu_cores=(), cpu_limit=math.inf) for rank, host in enumerate("abab")]
+    places = [
+        Place(host=host, allowed=(rank,), has_gpu=False, gpu_cores=(), cpu_limit=math.inf)
+        for rank, host in enumerate("abab")
+    ]
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     monkeypatch.setattr(dist, "all_gather_object", lambda gathered, _: gathered.__setitem__(slice(None), places))
