@@ -107,11 +107,13 @@ class Selector:
         """New sums for the proxies of one step."""
         return ColumnSquaredNorms(self._columns, self._device)
 
-    def select(self, column_norms: ColumnSquaredNorms, step: int) -> tuple[list[Columns | None], Tensor] | None:
-        """Chooses columns by reduced proxies. Waits for the device.
+    def select(
+        self, column_norms: ColumnSquaredNorms, step: int, *, finite: Tensor
+    ) -> tuple[list[Columns | None], Tensor] | None:
+        """Chooses columns by reduced proxies of a step, which `finite`, 0-D bool on the device, says is applied. Waits for the device.
 
         Returns:
-            None if the gradient was not finite; then the next step selects. Else for each parameter its columns, None standing for all; and
+            None if the step is not applied; then the next one selects. Else for each parameter its columns, None standing for all; and
             the share of the gradient's squared norm in the columns that were selected before, or in these if they are the first ones: 0-D
             float32 on the device, not finite where all gradients are zero.
         """
@@ -119,7 +121,7 @@ class Selector:
         # On the device, all matrices of a width at once: a large model has hundreds, and the host takes half a millisecond for each. One
         # copy brings to the host all that it needs.
         chosen, positions = self._largest(flat)
-        copied = AsyncHostCopy(torch.cat([torch.isfinite(flat).all().long().view(1), chosen])).read()
+        copied = AsyncHostCopy(torch.cat([finite.long().view(1), chosen])).read()
         if not copied[0].tolist():
             return None
         share = flat.index_select(0, positions if self.owned is None else self.owned).sum() / flat.sum()

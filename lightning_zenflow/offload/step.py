@@ -209,7 +209,7 @@ class ZenFlowStep:
             self._provisional.end_step(scale, loss_scale)
         # select
         with record_function("zenflow select"):
-            self._select(context)
+            self._select(context, scale.finite)
         # submit
         with record_function("zenflow submit"):
             closed = self._jobs.submit_closing(context, groups)
@@ -375,7 +375,7 @@ class ZenFlowStep:
         assert self._context is not None
         return self._context
 
-    def _select(self, context: StepContext) -> None:
+    def _select(self, context: StepContext, finite: Tensor) -> None:
         """Adds the proxies over the ranks and selects, or gives up all columns, where that is due."""
         columns = None
         if context.releases:
@@ -385,7 +385,7 @@ class ZenFlowStep:
             add_over_ranks(norms.flat, self._group)
             # The host waits for the proxies; counted as stall.
             with self._telemetry.measure("select"):
-                selected = self._selector.select(norms, context.number)
+                selected = self._selector.select(norms, context.number, finite=finite)
             if selected is not None:
                 columns = self._freezing.of_slices(selected[0])
                 self._selector.owned_norm_share.copy(selected[1])

@@ -233,16 +233,16 @@ STEP_BY_STEP = {
     "in backward": replace(NETWORK, update_interval=2, publish_lag=0),
     "flushes": replace(NETWORK, publish_lag=3, warm_up=2, flush_after=(3, 9, 10)),
     "accumulated, clipped": replace(NETWORK, topk_ratio=0.2, accumulate=3, max_norm=0.5),
-    # Of the step that decides the selection; the next one that is finite does instead.
+    # Of the step that decides the selection; the next one that is finite does instead. Of the last one a vector alone is not.
     **{
         f"steps {steps} are not finite": Case(
             steps=10,
             topk_ratio=0.3,
             warm_up=warm_up,
-            model_options={"not_finite": {(step, 0): math.nan for step in steps}},
+            model_options={"not_finite": {(step, 0): math.nan for step in steps}, "not_finite_in": parameter},
             loop="direct",
         )
-        for steps, warm_up in (((0, 1), 0), ((2,), 3))
+        for steps, warm_up, parameter in (((0, 1), 0, 0), ((2,), 3, 0), ((0,), 0, 3))
     },
 }
 for name, precision in (("defaults", "bf16-true"), ("flushes", "bf16-mixed")):
