@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.nn import Module, Parameter
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
@@ -159,15 +160,15 @@ def _as_one_device(lightnings: type[Any]) -> Iterator[None]:
 
 
 _types: MutableMapping[Tensor, torch.dtype] = WeakTensorKeyDictionary()
-"""Of parameters that are float32 for as long as they are trained."""
+"""Of parameters and buffers that are float32 for as long as their module is trained."""
 
 
 def restore_types(module: Module) -> None:
-    """Gives the parameters of a module the types that they had before `convert_module`, after training."""
-    for parameter in module.parameters():
-        if (before := _types.get(parameter)) is not None:
-            parameter.data = parameter.data.to(before)
-            del _types[parameter]
+    """Gives parameters and buffers of a module the types that they had before `convert_module`, after training."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if (before := _types.get(tensor)) is not None:
+            tensor.data = tensor.data.to(before)
+            del _types[tensor]
 
 
 class PlainPrecision(OtherBases):  # type: ignore[misc]
@@ -176,7 +177,7 @@ class PlainPrecision(OtherBases):  # type: ignore[misc]
     @override
     def convert_module(self, module: Module) -> Module:
         """With "32-true", buffers and frozen parameters keep their types; trained ones become float32, as their master weights are, and
-        so do those with a fraction that are in one module with them, until `restore_types`.
+        so do those with a fraction that are in one module with them, and buffers of 16 bits there, until `restore_types`.
         """
         if self.precision != "32-true":
             converted: Module = super().convert_module(module)
@@ -186,9 +187,11 @@ class PlainPrecision(OtherBases):  # type: ignore[misc]
         for part in module.modules():
             own = [p for p in part.parameters(recurse=False) if p.is_floating_point()]
             if not trained.isdisjoint(own):
-                for parameter in own:
-                    _types.setdefault(parameter, parameter.dtype)
-                    parameter.data = parameter.data.float()
+                # Parametrizations are modules of their own.
+                buffers = part.buffers(recurse=isinstance(part, ParametrizationList))
+                for tensor in (*own, *(b for b in buffers if b.dtype in (torch.bfloat16, torch.float16))):
+                    _types.setdefault(tensor, tensor.dtype)
+                    tensor.data = tensor.data.float()
         if others:
             rank_zero_info(
                 f"ZenFlow: {len(others)} trained parameters are float32 in training with precision='32-true', {others[0][0]} the first;"

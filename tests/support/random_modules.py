@@ -135,6 +135,8 @@ LAYERS: dict[str, tuple[Callable[[int, int], nn.Module], Callable[[Any, Inputs, 
 """How a layer of two sizes is made, and its output: (module, inputs, sizes) -> tensor."""
 FLOAT32_ONLY = {"orthogonal"}
 """Layers that torch has no bfloat16 operations for."""
+OF_MODULES = {"attention", "orthogonal", "spectral norm", "weight norm"}
+"""Layers of several modules, between which torch converts nothing: what is frozen keeps its type, in "32-true", beside trained float32."""
 NO_WIDER_BUFFERS = {"batch norm", "spectral norm"}
 """Layers that torch does not do on the CPU with weights in bfloat16 and buffers in float32, as with the precision "bf16-mixed"."""
 
@@ -149,7 +151,8 @@ def made(part: Part) -> nn.Module:
         module: nn.Module = nn.ParameterList([nn.Parameter(torch.randn(part.shape))])
     else:
         module = LAYERS[part.kind][0](*part.sizes)
-    module = module.to(part.dtype)
+    has_two_types = part.kind in OF_MODULES and part.frozen in ("vectors", "first")
+    module = module.to(torch.float32 if has_two_types or part.kind in FLOAT32_ONLY else part.dtype)
     for i, p in enumerate(module.parameters()):
         p.data = LAYOUTS[part.layout](p.data)
         frozen = {"none": False, "all": True, "vectors": p.dim() < 2, "first": i == 0}[part.frozen]
@@ -178,8 +181,10 @@ class RandomNet(TestModule):
         total = torch.tanh(self.base(Inputs(step, micro, dtype=dtype).numbers(3, 5))).float().square().mean()
         for i, (part, module) in enumerate(zip(self.options, self.parts, strict=True)):
             output = raw if part.kind == "raw" else LAYERS[part.kind][1]
+            # What is frozen as a whole keeps its type.
+            of_part = next((p.dtype for p in module.parameters()), dtype)
             for time in range(part.times_used(step, micro)):
-                inputs = module, Inputs(step, micro, i, time, dtype=dtype), *part.sizes
+                inputs = module, Inputs(step, micro, i, time, dtype=of_part), *part.sizes
                 again = part.recomputed and part.kind != "spectral norm"
                 y = checkpoint(output, *inputs, use_reentrant=False) if again else output(*inputs)
                 total = total + torch.sin(2 * y.float()).sum() / (1 + y.numel())

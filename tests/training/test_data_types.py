@@ -142,6 +142,7 @@ class OtherTypes(OwnTypes):
         self.codes = nn.Parameter(torch.arange(12, dtype=torch.uint8), requires_grad=False)
         self.short = nn.Parameter(torch.full((13,), 0.5, dtype=torch.bfloat16), requires_grad=trains)
         self.register_buffer("long", torch.tensor(1 + 2**-40, dtype=torch.float64))
+        self.register_buffer("mean", torch.full((13,), 0.5, dtype=torch.bfloat16))
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -162,15 +163,17 @@ def test_what_is_not_trained_keeps_its_type(stage: int, tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_is_trained_is_float32_in_training(stage: int, caplog: pytest.LogCaptureFixture, tmp_path: Any) -> None:
-    """Afterwards it has its type again, and the weights of a training in float32."""
+    """And so are buffers beside it, such as running means. Afterwards it has its type again, and the weights of a training in float32."""
     seen: list[torch.dtype] = []
-    look = pl.callbacks.LambdaCallback(on_train_batch_end=lambda _, module, *__: seen.append(module.short.dtype))
+    look = pl.callbacks.LambdaCallback(
+        on_train_batch_end=lambda _, module, *__: seen.extend((module.short.dtype, module.mean.dtype))
+    )
     ours, theirs = OtherTypes(trains=True), OtherTypes(trains=True)
-    theirs.short = nn.Parameter(theirs.short.detach().float())
+    theirs.short, theirs.mean = nn.Parameter(theirs.short.detach().float()), theirs.mean.float()
     for module, strategy in ((ours, ZenFlowStrategy(**NOTHING_LATE, stage=stage)), (theirs, "auto")):
         trainer = fit(module, strategy, callbacks=[look])
     assert set(seen) == {torch.float32} and "1 trained parameters are float32 in training" in caplog.text
-    assert ours.short.dtype == torch.bfloat16
+    assert ours.short.dtype == ours.mean.dtype == torch.bfloat16
     torch.testing.assert_close(ours.short, theirs.short.bfloat16(), rtol=0, atol=0)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     resumed = OtherTypes(trains=True)
