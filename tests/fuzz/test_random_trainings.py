@@ -16,7 +16,7 @@ from lightning_zenflow.core.schedule import LARGEST_LAG
 from models import SHAPES, OptimizerOptions, decay, hyperparameters
 from networks import TIED_NETS
 from processes import shared_bytes
-from random_modules import FLOAT32_ONLY, NO_WIDER_BUFFERS, PARTS, Part, RandomNet
+from random_modules import FLOAT32_ONLY, LAYERS, NO_WIDER_BUFFERS, PARTS, Part, RandomNet
 from same_bits import assert_is_adamw, compare_with_oracle
 
 GROUPS = st.builds(
@@ -141,6 +141,13 @@ FOUND = {
 @pytest.mark.parametrize("name", FOUND)
 def test_found(name: str) -> None:
     train_and_check(FOUND[name])
+
+
+@pytest.mark.parametrize("frozen", ["none", "all", "vectors", "first"])
+def test_each_layer_in_16_bits(frozen: str) -> None:
+    """Beside others in float32, with the precision "32-true"."""
+    for kind in LAYERS:
+        train_and_check(found(Part(kind=kind, frozen=frozen, dtype=torch.bfloat16), seed=1))
 
 
 FROZEN = st.dictionaries(st.integers(0, 5), st.tuples(st.integers(0, 8), st.integers(2, 16)), max_size=2)
