@@ -52,10 +52,10 @@ QUOTES = (
         Quote(
             document=CONVERGENCE,
             table=task,
-            record="gpu_h200/glue",
+            record=record,
             columns=("method", "mean at each lr", "best lr", "min..max", "seeds", "clipped", "steps by schedule"),
         )
-        for task in ("SST-2", "RTE")
+        for task, record in (("SST-2", "gpu_h200/glue"), ("CoLA", "glue"))
     ),
 )
 
