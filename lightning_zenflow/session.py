@@ -191,8 +191,8 @@ class Session(RankEnvironment):
         return built
 
     def _begin_micro_batch(self, *, hides_gradients: bool = True) -> None:
-        """Before a forward pass in training: makes the state exact after an interrupted step; the first one of a step follows changes of
-        `requires_grad`.
+        """Before a forward pass in training, and before a backward pass: makes the state exact after an interrupted step; before the first
+        backward pass of a step follows changes of `requires_grad`.
 
         Args:
             hides_gradients: whether the marks of taken gradients go for the forward pass.
@@ -203,10 +203,9 @@ class Session(RankEnvironment):
         if self.zenflow_optimizer is None:
             return
         step = self.zenflow_optimizer.zenflow_step
-        self.zenflow_optimizer.follow_dropped()
+        self.zenflow_optimizer.begin_micro_batch()
         if hides_gradients:
             self.zenflow_optimizer.taken.hide()
-        self.zenflow_optimizer.begin_micro_batch()
         if step.was_interrupted and not self.zenflow_optimizer.closed:
             # On this rank alone, perhaps.
             self.zenflow_optimizer.flush()
@@ -231,6 +230,8 @@ class Session(RankEnvironment):
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Backward pass without DeepSpeed's division by the number of micro-batches, which Lightning or the loop has done."""
         if (optimizer := self.zenflow_optimizer) is not None:
+            # Steps of manual optimization may follow one another in one batch, each with other trained parameters.
+            self._begin_micro_batch(hides_gradients=False)
             optimizer.begin_backward(last=optimizer.is_gradient_accumulation_boundary())
         return super().backward(*args, scale_wrt_gas=False, **kwargs)
 

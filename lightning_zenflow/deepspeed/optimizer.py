@@ -151,7 +151,8 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
             self._drop_gradients()
 
     def begin_micro_batch(self) -> None:
-        """Before a forward pass, and before a backward pass."""
+        """Before a forward pass, and before a backward pass: follows what the user's code has done to gradients and weights."""
+        self.follow_dropped()
         self.refuse_asleep()
         if self._has_found_writes():
             self.flush()
@@ -162,16 +163,14 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         return self._written.look(step.number, shows_exact=step.is_exact or nothing_late)
 
     def begin_backward(self, *, last: bool) -> None:
-        """`ZenFlowStep.begin_backward`.
+        """`ZenFlowStep.begin_backward`, behind `begin_micro_batch`.
 
         Raises:
             MisconfigurationException: there was a backward pass of the user's own, or the gradients of the step before were not zeroed.
         """
         if self.zenflow_step.micro_batches == 0:
             self.taken.refuse_accumulation()
-        self.follow_dropped()
         self.taken.clear()
-        self.begin_micro_batch()
         self._refuse_other_backward()
         self._in_backward = True
         self.zenflow_step.begin_backward(last=last)

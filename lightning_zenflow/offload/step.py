@@ -79,7 +79,7 @@ class ZenFlowStep:
         self._context: StepContext | None = None  # from OPEN on
         self._squared_norm: Tensor | None = None  # from phase *reduce* on
         self.micro_batches = 0
-        self.number = self._flushed_number = 0
+        self.number = self._flushed_number = self._silent_until = 0
         self._flushing = Transaction()
         self._state_written = False
         self.start_over(count=0)
@@ -241,9 +241,12 @@ class ZenFlowStep:
             return
         self.flush()
         self._change_trained(trained)
-        rank_zero_info(
-            f"ZenFlow: parameters were frozen or unfrozen before step {self.number + 1}: the selection of columns starts again"
-        )
+        # Who does so in every batch reads it once.
+        if self.number >= self._silent_until:
+            rank_zero_info(
+                f"ZenFlow: parameters were frozen or unfrozen before step {self.number + 1}: the selection of columns starts again"
+            )
+        self._silent_until = self.number + 16
 
     def flush(self) -> None:
         """Makes arena and weights the exact state of all steps so far; drops the gradients of a step that is complete or interrupted.

@@ -53,7 +53,9 @@ class Manual(pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        # torch counts the steps of the bias correction for each parameter, which matters where some are frozen.
+        betas = (0.0, 0.0) if self._train is in_turn else (0.9, 0.999)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02, betas=betas)
         if not self._scheduled:
             return optimizer
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)]
@@ -159,6 +161,19 @@ def dropped(module: Manual, batch: Tensor, number: int) -> None:
         module.optimizers().zero_grad()
 
 
+def in_turn(module: Manual, batch: Tensor, number: int) -> None:
+    """Two steps a batch, the first one of the last layer only."""
+    first, last = module.net[0], module.net[-1]
+    for frozen, part in ((first, batch[:4]), (None, batch[4:])):
+        first.requires_grad_(frozen is not first)
+        plain(module, part, number)
+    if number == 3:
+        # For the next one, behind its beginning.
+        last.bias.requires_grad_(False)
+    elif number == 4:
+        last.bias.requires_grad_(True)
+
+
 def scheduled(module: Manual, batch: Tensor, number: int) -> None:
     plain(module, batch, number)
     module.lr_schedulers().step()
@@ -166,7 +181,19 @@ def scheduled(module: Manual, batch: Tensor, number: int) -> None:
 
 LOOPS = {
     f.__name__: f
-    for f in (plain, clipped, accumulated, toggled, in_closure, several_in_closure, retained, twice, dropped, scheduled)
+    for f in (
+        plain,
+        clipped,
+        accumulated,
+        toggled,
+        in_closure,
+        several_in_closure,
+        retained,
+        twice,
+        dropped,
+        scheduled,
+        in_turn,
+    )
 }
 
 
