@@ -25,7 +25,7 @@ from lightning_zenflow.checkpoint.files import place_of
 from lightning_zenflow.checkpoint.single_file import FILE_KEY, WholeState
 from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
 from lightning_zenflow.core.distributed import in_common
-from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.errors import MisconfigurationException, raise_late_read
 from lightning_zenflow.deepspeed.build import rank_resources
 from lightning_zenflow.deepspeed.config import (
     ConfigSource,
@@ -140,8 +140,7 @@ class Session(RankEnvironment):
         # What a training before has left is as large as what this one needs.
         self._trained, self._released, self.zenflow_optimizer = None, [], None
         self.zenflow_config = self._given_config
-        # Runs must repeat where the user asks torch for it; `Trainer(deterministic=...)` does as well. Memory that is measured decides only
-        # where gradients and states are, which changes no bit.
+        # Runs must repeat where the user asks torch for it; `Trainer(deterministic=...)` does as well. Measured memory changes no bit.
         if self._given_config.measures and torch.are_deterministic_algorithms_enabled():
             self.zenflow_config = fixed = self._given_config.without_measurements()
             rank_zero_info(
@@ -156,8 +155,7 @@ class Session(RankEnvironment):
             timeout=self._timeout,
         )
         if self.root_device.type == "cpu":
-            threads = torch.get_num_threads()
-            self._ending.callback(torch.set_num_threads, threads)
+            self._ending.callback(torch.set_num_threads, threads := torch.get_num_threads())
             torch.set_num_threads(min(resources.cores.trainer_threads, threads))
         self._users_optimizer = None if optimizer is None else UsersOptimizer(optimizer)
         if optimizer is not None:
@@ -192,7 +190,7 @@ class Session(RankEnvironment):
 
     def _begin_micro_batch(self, *, hides_gradients: bool = True) -> None:
         """Before a forward pass in training, and before a backward pass: makes the state exact after an interrupted step; before the first
-        backward pass of a step follows changes of `requires_grad`.
+        backward pass of a step, of which there may be several in a batch, follows changes of `requires_grad`.
 
         Args:
             hides_gradients: whether the marks of taken gradients go for the forward pass.
@@ -207,8 +205,7 @@ class Session(RankEnvironment):
         if hides_gradients:
             self.zenflow_optimizer.taken.hide()
         if step.was_interrupted and not self.zenflow_optimizer.closed:
-            # On this rank alone, perhaps.
-            self.zenflow_optimizer.flush()
+            self.zenflow_optimizer.flush()  # on this rank alone, perhaps
         if step.micro_batches == 0:
             for name, parameter in self._frozen_at_setup.items():
                 if parameter.requires_grad:
@@ -230,10 +227,13 @@ class Session(RankEnvironment):
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Backward pass without DeepSpeed's division by the number of micro-batches, which Lightning or the loop has done."""
         if (optimizer := self.zenflow_optimizer) is not None:
-            # Steps of manual optimization may follow one another in one batch, each with other trained parameters.
             self._begin_micro_batch(hides_gradients=False)
             optimizer.begin_backward(last=optimizer.is_gradient_accumulation_boundary())
-        return super().backward(*args, scale_wrt_gas=False, **kwargs)
+        try:
+            return super().backward(*args, scale_wrt_gas=False, **kwargs)
+        except RuntimeError as error:
+            raise_late_read(error)
+            raise
 
     def flush(self) -> None:
         """Makes weights and optimizer states exact. After a training that ended with an exception, weights stay as they are. All ranks call
@@ -294,11 +294,10 @@ class Session(RankEnvironment):
 
     def _end_background(self) -> None:
         background, self._background = self._background, None
-        if self.zenflow_optimizer is not None and self.zenflow_optimizer.is_elsewhere:
+        if background is None or (self.zenflow_optimizer is not None and self.zenflow_optimizer.is_elsewhere):
             return
         try:
-            if background is not None:
-                background.close()
+            background.close()
         except Exception:
             # The thread has logged it, and training ends with another error.
             if self._ends_together:

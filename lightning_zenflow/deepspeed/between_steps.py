@@ -45,7 +45,7 @@ class WrittenWeights:
     """
 
     def __init__(self, rank: RankState, names: dict[Any, str], *, group: dist.ProcessGroup) -> None:
-        self._rank, self._names, self._group = rank, names, group
+        self._rank, self._names, self._parameters, self._group = rank, names, list(names), group
         self._n_ranks, self._is_divided = dist.get_world_size(group), any(map(is_divided, names))
         self._slices = {s.parameter: s for s in rank.partition.slices}
         self._followed_until = 0
@@ -72,6 +72,11 @@ class WrittenWeights:
         """Takes the counters as our own, while our own updates change weights."""
         self._counters = self._read_counters()
         self.begin_updates()
+
+    def note_arrival(self, number: int) -> None:
+        """Notes that our own updates may write a parameter from here on in backward; torch refuses to use it then (`raise_late_read`)."""
+        torch.autograd.graph.increment_version(self._parameters[number])
+        self._counters[0][number] += 1
 
     def begin_updates(self) -> None:
         """Notes that our own updates change weights from here on, until `note`."""
@@ -110,17 +115,19 @@ class WrittenWeights:
                     " under `torch.no_grad()`",
                 )
         if found:
-            self._found, self._counters = True, self._read_counters()
             if not shows_exact:
                 self._refuse(
                     found,
                     "in place while updates of it are pending: call `trainer.strategy.flush()` before the first write, or set"
                     " update_interval=1 and publish_lag=0",
                 )
+            self._found = True
         if self._found:
             self._followed_until = step + FOLLOWED
         for number in self._slices.keys() & found:
             self._kept[number] = self._weights(number).to("cpu", copy=True)
+        # Behind the copies: who is interrupted in them finds the writes again.
+        self._counters = self._read_counters() if found else self._counters
         return self._found
 
     @torch.no_grad()
@@ -152,7 +159,7 @@ class WrittenWeights:
         )
         if not self._is_divided:
             return written
-        parameters = list(self._names)
+        parameters = self._parameters
         missed = all(p.partition_numel() * (self._n_ranks - 1) >= p.ds_numel for p in (parameters[i] for i in kept))
         if lost := written - kept or (kept if missed else set()):
             instead = (
@@ -251,16 +258,17 @@ class TakenGradients:
         # Last: who is interrupted before does it again.
         self._are_put = False
 
-    def are_dropped(self) -> bool:
-        """Whether the user's code has dropped them, by `module.zero_grad()`; refuses gradients that it has put in their place."""
+    def are_dropped(self, *, pending: bool) -> bool:
+        """Whether the user's code has dropped them, by `module.zero_grad()`; refuses others, and some while a step is `pending`."""
         if not self._are_shown:
             return False
-        replaced = [name for p, name in self._names.items() if not isinstance(p.grad, TakenGradient)]
-        if replaced and any(p.grad is not None for p in self._names):
+        replaced = {name: p.grad for p, name in self._names.items() if not isinstance(p.grad, TakenGradient)}
+        in_part = 0 < len(replaced) < len(self._names)
+        if (pending and in_part) or any(gradient is not None for gradient in replaced.values()):
             raise MisconfigurationException(
                 f"{', '.join(replaced)}: `grad` must not be assigned between backward and step: {_INSTEAD}"
             )
-        return bool(replaced)
+        return bool(replaced) and not in_part
 
     def refuse_accumulation(self) -> None:
         """Refuses gradients that were there before a step's first backward pass, to which torch would add."""

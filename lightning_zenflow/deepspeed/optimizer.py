@@ -71,6 +71,7 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         # DeepSpeed's constructor calls `initialize_optimizer_states`, which needs these.
         self.zenflow_config = zenflow
         self._resources = resources
+        self._updates_in_backward = zenflow.updates_in_backward
         self._worker: SupervisedWorker | None = None
         self._destroyed = self._in_backward = self._is_behind_step = False
         self.before_step: Callable[[], None] | None = None
@@ -147,7 +148,7 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
 
     def follow_dropped(self) -> None:
         """Drops the gradients since the last step if the user's code has, by `module.zero_grad()`; Lightning does before a validation."""
-        if self.taken.are_dropped():
+        if self.taken.are_dropped(pending=self.zenflow_step.micro_batches > 0):
             self._drop_gradients()
 
     def begin_micro_batch(self) -> None:
@@ -185,6 +186,8 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         if not self._in_backward:
             raise other_backward()
         self.zenflow_step.receive(slice_index, gradient, last=last)
+        if last and self._updates_in_backward:
+            self._written.note_arrival(self._rank.partition.slices[slice_index].parameter)
 
     @override
     def report_ipg_memory_usage(self, *_: Any, **__: Any) -> None:
@@ -207,6 +210,10 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
                 parameter, and `ignore_unused_parameters` is false.
             WorkerError: training has ended.
         """
+        if closure is not None:
+            raise MisconfigurationException(
+                "optimizer.step must have no closure where the optimizer is DeepSpeed's own, got one: take `self.optimizers()`"
+            )
         # First: the end of training may move the weights to the CPU, which replaces their memory.
         if self.closed:
             raise WorkerError(

@@ -155,6 +155,15 @@ class TestGradients:
             optimizer.step()
         fabric.strategy.teardown()
 
+    def test_removed_in_part_between_two_steps(self) -> None:
+        """Of layers that are frozen from then on."""
+
+        def freeze(trainer: pl.Trainer) -> None:
+            if trainer.current_epoch == 1:
+                trainer.lightning_module.hidden.requires_grad_(False).zero_grad()
+
+        compare(NOTHING_LATE, lambda: [At("on_train_epoch_start", freeze)], lambda: SmallNet(length=3), steps=9)
+
     @pytest.mark.parametrize("how", ["in backward", "late", "in host memory"])
     def test_left_from_a_step_before(self, how: str) -> None:
         """torch would add to them."""

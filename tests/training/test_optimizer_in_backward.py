@@ -9,12 +9,17 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import Tensor, nn
+from typing_extensions import override
 
 from callbacks import At
 from direct_step import direct_step
 from eventful_training import assert_same_training, random_tensors, train
-from harness import APPROXIMATE, AUTO, RESELECTING, Case, optimizer_of, run_here
+from harness import APPROXIMATE, AUTO, RESELECTING, Case, fit, optimizer_of, run_here, snapshot
+from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.offload.reference import AdamWState
+from networks import SmallNet
 from same_bits import assert_is_adamw, assert_same_run
 
 TIED = Case(model="TiedNet", steps=10, topk_ratio=0.3, update_interval=1, publish_lag=0, loop="direct")
@@ -223,3 +228,28 @@ def test_steps_that_do_not_end_and_workers_that_die(accumulate_on: str) -> None:
         with direct_step([random_tensors(50)], **options) as direct:
             assert_same_training(train(direct, deaths), expected)
             assert direct.parts.read_counters().corrected_steps > 2
+
+
+class EarlyExit(SmallNet):
+    """Uses the head once without a gradient; autograd does so last, behind the head's gradient."""
+
+    @override
+    def loss(self, step: int, micro: int, rank: int) -> Tensor:
+        early = nn.functional.linear(self.hidden.bias, self.head.weight.detach()).square().sum()
+        return super().loss(step, micro, rank) + early
+
+
+@pytest.mark.parametrize(
+    ("keys", "stage"),
+    [({}, 2), ({}, 3), ({"update_interval": 4, "publish_lag": 1}, 2), ({"offload_parameters": True}, 3)],
+    ids=["stage 2", "stage 3", "late", "in host memory"],
+)
+def test_a_weight_that_backward_uses_behind_its_gradient(keys: dict[str, Any], stage: int) -> None:
+    options = {"stage": stage, "reduce_bucket_size": 50, "worker_cores": 1}
+    with pytest.raises(MisconfigurationException, match=r"`weight.detach\(\)`.* overlap_step=False"):
+        fit(EarlyExit(), ZenFlowStrategy(**keys, **options))
+    if not keys:
+        ours, theirs = EarlyExit(), EarlyExit()
+        fit(ours, ZenFlowStrategy(update_interval=1, overlap_step=False, **options))
+        fit(theirs, "auto")
+        torch.testing.assert_close(snapshot(ours), snapshot(theirs), rtol=0, atol=2e-6)
