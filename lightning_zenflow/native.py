@@ -18,7 +18,7 @@ import torch
 
 MAGIC: Final = 0x574F4C464E455A31
 
-VERSION: Final = 15
+VERSION: Final = 16
 
 HEADER_BYTES: Final = 4096
 
@@ -171,7 +171,7 @@ class Ready(Structure):
 class Done(Structure):
     """``zenflow::Done``: one per job, in the order in which they are done."""
 
-    _fields_ = fields((c_uint32, "type block"), (c_int64, "job_id start_ns wait_ns busy_ns"))
+    _fields_ = fields((c_uint32, "type block"), (c_int64, "job_id busy_ns"))
 
 
 class Export(Structure):

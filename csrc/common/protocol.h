@@ -91,7 +91,7 @@
 namespace zenflow {
 
 constexpr uint64_t kMagic = 0x574f4c464e455a31ull;  // "1ZENFLOW" in memory order
-constexpr uint64_t kVersion = 15;
+constexpr uint64_t kVersion = 16;
 constexpr size_t kHeaderBytes = 4096;
 constexpr size_t kMaxMessageBytes = 16384;
 constexpr size_t kTileElements = 128;  // updated together by the replay kernel
@@ -290,9 +290,7 @@ struct Done {
     uint32_t type;
     uint32_t block;
     int64_t job_id;
-    int64_t start_ns;  // receipt of the job, or the end of the one before: CLOCK_MONOTONIC, which the trainer reads as well
-    int64_t wait_ns;   // from then until the job's word arrived
-    int64_t busy_ns;   // computation after that; this and wait_ns are 0 if the job was complete before
+    int64_t busy_ns;  // computation; 0 if the job was complete before
 };
 
 // Copies the state of some entries to the export section, as it is after the jobs before. All offsets are in bytes from the start

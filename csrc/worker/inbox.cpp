@@ -20,11 +20,6 @@ bool is_job(const Inbox::Received& message) { return message.type == static_cast
 
 }  // namespace
 
-int64_t now_ns() {
-    const auto since_start = steady_clock::now().time_since_epoch();
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(since_start).count();
-}
-
 Inbox::Inbox(const Arena& arena, Channel& channel, const StepRecords& records, const BlockReplay& replay,
              std::chrono::milliseconds word_timeout)
     : arena_(arena), channel_(channel), records_(records), replay_(replay), word_timeout_(word_timeout) {}
@@ -78,7 +73,7 @@ bool Inbox::receive() {
 }
 
 Inbox::Received Inbox::parsed(const Channel::Message& message) const {
-    Received received{message.type, now_ns(), {}, {}, {}};
+    Received received{message.type, {}, {}, {}};
     if (!is_job(received)) {
         received.bytes.assign(reinterpret_cast<const char*>(message.data), message.size);
         return received;

@@ -16,15 +16,11 @@
 
 namespace zenflow {
 
-// CLOCK_MONOTONIC in nanoseconds, comparable with the trainer's `time.perf_counter_ns`.
-int64_t now_ns();
-
 // Not thread-safe; all that it is given must outlive it.
 class Inbox {
   public:
     struct Received {
-        uint32_t type;  // MessageType, unchecked
-        int64_t received_ns;
+        uint32_t type;                // MessageType, unchecked
         std::string bytes;            // the whole message; empty for a job
         UpdateJob job;                // checked; of a job only, as the next
         std::vector<uint32_t> slots;  // one for each of its steps

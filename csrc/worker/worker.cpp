@@ -83,15 +83,19 @@ Options parse_options(const std::vector<std::string_view>& arguments, size_t fir
     return options;
 }
 
+int64_t now_ns() {
+    const auto since_start = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(since_start).count();
+}
+
 // Executes a job whose steps are resolved, and acknowledges it. Returns false if the trainer is gone.
-bool serve_job(const Inbox::Received& message, int64_t start_ns, BlockReplay& replay, Channel& channel) {
+bool serve_job(const Inbox::Received& message, BlockReplay& replay, Channel& channel) {
     const UpdateJob& job = message.job;
-    const int64_t arrived_ns = now_ns();
-    Done done{static_cast<uint32_t>(MessageType::kDone), job.block, job.job_id, start_ns, 0, 0};
+    const int64_t start_ns = now_ns();
+    Done done{static_cast<uint32_t>(MessageType::kDone), job.block, job.job_id, 0};
     if (replay.acknowledge(job)) return channel.send(done);
     replay.run(job, message.slots.data());
-    done.wait_ns = arrived_ns - start_ns;
-    done.busy_ns = now_ns() - arrived_ns;
+    done.busy_ns = now_ns() - start_ns;
     // The socket's lock makes all earlier writes happen before the trainer's receipt of Done.
     return channel.send(done);
 }
@@ -122,11 +126,10 @@ void serve(const Options& options, Channel& channel) {
     if (!channel.send(Ready{static_cast<uint32_t>(MessageType::kReady), static_cast<uint32_t>(options.cores.size()), kVersion}))
         return;
     Inbox inbox(arena, channel, records, replay, std::chrono::milliseconds(options.word_timeout_ms));
-    int64_t last_end_ns = 0;
-    for (; const auto message = inbox.next(); last_end_ns = now_ns()) {
+    while (const auto message = inbox.next()) {
         switch (static_cast<MessageType>(message->type)) {
             case MessageType::kJob:
-                if (!serve_job(*message, std::max(message->received_ns, last_end_ns), replay, channel)) return;
+                if (!serve_job(*message, replay, channel)) return;
                 break;
             case MessageType::kExit:
                 return;

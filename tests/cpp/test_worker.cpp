@@ -74,7 +74,7 @@ void train(DataType type) {
             const Done done = worker.receive_done();
             CHECK_EQ(done.block, job.block);
             CHECK_EQ(done.job_id, job.job_id);
-            CHECK(done.start_ns > 0 && done.wait_ns >= 0 && done.busy_ns >= 0);  // a repeated job takes no time
+            CHECK(done.busy_ns >= 0);  // a repeated job takes no time
             for (int64_t step = job.first_step; step < job.first_step + job.n_committed; ++step) {
                 arena.expect_step(expected, job.block, step, gradient(step, job.block), counts[step - 1], clips[step - 1]);
             }
