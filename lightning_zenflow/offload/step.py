@@ -80,7 +80,7 @@ class ZenFlowStep:
         self._squared_norm: Tensor | None = None  # from phase *reduce* on
         self.micro_batches = 0
         self.number = self._flushed_number = self._silent_until = 0
-        self._flushing = Transaction()
+        self._flushing, self._refreezing = Transaction(), Transaction()
         self._state_written = False
         self.start_over(count=0)
 
@@ -237,7 +237,7 @@ class ZenFlowStep:
     def follow_freezing(self) -> None:
         """Follows changes of `requires_grad`; between steps, alike on all ranks."""
         trained = self._freezing.present()
-        if trained == self._freezing.trained:
+        if trained == self._freezing.trained and not self._refreezing.is_broken:
             return
         self.flush()
         self._change_trained(trained)
@@ -330,22 +330,21 @@ class ZenFlowStep:
             self.start_over(count)
             return difference
         # Columns are restored for the parameters that were trained at the save; `follow_freezing` compares `requires_grad` with them.
-        if saved["trained"] != self._freezing.trained:
+        if saved["trained"] != self._freezing.trained or self._refreezing.is_broken:
             self._change_trained(saved["trained"])
         self.start_over(count)
         self._parts.load_state_dict(saved)
         return ""
 
     def _change_trained(self, trained: list[bool]) -> None:
-        """Updates other parameters from now on; right after a flush only.
-
-        If the call is interrupted, `follow_freezing` repeats it, unless the user has set `requires_grad` back by then.
-        """
+        """Updates other parameters from now on; right after a flush only. If that is interrupted, `follow_freezing` does it again."""
         slices = self._freezing.slices(trained)
-        self._jobs.change_trained(slices)
-        self._fill.trained = slices
-        self.start_over(int(self.count))
-        self._freezing.trained = trained
+        with self._refreezing:
+            self._jobs.change_trained(slices)
+            self._fill.trained = slices
+            self.start_over(int(self.count))
+            self._freezing.trained = trained
+        self._refreezing.repaired()
 
     def _reduce(self, context: StepContext) -> Tensor:
         """Phase *reduce*, once a step; returns the squared norm of all ranks' gradients: 0-D float64 on the device."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from checkpoint_files import zero_state
@@ -19,7 +19,7 @@ from eventful_training import random_tensors
 from fabric_runs import set_up, train_step
 from harness import Case, fit, run_here, workers
 from interrupts import Interrupt
-from lightning_zenflow.worker.process import WorkerError
+from lightning_zenflow.worker.process import Worker, WorkerError
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from models import TINY, LinearLossModule
 from recorded_device.tensors import DEVICE
@@ -227,6 +227,31 @@ def test_a_loop_that_goes_on(name: str, stride: int) -> None:
         return "lost" if masters is None else "whole"
 
     assert sweep(interrupted, stride=stride) > 0
+
+
+def test_an_interrupted_change_of_what_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `requires_grad`, which is set back before training goes on, when a new worker has been given the change."""
+
+    def interrupt(_: SupervisedWorker) -> Worker:
+        raise KeyboardInterrupt
+
+    states = []
+    for keys in (EXACT, CASES["S=4, d=1"]):
+        parameters = [nn.Parameter(weights) for weights in random(0)]
+        with direct_step([parameters], **keys) as direct:
+            for number in range(1, 9):
+                if number == 5 and keys is not EXACT:
+                    parameters[0].requires_grad_(False)
+                    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                        patch.setattr(SupervisedWorker, "_start", interrupt)
+                        direct.step.follow_freezing()
+                    parameters[0].requires_grad_()
+                direct.step.follow_freezing()
+                direct.backward(random(number))
+                direct.step.step()
+            direct.step.flush()
+            states.append(direct.state())
+    assert all(map(torch.equal, *states))
 
 
 def steps(direct: DirectStep, numbers: Sequence[int], *, first: int = 0) -> None:
