@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 
 import torch
@@ -265,5 +265,12 @@ def _in_parallel(run: Callable[[int, int, int], None], parts: Sequence[tuple[int
     if len(parts) == 1:
         run(*parts[0])
         return
-    for done in [_threads(len(parts)).submit(run, *part) for part in parts]:
-        done.result()
+    futures: list[Future[None]] = []
+    try:
+        for part in parts:
+            futures.append(_threads(len(parts)).submit(run, *part))
+        for done in futures:
+            done.result()
+    finally:
+        # Behind an interruption too, no thread may read or write what the caller frees.
+        wait(futures)
