@@ -62,7 +62,7 @@ void write(std::ostream& output, const char* name, int64_t n_steps, double secon
 }  // namespace
 
 void run_benchmark(const std::vector<int>& cores, const BenchOptions& options, std::ostream& output) {
-    pin_threads(cores);
+    pin_threads(cores, true);
     const InstructionSet best = best_instruction_set();
     output << "{\"instruction_set\": \"" << name(best) << "\", \"threads\": " << cores.size()
            << ", \"elements\": " << options.elements << "}\n";

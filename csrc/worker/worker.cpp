@@ -116,12 +116,13 @@ bool serve_request(const Inbox::Received& message, const char* name, Channel& ch
 // Returns when the trainer requests an exit or is gone.
 void serve(const Options& options, Channel& channel) {
     const Arena arena(static_cast<int>(options.arena_fd));
-    pin_threads(options.cores);
+    const bool begins = arena.begun_job() == 0;  // the training
+    pin_threads(options.cores, begins);
     const StepRecords records(arena);
     records.nothing_missing();  // an earlier worker may have been killed while it waited
     BlockReplay replay(arena, records);
     // Before the trainer, which waits for Ready, writes there. After a restart the memory is already allocated.
-    if (arena.begun_job() == 0) touch_states(arena);
+    if (begins) touch_states(arena);
 
     if (!channel.send(Ready{static_cast<uint32_t>(MessageType::kReady), static_cast<uint32_t>(options.cores.size()), kVersion}))
         return;

@@ -86,11 +86,12 @@ class Start:
     def __init__(self, arena: Arena, *, killed: set[int] | None = None) -> None:
         self._arena = arena
         self._killed = killed or set()
+        self.cores = allowed_cores()[:1]
         self.n = 0
 
     def __call__(self) -> Worker:
         self.n += 1
-        options: dict[str, Any] = {"cores": allowed_cores()[:1], "timeout_s": 30.0, "word_timeout_s": 1800.0}
+        options: dict[str, Any] = {"cores": self.cores, "timeout_s": 30.0, "word_timeout_s": 1800.0}
         return (KilledAtStart if self.n - 1 in self._killed else Worker)(self._arena, **options)
 
 
@@ -134,6 +135,20 @@ def expected(partition: Partition) -> Iterator[list[Tensor]]:
     worker.close()
     yield state(arena)
     arena.close(keep_state=False)
+
+
+def test_a_core_that_the_host_has_taken_away(arena: Arena, partition: Partition, expected: list[Tensor]) -> None:
+    """A training goes on without it; at its start the core is refused (`test_nothing_is_left_open`)."""
+    start = Start(arena)
+    worker, _ = supervised(start)
+    first, *rest = jobs_of(arena, partition, steps=3)
+    worker.wait_for(worker.submit(first))
+    start.cores = [4000]
+    kill(worker)
+    for job in rest:
+        worker.submit(job)
+    worker.close()
+    assert all(map(torch.equal, state(arena), expected))
 
 
 @pytest.mark.parametrize("seed", range(2))
