@@ -28,7 +28,10 @@ _EXIT_TIMEOUT_S = 1.0
 """Time for a requested exit; the worker is killed after it, which loses nothing."""
 
 _DEATH_TIMEOUT_S = 10.0
-"""Time for the kernel to end the process and to free its memory."""
+"""Time for the kernel to end the process."""
+
+_UNMAPPED_BYTES_PER_S = 2**35
+"""Of the arena, that the kernel unmaps at the end of a process, at the least: a page of 4 KiB takes it 20 to 40 ns."""
 
 _LOOK_S = 1.0
 """Between two looks at what a worker does that has not answered yet; less where `worker_timeout` is short."""
@@ -117,6 +120,7 @@ class Worker:
     ) -> None:
         self._arena = arena
         self._timeout_s = timeout_s
+        self._unmap_s = os.fstat(arena.fd).st_size / _UNMAPPED_BYTES_PER_S
         self._socket, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         kept_from_children.add(self._socket)
         self._answers, self._room = select.poll(), select.poll()
@@ -237,17 +241,29 @@ class Worker:
         if self._process.poll() is None:
             try:
                 self.submit(native.MessageHeader(type=native.MessageType.EXIT))
-                self._process.wait(timeout=_EXIT_TIMEOUT_S)
+                self._wait_for_end(_EXIT_TIMEOUT_S)
             except (WorkerError, subprocess.TimeoutExpired):
                 _log.warning("%s did not exit in time and is killed", self)
         self.kill()
 
     def kill(self) -> None:
-        """Kills the worker and frees its resources. Idempotent."""
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait(timeout=_DEATH_TIMEOUT_S)
-        self._release()
+        """Kills the worker and frees its resources. Idempotent.
+
+        Raises:
+            WorkerError: its process does not end.
+        """
+        try:
+            if self._process.poll() is None:
+                self._process.kill()
+                self._wait_for_end(_DEATH_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise WorkerError(f"{self} was killed but did not end within {error.timeout:g} s") from error
+        finally:
+            self._release()
+
+    def _wait_for_end(self, timeout_s: float) -> int:
+        """Waits for the end of the process, `timeout_s` and the time that its memory takes; returns its status."""
+        return self._process.wait(timeout=timeout_s + self._unmap_s)
 
     def _release(self) -> None:
         self._socket.close()
@@ -285,7 +301,7 @@ class Worker:
     def _death(self) -> WorkerError:
         """The error for a worker that has closed its end."""
         try:
-            status = self._process.wait(timeout=_DEATH_TIMEOUT_S)
+            status = self._wait_for_end(_DEATH_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return WorkerError(f"{self} closed its connection but did not exit{self._quoted_stderr()}")
         reason = None if self._is_ready else _why_it_cannot_start(status, self._last_output())

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -86,6 +87,24 @@ def test_a_worker_that_receives_nothing(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize(("limit", "value"), [("OMP_THREAD_LIMIT", "1"), ("OMP_MAX_ACTIVE_LEVELS", "0")])
+def test_a_worker_that_does_not_end(arena: Arena, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel has to unmap its memory, which takes seconds for a terabyte."""
+
+    def wait(*, timeout: float) -> int:
+        limits.append(timeout)
+        raise subprocess.TimeoutExpired("zenflow-worker", timeout)
+
+    limits: list[float] = []
+    os.kill(worker.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker._process, "wait", wait)
+        with pytest.raises(WorkerError, match="was killed but did not end within 10"):
+            worker.close()
+    unmap_s = os.fstat(arena.fd).st_size / 2**35
+    assert limits == [1 + unmap_s, 10 + unmap_s]
+    assert worker._socket.fileno() < 0
+
+
 def test_limits_on_the_trainers_threads_and_cores(
     arena: Arena, two_cores: list[int], monkeypatch: pytest.MonkeyPatch, limit: str, value: str
 ) -> None:
