@@ -103,7 +103,8 @@ class StepWords:
 
     def reset(self) -> None:
         """Makes all words those of no step. No copy of a word may be under way."""
-        self.sequence.zero_()
+        # The check as well: a stale one would make a part of a repeated step's word a whole one.
+        self._words.zero_()
 
 
 class Arena:

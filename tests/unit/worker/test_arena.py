@@ -57,6 +57,17 @@ def test_the_device_uses_all_reserved_memory_but_the_states() -> None:
     arena.close(keep_state=False)
 
 
+def test_words_are_forgotten_whole() -> None:
+    """A check that stayed would fit the stale factor when the step is repeated and its number arrives first."""
+    arena = arena_for("cpu")
+    for words in (arena.step_words, arena.block_words):
+        words.write(1, 7, torch.tensor(0.5))
+        assert int(words[1][2]) == 7
+        words.reset()
+        assert not words[1].any()
+    arena.close(keep_state=False)
+
+
 class Recording(HostRuntime):
     """A device that runs behind. Notes calls with the offset in the arena; `refused` of them fail, counted by name."""
 
