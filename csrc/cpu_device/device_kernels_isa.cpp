@@ -82,6 +82,9 @@ void route(const zenflow_route_args& args) {
     }
 #ifdef __SSE2__
     _mm_sfence();
+#else
+    // Before the word by which this thread, or one that waits for it, tells the worker that the gradients are there.
+    __atomic_thread_fence(__ATOMIC_RELEASE);
 #endif
 }
 
