@@ -117,6 +117,7 @@ Arena::Arena(int fd) {
     require(file_bytes >= kHeaderBytes, "--arena-fd must be a file of at least ", kHeaderBytes, " bytes, got ", file_bytes);
     void* const memory = mmap(nullptr, file_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (memory == MAP_FAILED) fail("--arena-fd: cannot map the file's ", file_bytes, " bytes: ", std::strerror(errno));
+    madvise(memory, file_bytes, MADV_DONTDUMP);  // a dump of a failed process would have all states in it
     memory_ = static_cast<std::byte*>(memory);
     mapped_bytes_ = file_bytes;
     try {

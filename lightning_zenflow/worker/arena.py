@@ -142,6 +142,8 @@ class Arena:
         self._memory = mmap.mmap(self.fd, header.total_bytes)
         # Forked dataloader workers must neither keep nor copy the optimizer states.
         exclude_from_children(self._memory)
+        # A dump of a failed process would have all states in it.
+        self._memory.madvise(mmap.MADV_DONTDUMP)
         ctypes.memmove(self._address(), ctypes.addressof(header), ctypes.sizeof(header))
         self._header = native.ArenaHeader.from_buffer(self._memory)
 

@@ -5,9 +5,9 @@ import gc
 import mmap
 import multiprocessing
 import os
+import re
 import shutil
 import signal
-import sys
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
