@@ -325,7 +325,9 @@ class Worker:
 def _why_it_cannot_start(status: int, output: str) -> str | None:
     """Why a worker that ended before it was ready could not start, if the program does not suit the machine; None otherwise."""
     if -status in (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGSYS):
-        return f"{signal.Signals(-status).name} at its start, as by an instruction that the CPU lacks, or by an incomplete file"
+        refused = "memory that the system refuses (with vm.overcommit_memory=2: raise vm.overcommit_ratio)"
+        cause = refused if -status == signal.SIGBUS else "an instruction that the CPU lacks"
+        return f"{signal.Signals(-status).name} at its start, as by {cause}, or by an incomplete file"
     if status > 0 and ("GLIBC" in output or "while loading shared libraries" in output):
         return output.splitlines()[0]
     return None

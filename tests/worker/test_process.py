@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -86,7 +87,6 @@ def test_a_worker_that_receives_nothing(worker: Worker) -> None:
             worker.submit(JobMessage(job_id=job_id, block=0, first_step=1, slots=[], publish_buffer=0))
 
 
-@pytest.mark.parametrize(("limit", "value"), [("OMP_THREAD_LIMIT", "1"), ("OMP_MAX_ACTIVE_LEVELS", "0")])
 def test_a_worker_that_does_not_end(arena: Arena, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel has to unmap its memory, which takes seconds for a terabyte."""
 
@@ -105,6 +105,7 @@ def test_a_worker_that_does_not_end(arena: Arena, worker: Worker, monkeypatch: p
     assert worker._socket.fileno() < 0
 
 
+@pytest.mark.parametrize(("limit", "value"), [("OMP_THREAD_LIMIT", "1"), ("OMP_MAX_ACTIVE_LEVELS", "0")])
 def test_limits_on_the_trainers_threads_and_cores(
     arena: Arena, two_cores: list[int], monkeypatch: pytest.MonkeyPatch, limit: str, value: str
 ) -> None:
@@ -180,6 +181,13 @@ def test_the_worker_has_what_it_needs_and_no_more(worker: Worker) -> None:
         assert int(flags.split()[1], 8) & os.O_CLOEXEC
 
 
+def test_no_process_dumps_the_arena(worker: Worker) -> None:
+    for process in ("self", worker.pid):
+        mappings = re.split(r"(?m)^(?=[0-9a-f]+-)", Path(f"/proc/{process}/smaps").read_text())
+        arenas = [mapping for mapping in mappings if "zenflow-arena" in mapping]
+        assert arenas and all(re.search(r"VmFlags:.* dd\b", mapping) for mapping in arenas)
+
+
 def start(arena: Arena) -> SupervisedWorker:
     cpu = torch.device("cpu")
     return SupervisedWorker(
@@ -206,6 +214,7 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "newer glibc": (with_bytes(b"GLIBC_2.34\0", b"GLIBC_9.34\0"), "version `GLIBC_9.34' not found"),
     "missing library": (with_bytes(b"libc.so.6\0", b"libx.so.6\0"), "libx.so.6: cannot open shared object file"),
     "missing instruction": (lambda _: b"#!/bin/sh\nkill -ILL $$\n", "SIGILL at its start"),
+    "refused memory": (lambda _: b"#!/bin/sh\nkill -BUS $$\n", "SIGBUS at its start, as by memory"),
 }
 
 
