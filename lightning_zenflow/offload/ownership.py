@@ -277,6 +277,10 @@ class Ownership:
             if (incoming := block.owned.incoming) is not None:
                 self._settle(block, incoming)
                 incoming.load("select")
+        changes = (block.owned.incoming or block.changes_columns for block in self._rank.blocks)
+        if not any(columns.numel for columns in self._current) and not any(changes):
+            # All columns have been given up.
+            self.clear()
 
     def reload(self) -> None:
         """Copies the state of every entry from the arena, after a flush; pending changes of columns are complete then."""

@@ -35,6 +35,7 @@ class OwnedEntries(pl.Callback):
 
     def __init__(self) -> None:
         self.numel: list[int] = []
+        self.has_memory: list[bool] = []
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -57,6 +58,7 @@ class OwnedEntries(pl.Callback):
         owned = ~torch.isnan(shown)
         assert int(owned.sum()) == ownership.numel
         self.numel.append(ownership.numel)
+        self.has_memory.append(bool(ownership._states))
         torch.testing.assert_close(shown[owned].double(), exact[owned], rtol=1e-6, atol=1e-6)
 
 
@@ -87,6 +89,9 @@ def test_columns_are_selected_and_released_with_the_lag() -> None:
     # S and d change after steps 3, 8 and 12; the next step selects or releases, and blocks follow with their next windows.
     assert is_owned[:4] == [False] * 4 and all(is_owned[7:9])
     assert is_owned[10:12] == [False] * 2 and is_owned[-1]
+    assert all(
+        has_memory == (numel > 0) for numel, has_memory in zip(owned.numel[6:], owned.has_memory[6:], strict=True)
+    )
 
 
 def test_the_strategy_says_which_epoch_it_is() -> None:
