@@ -274,7 +274,7 @@ class Arena:
         """
         header = self._header
         assert step >= 1 and len(groups) == header.n_param_groups, (step, groups)
-        # The worker checks the same when it reads them.
+        # The worker takes them as they are.
         assert all(0 <= g.beta1 < 1 and 0 <= g.beta2 < 1 for g in groups), groups
         assert all(0 <= v < math.inf for g in groups for v in (g.lr, g.eps, g.weight_decay)), groups
         begin = header.step_records_offset + (step % self.n_step_records) * header.step_record_bytes

@@ -67,7 +67,7 @@ class JobMessage:
     tentative: native.Tentative = native.Tentative.NONE
 
     def __post_init__(self) -> None:
-        # The worker checks the same when it reads the message.
+        # The worker checks the same when it reads the message, but for the prediction.
         assert self.job_id >= 1 and (self.first_step >= 1 or not self.slots), self
         assert 0 <= self.prediction_steps <= 1e6, self
         assert self.slots or not self.tentative, self
@@ -122,7 +122,7 @@ class Worker:
         self._timeout_s = timeout_s
         self._unmap_s = os.fstat(arena.fd).st_size / _UNMAPPED_BYTES_PER_S
         self._socket, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        kept_from_children.add(self._socket)
+        kept_from_children.update((self._socket, remote))
         self._answers, self._room = select.poll(), select.poll()
         self._answers.register(self._socket, select.POLLIN)
         self._room.register(self._socket, select.POLLIN | select.POLLOUT)
