@@ -120,7 +120,7 @@ struct ArenaHeader {
     uint32_t n_step_records;  // capacity of the ring of step records; step t lives in record t % n_step_records
     uint32_t n_slots;
     uint32_t n_publish_buffers;
-    uint64_t slot_numel;         // elements of a slot and of a publish buffer: the largest block, rounded up to 4096 bytes
+    uint64_t slot_numel;         // elements of a slot and of a publish buffer: the largest block, rounded up to memory pages
     uint32_t n_journal_entries;  // at least 1; upper bound on the threads that share a job
     uint32_t moments_dtype;      // DataType of exp_avg and exp_avg_sq: float32, bfloat16 or int8
 

@@ -6,6 +6,7 @@ tests add one that records the order of all operations.
 
 import functools
 import logging
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -231,8 +232,8 @@ def runtime_of(device: torch.device) -> HostRuntime:
     return RUNTIMES[device.type](device)
 
 
-PAGE_BYTES = 4096
-"""Of the system's memory."""
+PAGE_BYTES = max(4096, mmap.PAGESIZE)
+"""Of the system's memory; 64 KiB on some kernels for aarch64. What is page-locked apart shares no page."""
 
 
 def round_up(value: int, multiple: int) -> int:

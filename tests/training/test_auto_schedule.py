@@ -12,6 +12,7 @@ from callbacks import At
 from harness import AUTO, EVERYTHING, Case, fit, make_trainer, optimizer_of, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.device import PAGE_BYTES
 from lightning_zenflow.core.schedule import LARGEST_LAG, UpdateSchedule
 from lightning_zenflow.offload import plan as planning
 from lightning_zenflow.offload.plan import ScheduleControl, StepContext
@@ -139,7 +140,7 @@ def test_schedules_without_memory_are_left_out(
 
     assert left_out() == []
     # S = 1, d = 0 has 20 slots, S = 2, d = 0 has 32, S = 1, d = 1 as many, but a change from one to the other needs 40.
-    monkeypatch.setenv(HOST_MEMORY, repr((reserved[0] + 14 * 4096) / 2**30))
+    monkeypatch.setenv(HOST_MEMORY, repr((reserved[0] + 14 * PAGE_BYTES) / 2**30))
     (message,) = left_out()
     every = {f"update_interval={1 << i}, publish_lag={d}" for i in range(5) for d in range(LARGEST_LAG + 1)}
     kept = {f"update_interval={s}, publish_lag=0" for s in (1, 2)}

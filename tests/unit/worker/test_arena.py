@@ -1,6 +1,7 @@
 """Which of the arena's memory a device uses, and so is page-locked; moments of a rank that has only padding."""
 
 import itertools
+import mmap
 import os
 import re
 from dataclasses import replace
@@ -12,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zenflow.core import device
-from lightning_zenflow.core.device import RUNTIMES, HostRuntime
+from lightning_zenflow.core.device import PAGE_BYTES, RUNTIMES, HostRuntime, round_up
 from lightning_zenflow.core.partition import build_partition
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.moments import CodedMoment
@@ -51,7 +52,7 @@ def test_the_device_uses_all_reserved_memory_but_the_states() -> None:
     for state in (arena.master, arena.exp_avg.array, arena.exp_avg_sq.array):
         first, last = bytes_of(arena, state)
         assert not any(first < end and begin < last for begin, end in ranges)
-    assert sum(end - begin for begin, end in ranges) + 3 * 4 * 2048 == arena.reserved_bytes
+    assert sum(end - begin for begin, end in ranges) + 3 * round_up(4 * 2048, PAGE_BYTES) == arena.reserved_bytes
     arena.reserve(n_slots=6, n_publish_buffers=4)
     assert arena.reserved_bytes == os.fstat(arena.fd).st_size
     arena.close(keep_state=False)
@@ -94,9 +95,11 @@ class Recording(HostRuntime):
         self.call("synchronize")
 
 
-@pytest.fixture
-def recording(monkeypatch: pytest.MonkeyPatch) -> type[Recording]:
-    """The runtime of devices of type "cuda"."""
+@pytest.fixture(params=[PAGE_BYTES, 16 * PAGE_BYTES])
+def recording(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Recording]:
+    """The runtime of devices of type "cuda", on systems with memory pages of two sizes."""
+    for room in ("core.device", "worker.arena"):
+        monkeypatch.setattr(f"lightning_zenflow.{room}.PAGE_BYTES", request.param)
     monkeypatch.setitem(RUNTIMES, "cuda", Recording)
     Recording.calls, Recording.refused = [], {}
     Recording.arena = arena_for("cuda")
@@ -120,6 +123,7 @@ def test_what_is_page_locked_is_touched_before_and_unlocked_at_the_end(recording
     ]
     locked = [address for call, address in calls if call == "lock"]
     assert locked == [begin for begin, _ in arena.ranges_of_device()]
+    assert device.PAGE_BYTES % mmap.PAGESIZE == 0 and not any(begin % device.PAGE_BYTES for begin in locked)
     assert [address for call, address in calls if call.startswith("touch")] == locked
     calls.clear()
     arena.close(keep_state=False)
@@ -162,8 +166,8 @@ def test_copies_are_page_locked_on_pages_of_their_own(recording: type[Recording]
     for numel in (1, 2047, 2048, 2049, 300_001):
         values = torch.randn(numel).bfloat16()
         copy = arena.page_locked_copy(values)
-        assert torch.equal(copy, values) and copy.data_ptr() % 4096 == 0
-        assert copy.untyped_storage().nbytes() <= values.nbytes + 2 * 4096
+        assert torch.equal(copy, values) and copy.data_ptr() % device.PAGE_BYTES == 0
+        assert copy.untyped_storage().nbytes() <= values.nbytes + 2 * device.PAGE_BYTES
         ranges.append((copy.data_ptr(), copy.data_ptr() + copy.untyped_storage().nbytes()))
     locked = [arena._address() + offset for call, offset in recording.calls if call == "lock"]
     assert locked == [begin for begin, _ in ranges]
