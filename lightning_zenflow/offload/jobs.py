@@ -71,6 +71,7 @@ class JobQueue:
     Attributes:
         in_flight: the jobs.
         n_steps_in_backward: steps in which blocks were submitted in backward, since the start.
+        shows_exact: whether the last step has ended with weights that have the gradients of all steps.
         slots: of all blocks.
         schedule: S and d, and which blocks close when.
         submitted_in_backward: blocks that were submitted in the backward pass of the present step, in order; the worker is ahead of that
@@ -107,6 +108,7 @@ class JobQueue:
         self._open_step: int | None = None  # the step that is in phase *fill*
         self.submitted_in_backward: dict[Block, None] = {}
         self.n_steps_in_backward = 0
+        self.shows_exact = True
         self.set_schedule(schedule)
 
     def set_schedule(self, schedule: UpdateSchedule) -> None:
@@ -166,6 +168,7 @@ class JobQueue:
         self._end_fill(step)
         shown = list(self.submitted_in_backward)
         self.n_steps_in_backward += bool(shown)
+        self.shows_exact = context.shows_exact_weights
         blocks = self._rank.blocks
         closing = blocks if synchronous else [blocks[number] for number in self.schedule.closing_blocks(step)]
         overlapping = self.schedule.publish_lag >= self.schedule.update_interval

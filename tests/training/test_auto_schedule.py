@@ -89,6 +89,15 @@ def test_changes_are_logged_and_memory_grows_with_the_interval_only(caplog: pyte
     assert slots[0] < slots[5] == slots[-1]
 
 
+def test_gradients_are_late_until_the_step_behind_a_change_to_no_lag() -> None:
+    """In the step that changes the schedule, windows of the former one are still open."""
+    shown: list[bool] = []
+    note = At("on_train_batch_end", lambda t: shown.append(optimizer_of(t).parts.jobs.shows_exact))
+    with scripted(((2, 4, 1), (7, 1, 0))):
+        fit(LinearLossModule(length=10), ZenFlowStrategy(worker_cores=1, topk_ratio=0), steps=9, callbacks=[note])
+    assert shown == [True] * 2 + [False] * 5 + [True] * 2
+
+
 def test_two_ranks_lose_nothing_and_agree() -> None:
     scripted = replace(CASE, strategy_options=ALL_AUTO)
     cases = {"scripted": scripted, "measured": replace(scripted, steps=24, schedules=())}
