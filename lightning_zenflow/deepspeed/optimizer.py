@@ -159,8 +159,9 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
             self.flush()
 
     def _has_found_writes(self) -> bool:
-        step, schedule = self.zenflow_step, self.parts.jobs.schedule
-        nothing_late = (schedule.update_interval, schedule.publish_lag) == (1, 0)
+        step, jobs = self.zenflow_step, self.parts.jobs
+        # Behind a change of the schedule, gradients may be late from before.
+        nothing_late = jobs.shows_exact and (jobs.schedule.update_interval, jobs.schedule.publish_lag) == (1, 0)
         return self._written.look(step.number, shows_exact=step.is_exact or nothing_late)
 
     def begin_backward(self, *, last: bool) -> None:
