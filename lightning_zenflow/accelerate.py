@@ -280,6 +280,11 @@ class AccelerateStrategy(ZenFlowStrategy):
             )
         (model,) = (item for item in build.args if isinstance(item, Module))
         optimizer = next((item for item in build.args if isinstance(item, Optimizer)), None)
+        if optimizer is not None:
+            # As DeepSpeed does: the Trainer of transformers makes two groups, and PEFT trains no parameter of the second. A scheduler
+            # that has been made, which marks the groups, needs as many as it has seen.
+            groups = optimizer.param_groups
+            groups[:] = [group for group in groups if group["params"] or "initial_lr" in group]
         # Of an engine that has evaluated it.
         remove_hooks(model)
 

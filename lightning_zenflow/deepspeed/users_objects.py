@@ -142,8 +142,9 @@ def validate_optimizer(optimizer: Optimizer, module: Module) -> None:
         params = group["params"]
         if not any(p.requires_grad and whole_shape(p).numel() for p in params):
             raise MisconfigurationException(
-                f"{place_of(optimizer, index)}params must be a list with a trainable parameter, got {len(params)} frozen or empty ones;"
-                f" remove the group: DeepSpeed cannot hold one that trains nothing at setup{divided}"
+                f"{place_of(optimizer, index)}params must be a list with a trainable parameter, got"
+                f" {f'{len(params)} frozen or empty ones' if params else 'none'}; leave the group out: DeepSpeed cannot hold one that"
+                f" trains nothing at setup{divided}"
             )
         for place, p in enumerate(params):
             # Checkpoints have no name for it.

@@ -75,13 +75,17 @@ def configuration(zenflow: dict[str, Any], *, stage: int = 2) -> dict[str, Any]:
     }
 
 
-def trainer(folder: Path, *, ours: bool = True, **options: Any) -> Any:
-    """A Trainer of a tiny Llama, ours or that of transformers on the CPU."""
+def trainer(folder: Path, *, ours: bool = True, only_matrices: bool = False, **options: Any) -> Any:
+    """A Trainer of a tiny Llama, ours or that of transformers on the CPU; one that trains only matrices, as with PEFT, has no parameter in
+    the group without decay.
+    """
     fixed = {"per_device_train_batch_size": 4, "num_train_epochs": 2, "logging_steps": 1, "report_to": []}
     options = {"learning_rate": 1e-2, "save_strategy": "no", "eval_strategy": "epoch", **fixed, **options}
     arguments = TrainingArguments(output_dir=str(folder), disable_tqdm=True, use_cpu=not ours, **options)
-    kind = ZenFlowTrainer if ours else Trainer
-    return kind(tiny_llama(), arguments, train_dataset=Tokens(), eval_dataset=Tokens(8))
+    kind, model = ZenFlowTrainer if ours else Trainer, tiny_llama()
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.ndim > 1 or not only_matrices)
+    return kind(model, arguments, train_dataset=Tokens(), eval_dataset=Tokens(8))
 
 
 def logged(of: Any, name: str) -> list[float]:
@@ -99,7 +103,7 @@ def end(of: Any) -> None:
 @pytest.mark.parametrize(
     ("stage", "options"),
     [
-        (None, {"max_grad_norm": 0.0}),
+        (None, {"max_grad_norm": 0.0, "weight_decay": 0.1, "only_matrices": True}),
         (2, {"max_grad_norm": 0.5, "gradient_accumulation_steps": 3}),
         (3, {"max_grad_norm": 0.5}),
     ],

@@ -124,7 +124,7 @@ OURS: Refused = [
     ),
     (
         lambda: fit(Model(optimizers=lambda ps: torch.optim.AdamW([{"params": ps}, {"params": []}]))),
-        r"group 1: params must be a list with a trainable parameter, got 0 frozen or empty ones",
+        r"group 1: params must be a list with a trainable parameter, got none; leave the group out",
     ),
     (lambda: fit(Model(nn.Embedding(5, 3, sparse=True))), r"part.sparse must be False, got True"),
     (
