@@ -201,6 +201,10 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
                 # DeepSpeed's `destroy` comes with the strategy's.
                 self.deepspeed_engine_wrapped = None
                 strategy.teardown()
+                optimizer = strategy.zenflow_optimizer
+                if optimizer is not None and optimizer.closed:
+                    # Transformers' Trainer keeps its engine, and nothing saves the state any more.
+                    optimizer.close(keep_state=False)
         return super().free_memory(*objects)
 
     @override

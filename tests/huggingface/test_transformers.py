@@ -180,8 +180,10 @@ def test_configuration_of_the_seeds_and_a_second_training(tmp_path: Path, monkey
     config = ours.deepspeed.optimizer.zenflow_config
     assert (config.topk_ratio, config.update_interval) == (0.1, 4)
     assert ours.model.lm_head.weight.dtype == torch.bfloat16
-    first = weights(ours)
+    first, before = weights(ours), ours.deepspeed.optimizer.parts.rank.arena
     ours.train()
+    # Its memory is freed, and reads as zeros.
+    assert not before.master.any() and ours.deepspeed.optimizer.parts.rank.arena.master.any()
     assert any(not torch.equal(a, b) for a, b in zip(first, weights(ours), strict=True))
     end(ours)
 
