@@ -196,6 +196,9 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
                 f"{call} was called twice in a step, or after `{self.calls.clip}`: call `optimizer.step()` between them, or"
                 f" {self.calls.accumulate}, and clip after the last"
             )
+        if step.micro_batches == 0:
+            # The step before may have been dropped.
+            self._norm_of_step = None
         self._trained.set_gradient_accumulation_boundary(not self.micro_batches.more_to_come)
         self._was_interrupted = True
         super().backward(tensor, module, *args, **kwargs)
@@ -210,8 +213,8 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clips this step's gradients by the norm of the whole gradient. Backward passes of later steps predict the clip factor with
-        the norm that was given last.
+        """Clips this step's gradients by the norm of the whole gradient, to the smallest that is given. Backward passes of later steps
+        predict the clip factor with it.
 
         Args:
             module: the model.
@@ -233,7 +236,8 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         if float(norm_type) != 2.0:
             raise MisconfigurationException(f"{call}: norm_type must be 2 under ZenFlow, got {norm_type!r}")
         step = self._after_backward(call)
-        self._norm_of_step = float(max_norm)
+        # Who clips twice has clipped to the smaller norm.
+        self._norm_of_step = min(float(max_norm), math.inf if self._norm_of_step is None else self._norm_of_step)
         return step.gradient_norm()
 
     @override

@@ -49,7 +49,8 @@ def test_clipping_returns_the_norm_and_acts_on_the_step() -> None:
         plain.loss(step, 0, 0).backward()
         theirs = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
         fabric.backward(model.loss(step, 0, 0))
-        torch.testing.assert_close(fabric.clip_gradients(model, optimizer, max_norm=1e-3), theirs)
+        for max_norm in (1e-3, float("inf")):
+            torch.testing.assert_close(fabric.clip_gradients(model, optimizer, max_norm=max_norm), theirs)
         weights = [p.detach().clone() for p in plain.parameters()]
         optimizer.step()
         assert optimizer.clip_grad == 1e-3
@@ -65,7 +66,7 @@ def test_steps_that_are_dropped_or_end_early_and_exact_weights(loop: Any) -> Non
     before = copies(model)
     assert optimizer.zenflow_step.is_exact
     fabric.backward(model.loss(2, 0, 0))
-    fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    fabric.clip_gradients(model, optimizer, max_norm=1e-3)
     optimizer.zero_grad()
     with fabric.no_backward_sync(model):
         fabric.backward(model.loss(2, 0, 0))
@@ -78,6 +79,8 @@ def test_steps_that_are_dropped_or_end_early_and_exact_weights(loop: Any) -> Non
         fabric.backward(model.loss(2, 0, 0))
     assert float(fabric.clip_gradients(model, optimizer, max_norm=1.0)) > 0
     optimizer.step()
+    # Not that of the dropped step.
+    assert optimizer.clip_grad == 1.0
     assert optimizer.zenflow_step.number == 3
     model.eval()
     with torch.no_grad():
