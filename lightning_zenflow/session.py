@@ -29,9 +29,9 @@ from lightning_zenflow.core.errors import MisconfigurationException, raise_late_
 from lightning_zenflow.deepspeed.build import rank_resources
 from lightning_zenflow.deepspeed.config import (
     ConfigSource,
+    apply_options,
     offloads_parameters,
     prepare_deepspeed_config,
-    refuse_options,
     resolve_config,
     set_bucket_size,
 )
@@ -91,7 +91,7 @@ class Session(RankEnvironment):
         check_keys(options, (*KEYS, *inspect.signature(base).parameters), "ZenFlowStrategy")
         given = {key: value for key, value in keys.items() if value is not None}
         self.zenflow_config, self._users_config = resolve_config(config, given)
-        refuse_options(options, has_config=self._users_config is not None)
+        apply_options(options, self._users_config)
         self.zenflow_optimizer = None
         self._frozen_at_setup: dict[str, Tensor] = {}
         # Names of the parameters of each group of the user's optimizer.

@@ -200,6 +200,14 @@ _OPTION_RULES = (
     _only("load_full_weights", False, "checkpoints are folders"),
 )
 
+# Those that are keys of a DeepSpeed config; the last two of ZeRO's are what `offload_parameters` is there.
+_OPTIONS_OF = {
+    "zero_optimization": ("stage", "sub_group_size", "contiguous_gradients", "overlap_comm", "allgather_partitions", "reduce_scatter",
+                          "allgather_bucket_size", "reduce_bucket_size", "offload_param", "cpu_offload_param"),
+    "activation_checkpointing": ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
+                                 "synchronize_checkpoint_boundary"),
+}  # fmt: skip
+
 _PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed")
 
 # Lightning takes any number and never ends a step with some. A negative norm would not clip.
@@ -287,21 +295,24 @@ def offloads_parameters(config: Mapping[str, Any]) -> bool:
     return by_old_name or values.get("zero_optimization.offload_param.device") == "cpu"
 
 
-def refuse_options(options: Mapping[str, Any], *, has_config: bool) -> None:
-    """Refuses keywords of Lightning's strategy that ask for another place of states or parameters, with `MisconfigurationException`.
+def apply_options(options: Mapping[str, Any], config: dict[str, Any] | None) -> None:
+    """Writes keywords of Lightning's strategy into the user's DeepSpeed config, if there is one: Lightning does not read them beside it.
 
-    Args:
-        options: the keywords.
-        has_config: whether there is a DeepSpeed config, beside which Lightning does not read keywords.
+    Raises:
+        MisconfigurationException: a keyword asks for another place of states or parameters.
     """
     _refuse(options, _OPTION_RULES, "ZenFlowStrategy")
-    reason = _NEEDS_STAGE_3
-    if has_config:
-        reason = (
-            "set zero_optimization.offload_param to {'device': 'cpu'} in the DeepSpeed config that is given as well"
-        )
-    if has_config or options.get("stage", 2) != 3:
-        _refuse(options, [_only("offload_parameters", False, reason)], "ZenFlowStrategy")
+    given = zero = {key: value for key, value in options.items() if value is not None}
+    if config is not None:
+        if "offload_parameters" in given:
+            place = {"device": "cpu" if given["offload_parameters"] else "none"}
+            given |= {"offload_param": place, "cpu_offload_param": None}
+        for section, keys in _OPTIONS_OF.items():
+            if of_section := {key: given[key] for key in keys if key in given}:
+                config[section] = {**_mapping(config.get(section), f"DeepSpeed config: {section}"), **of_section}
+        zero = config.get("zero_optimization") or {}
+    if given.get("offload_parameters") and zero.get("stage") != 3:
+        _refuse(given, [_only("offload_parameters", False, _NEEDS_STAGE_3)], "ZenFlowStrategy")
 
 
 def set_bucket_size(config: dict[str, Any], model: Module) -> None:

@@ -239,13 +239,14 @@ def test_deepspeed_json_with_zenflow_optimizer_and_scheduler_blocks(
 def test_the_environment_variable_names_a_yaml_file(
     strategy_class: type[Any], deepspeed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read once, as `config=`: Lightning's own reader knows only JSON. Beside keys of ZenFlow alone, keywords of Lightning count."""
+    """Read once, as `config=`: Lightning's own reader knows only JSON. Keywords of Lightning go before it."""
     path = tmp_path / "zf.yaml"
     path.write_text(OmegaConf.to_yaml({"zenflow": {"topk_ratio": 0.25}, "deepspeed": deepspeed}))
     monkeypatch.setenv("PL_DEEPSPEED_CONFIG_PATH", str(path))
-    strategy = strategy_class(stage=3)
+    strategy = strategy_class(stage=3, reduce_bucket_size=12345)
     assert strategy.zenflow_config == ZenFlowConfig(topk_ratio=0.25)
-    assert strategy.config["zero_optimization"]["stage"] == (3 if deepspeed is None else 2)
+    assert {"stage": 3, "reduce_bucket_size": 12345}.items() <= strategy.config["zero_optimization"].items()
+    assert not strategy._chooses_buckets
     assert strategy.config.get("bf16") == (deepspeed or {}).get("bf16")
 
 

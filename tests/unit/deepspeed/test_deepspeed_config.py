@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 
 from lightning_zenflow.config import KEYS, ZenFlowConfig
-from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, refuse_options, resolve_config
+from lightning_zenflow.deepspeed.config import apply_options, prepare_deepspeed_config, resolve_config
 
 ZERO = {"stage": 2, "contiguous_gradients": True, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
 RESULT = {
@@ -194,22 +194,28 @@ def test_stages() -> None:
 
 
 def test_keywords_of_lightning_that_it_would_ignore() -> None:
-    for options in (
-        {"offload_optimizer_device": "cpu", "remote_device": None},
-        {"stage": 3, "offload_parameters": True},
-    ):
-        refuse_options(options, has_config=False)
+    apply_options({"offload_optimizer_device": "cpu", "remote_device": None}, None)
+    for config in (None, {"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 2, "cpu_offload_param": False}}):
+        apply_options({"stage": 3, "offload_parameters": True, "cpu_checkpointing": True}, config)
+    prepared = prepare_deepspeed_config(config)
+    assert prepared["zero_optimization"] == {
+        **ZERO,
+        "stage": 3,
+        "offload_param": {"device": "cpu", "pin_memory": False},
+    }
+    assert prepared["activation_checkpointing"] == {"cpu_checkpointing": True}
+    apply_options({"offload_parameters": False}, config)
+    assert prepare_deepspeed_config(config)["zero_optimization"] == {**ZERO, "stage": 3}
     for option in ("offload_optimizer_device", "offload_params_device"):
         with pytest.raises(MisconfigurationException, match=f"{option} must be 'cpu' or absent, got 'nvme'"):
-            refuse_options({option: "nvme"}, has_config=False)
-    for options, has_config, instead in (
-        ({}, False, "set stage to 3"),
-        ({"stage": 3}, True, "in the DeepSpeed config"),
-    ):
+            apply_options({option: "nvme"}, None)
+    for config in (None, {}, {"zero_optimization": {"stage": 2}}):
         with pytest.raises(
-            MisconfigurationException, match=f"offload_parameters must be False .*, got True: .*{instead}"
+            MisconfigurationException, match=r"offload_parameters must be False .*, got True: .*set stage"
         ):
-            refuse_options({**options, "offload_parameters": True}, has_config=has_config)
+            apply_options({"offload_parameters": True}, config)
+    with pytest.raises(MisconfigurationException, match="zero_optimization must be a mapping, got 3"):
+        apply_options({"stage": 3}, {"zero_optimization": 3})
 
 
 @pytest.mark.parametrize(
