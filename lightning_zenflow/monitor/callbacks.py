@@ -42,6 +42,8 @@ class StallMonitoring(OtherBases):  # type: ignore[misc]
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        # Before the strategy's own set-up: after an error it has the arena of the fit before.
+        self._meter = None
         rank_zero_optimizer(trainer)
 
     @override

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from callbacks import At
 from harness import PLACES, Case, fit, make_trainer, run_here, snapshot, workers
-from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow import StallMonitor, ZenFlowStrategy
 from lightning_zenflow.worker.machine import HOST_MEMORY
 from lightning_zenflow.worker.process import WorkerError
 from models import TINY, LinearLossModule
@@ -94,6 +94,23 @@ def test_fits_leave_nothing_behind(stage: str, fits: int) -> None:
     assert [reference() for of_fit in references for reference in of_fit] == [None] * 4 * fits
     # Of 4 MB weights, and of 12 MB state, in each fit; allocators and caches grow by up to 20 MB at first.
     assert process.memory_info().rss - resident < 3e7
+
+
+def test_a_monitor_keeps_nothing_of_a_fit_that_failed() -> None:
+    """Of its arena neither, which the next set-up would count as taken."""
+    monitor, strategy = StallMonitor(), ZenFlowStrategy()
+    references: list[Callable[[], Any]] = []
+    alive: list[bool] = []
+
+    def note(_: pl.Trainer) -> None:
+        gc.collect()
+        alive.extend(reference() is not None for reference in references)
+        references.append(weakref.ref(strategy.zenflow_optimizer))
+
+    for at in ("step 2", "the end"):
+        with pytest.raises(RuntimeError, match="own mistake") if at == "step 2" else nullcontext():
+            fit(linear(), strategy, callbacks=[monitor, At("on_fit_start", note), Ends(at)])
+    assert alive == [False]
 
 
 def test_a_training_that_is_collected_leaves_the_next_one_as_it_is() -> None:
