@@ -42,7 +42,7 @@ class TrainerStrategy(TrainerCheckpoints):
     """Trains with ZeRO-2, or ZeRO-3, and the optimizer states in host memory, without waiting for the CPU.
 
     ``Trainer(strategy=ZenFlowStrategy(topk_ratio=0.05))`` is complete. The model's `configure_optimizers` stays as it is (AdamW or
-    Adam, any number of parameter groups, one scheduler); so do `gradient_clip_val`, `accumulate_grad_batches` and checkpoints.
+    Adam, any number of parameter groups, schedulers); so do `gradient_clip_val`, `accumulate_grad_batches` and checkpoints.
     While gradients are clipped, forward passes see weights with a predicted clip factor unless `clip_prediction` is false.
 
     Runs on CUDA and, for tests and small models, on the CPU.
@@ -229,22 +229,29 @@ class TrainerStrategy(TrainerCheckpoints):
     @override
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
         # Private: calls the user's `configure_optimizers`; DeepSpeed replaces its result afterwards.
+        made = self.lightning.core.optimizer
+        several = (
+            "configure_optimizers must return one optimizer, got several; put the parameters into its parameter groups"
+        )
         try:
-            optimizer, scheduler = super()._init_optimizers()
+            optimizers, schedulers = made._init_optimizers_and_lr_schedulers(self.lightning_module)
         except Exception as error:
-            # In automatic optimization and in manual one.
-            if not any(text in str(error) for text in ("multiple optimizers", "only supports single optimizer")):
+            # In automatic optimization.
+            if "multiple optimizers" not in str(error):
                 raise
-            raise MisconfigurationException(
-                "configure_optimizers must return one optimizer, got several; put the parameters into its parameter groups"
-            ) from error
+            raise MisconfigurationException(several) from error
+        if len(optimizers) > 1:
+            raise MisconfigurationException(several)
+        (optimizer,) = optimizers
         # Private: what Lightning puts in the place of None.
-        if isinstance(optimizer, self.lightning.core.optimizer._MockOptimizer):
+        if isinstance(optimizer, made._MockOptimizer):
             raise MisconfigurationException(
                 "configure_optimizers must return an optimizer, got None; use `Trainer(strategy='auto')`, or `validate`, `test`, `predict`"
             )
         validate_optimizer(optimizer, self.lightning_module)
-        return optimizer, scheduler
+        # Lightning steps all of them; DeepSpeed has a place for one.
+        self.lr_scheduler_configs = schedulers
+        return optimizer, schedulers[0] if len(schedulers) == 1 else None
 
     @override
     def init_deepspeed(self) -> None:

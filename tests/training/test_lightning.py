@@ -250,6 +250,19 @@ def test_schedulers_loaders_and_loops(name: str) -> None:
         assert 1 < ours.epochs < 30 and len({rates[0] for rates in ours.learning_rates}) > 1
 
 
+class TwoSchedulers(Net):
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()["optimizer"]
+        return [optimizer], [EVERY_EPOCH(optimizer), {**PLATEAU(optimizer), "monitor": "val_loss"}]
+
+
+def test_two_schedulers_of_one_optimizer() -> None:
+    options = {"max_epochs": 6, "limit_val_batches": 1}
+    ours = compare(TwoSchedulers, lambda: deepcopy(options), others=("plain",))
+    assert ours.learning_rates[-1][0] < ours.learning_rates[0][0] * 0.5**5
+
+
 def test_learning_rate_monitor(tmp_path: Path) -> None:
     """For both parameter groups, momentum and weight decay included."""
     monitors: list[LearningRateMonitor] = []
