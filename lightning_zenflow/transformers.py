@@ -56,6 +56,12 @@ class ZenFlowTraining(OtherBases):  # type: ignore[misc]
         return output
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if (strategy := self.accelerator.strategy) is not None:
+            strategy.start_epoch(int(self.state.epoch or 0))
+        return super().training_step(*args, **kwargs)
+
+    @override
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         # A model may be in parts of another, as PEFT's are when they generate.
         self.accelerator.start().flush()

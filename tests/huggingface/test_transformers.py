@@ -188,6 +188,14 @@ def test_configuration_of_the_seeds_and_a_second_training(tmp_path: Path, monkey
     end(ours)
 
 
+def test_the_trainer_says_which_epoch_it_is(tmp_path: Path) -> None:
+    keys = {"update_interval": 2, "select_strategy": "epoch", "select_interval": 2, "worker_cores": 1}
+    ours = trainer(tmp_path, num_train_epochs=3, eval_strategy="no", deepspeed=configuration(keys))
+    ours.train()
+    assert ours.deepspeed.optimizer.parts.selector.state_dict()["next"] == 4  # after epochs 0 and 2
+    end(ours)
+
+
 class Interrupt(TrainerCallback):
     """Ends a step between backward and update, as a user at the keyboard may."""
 
