@@ -93,8 +93,12 @@ class StallMonitoring(OtherBases):  # type: ignore[misc]
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._meter is not None and len(self._meter.step_s) >= max(2, self._summary_from):
-            rank_zero_info(self._meter.summary())
+        if (
+            self._meter is not None
+            and len(self._meter.step_s) >= self._summary_from
+            and (said := self._meter.summary())
+        ):
+            rank_zero_info(said)
         self._meter = None
 
 

@@ -111,18 +111,24 @@ class StepMeter:
         self._optimizer = optimizer
         self._n_read = 0
         self._last_read = self._before = optimizer.parts.read_counters()
+        self._steps_before, self._n_first = self._before.steps, 0
         self._pause_ns: int | None = None
         self.end_ns = time.perf_counter_ns()
 
     def end_step(self) -> None:
-        """Takes the time of a step."""
+        """Takes the time since the last call: of a step, or of the several of a batch, each an equal part. That of a step without
+        gradients counts to the next.
+        """
         self.resume()
+        n = self._optimizer.telemetry.steps - self._steps_before - len(self.step_s)
+        if n == 0:
+            return
         now_ns = time.perf_counter_ns()
-        self.step_s.append(1e-9 * (now_ns - self.end_ns))
+        self.step_s.extend([1e-9 * (now_ns - self.end_ns) / n] * n)
         self.end_ns = now_ns
-        if len(self.step_s) == 1:
-            # The summary averages over the steps behind the first.
-            self._before = self._optimizer.parts.read_counters()
+        if self._n_first == 0:
+            # The summary averages over the steps behind the first ones.
+            self._n_first, self._before = n, self._optimizer.parts.read_counters()
 
     def pause(self) -> None:
         """Excludes what follows, such as validation, from the step that is being measured."""
@@ -147,26 +153,30 @@ class StepMeter:
         return interval_metrics(before, self._last_read, seconds=seconds)
 
     def summary(self) -> str | None:
-        """Times, waits and advice; None before the second step."""
-        if len(self.step_s) < 2:
+        """Times, waits and advice; None before the second call of `end_step`."""
+        if len(self.step_s) == self._n_first:
             return None
         now, config = self._optimizer.parts.read_counters(), self._optimizer.zenflow_config
         fp16 = self._optimizer.parts.rank.dtype == torch.float16
-        return summary(self.step_s[1:], self._before, now, config, fp16=fp16)
+        clips = 0 < self._optimizer.clip_grad < math.inf
+        return summary(self.step_s[self._n_first :], self._before, now, config, fp16=fp16, clips=clips)
 
     def _ns_without_waits(self) -> int:
         return time.perf_counter_ns() - round(1e9 * sum(self._optimizer.telemetry.seconds.values()))
 
 
-def summary(step_s: Sequence[float], before: Reading, now: Reading, config: ZenFlowConfig, *, fp16: bool) -> str:
+def summary(
+    step_s: Sequence[float], before: Reading, now: Reading, config: ZenFlowConfig, *, fp16: bool, clips: bool = False
+) -> str:
     """Formats the summary and, where something limits, the advice.
 
     Args:
-        step_s: duration of each step but the first, which compiles and allocates memory; one or more.
-        before: reading after the first step.
+        step_s: duration of each step but the first ones, which compile and allocate memory; one or more.
+        before: reading after the first ones.
         now: reading after the last step.
         config: of the training.
         fp16: whether the model's type is float16.
+        clips: whether gradients are clipped.
     """
     n, seconds = len(step_s), sum(step_s)
     run = now.since(before)
@@ -191,7 +201,7 @@ def summary(step_s: Sequence[float], before: Reading, now: Reading, config: ZenF
             f"update in backward in {in_time / n:.1%} of the steps, corrected in {run.corrected_steps / n:.1%}"
         )
     lines = [
-        f"ZenFlow: {n + 1} steps, median {_ms(quantile(step_s, 0.5))} ms, p99 {_ms(quantile(step_s, 0.99))} ms;"
+        f"ZenFlow: {n + before.steps} steps, median {_ms(quantile(step_s, 0.5))} ms, p99 {_ms(quantile(step_s, 0.99))} ms;"
         f" waits of the device {sum(waits.values()):.1%}, of the training thread {host / seconds:.1%}",
         "; ".join(details),
     ]
@@ -204,6 +214,7 @@ def summary(step_s: Sequence[float], before: Reading, now: Reading, config: ZenF
         at_end=1.0 - in_time / n if speculates else 0.0,
         longest=at_most,
         fp16=fp16,
+        clips=clips,
     )
     return "\n".join(lines if sentence is None else [*lines, sentence])
 
@@ -223,6 +234,7 @@ def advice(
     at_end: float = 0.0,
     longest: bool = False,
     fp16: bool = False,
+    clips: bool = False,
 ) -> str | None:
     """The largest limit that the user can do something about, and its remedy, in a sentence; None if waits are negligible.
 
@@ -231,9 +243,10 @@ def advice(
         config: what is `auto` is not advised.
         worker: the worker's computation, as a share of the time.
         skipped: share of the steps that were skipped because the gradient norm was not finite.
-        at_end: share of the steps whose update began at their end, at least for a part of the weights, because of clipping.
+        at_end: share of the steps whose update began at their end, at least for a part of the weights.
         longest: whether `update_interval: auto` has reached `max_update_interval`.
         fp16: whether the model's type is float16.
+        clips: whether gradients are clipped.
     """
     if skipped > _MANY_SKIPPED:
         otherwise = " or train in bf16" if fp16 else ", or look for NaN in the loss"
@@ -242,10 +255,16 @@ def advice(
         if share < SMALL_STALL:
             break
         if cause in _WORKER and at_end > _MANY_AT_END:
+            why, remedy = (
+                f"the update begins at the end of about {at_end:.0%} of the steps",
+                "in manual optimization, run the backward pass in the closure of `optimizer.step`; else",
+            )
+            if clips:
+                why = f"gradients were clipped in about {at_end:.0%} of the steps, whose update begins when the norm is known"
+                remedy = "raise gradient_clip_val, or"
             return (
-                f"{share:.0%} of the time is spent waiting for the CPU, because gradients were clipped in about {at_end:.0%} of the steps,"
-                " whose update begins when the norm is known: raise gradient_clip_val, or allow predicted factors (clip_prediction=True,"
-                ' or strategy="zenflow").'
+                f"{share:.0%} of the time is spent waiting for the CPU, because {why}: {remedy} allow predicted factors"
+                ' (clip_prediction=True, or strategy="zenflow").'
             )
         if cause in _WORKER:
             load = worker / max(1.0 - sum(waits.values()), 1e-9)

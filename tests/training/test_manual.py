@@ -1,6 +1,7 @@
 """Manual optimization: the steps of `automatic_optimization = False` are those of torch's AdamW; of automatic ones, see test_ranks."""
 
 import csv
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing_extensions import override
 
 from callbacks import After, save
 from harness import make_trainer, weights_of
-from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow import StallMonitor, ZenFlowStrategy
 from lightning_zenflow.core.errors import MisconfigurationException
 from models import generator, small_net
 
@@ -281,6 +282,14 @@ def test_a_resumed_run_hides_its_first_closure(tmp_path: Path) -> None:
     rest = Manual(clipped_in_closure, scheduled=False)
     make_trainer(ZenFlowStrategy(worker_cores=1), max_steps=16, max_epochs=2).fit(rest, ckpt_path=path)
     assert rest.losses == whole.losses[12:]
+
+
+def test_the_steps_of_a_batch_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        fit(twice, ZenFlowStrategy(worker_cores=1, **EXACT), callbacks=[StallMonitor()])
+    said = caplog.messages[-1]
+    assert said.startswith("ZenFlow: 24 steps, median ")
+    assert "copies a step: d2h 1.0" in said and "update in backward in 0.0% of the steps" in said
 
 
 def test_steps_without_gradients_are_not_measured(tmp_path: Path) -> None:
