@@ -208,19 +208,10 @@ _OPTIONS_OF = {
                                  "synchronize_checkpoint_boundary"),
 }  # fmt: skip
 
-_PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed")
-
 # Lightning takes any number and never ends a step with some. A negative norm would not clip.
 _TRAINER_RULES = (
     Rule("accumulate_grad_batches", lambda batches: isinstance(batches, int) and batches >= 1, "an integer >= 1"),
     Rule("gradient_clip_val", lambda norm: norm >= 0, "a number >= 0"),
-    # Of a plugin; the Trainer's own argument is refused by Lightning, before the strategy sees it.
-    Rule(
-        "precision",
-        lambda name: name in _PRECISIONS,
-        f"one of {', '.join(map(repr, _PRECISIONS))}",
-        "the worker computes in float32",
-    ),
 )
 
 
@@ -251,11 +242,7 @@ def prepare_deepspeed_config(
     for key in _SET_BY_LIGHTNING:
         if result.get(key) == "auto":
             del result[key]
-    trainer = {
-        "accumulate_grad_batches": accumulate_grad_batches,
-        "gradient_clip_val": gradient_clip_val,
-        "precision": precision,
-    }
+    trainer = {"accumulate_grad_batches": accumulate_grad_batches, "gradient_clip_val": gradient_clip_val}
     _refuse(trainer, _TRAINER_RULES, "Trainer")
     _refuse(result, _rules(result, accumulate_grad_batches, gradient_clip_val, precision), "DeepSpeed config")
     if "train_batch_size" in result:

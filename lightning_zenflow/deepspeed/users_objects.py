@@ -56,8 +56,16 @@ class FromTrainer:
         return vars(strategy).get(self._name) or getattr(super(self._owner, strategy), self._name)
 
     def __set__(self, strategy: Any, value: Any) -> None:
-        if self._ours is not None and type(value) in (ours := getattr(strategy, self._ours)).__bases__:
-            value = ours(value.precision)
+        if self._ours is not None and value is not None:
+            ours = getattr(strategy, self._ours)
+            lightnings = ours.__bases__[-1]
+            if not isinstance(value, lightnings):
+                raise MisconfigurationException(
+                    f"ZenFlowStrategy: a precision plugin must be a {lightnings.__name__}, got {type(value).__name__}: set `precision`"
+                    " instead, without a plugin"
+                )
+            if type(value) is lightnings:
+                value = ours(value.precision)
         vars(strategy)[self._name] = value
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_optimizer_state
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -236,6 +237,10 @@ def test_settings_models_and_optimizers_are_refused_by_name() -> None:
         (lambda: fabric.setup(*linear(), other), "must have one optimizer, got 2"),
         (lambda: fabric.setup(sparse, torch.optim.AdamW(sparse.parameters())), "sparse must be"),
         (lambda: ZenFlowStrategy({"gradient_accumulation_steps": 4}), "use `fabric.no_backward_sync"),
+        (
+            lambda: Fabric(strategy=ZenFlowStrategy(), plugins=[Precision()]),
+            "must be a DeepSpeedPrecision, got Precision",
+        ),
         (lambda: ZenFlowStrategy({"optimizer": {"type": "AdamW"}}), "optimizer must be absent with Fabric"),
     )
     with pytest.raises(RuntimeError, match=r"`ZenFlowStrategy` requires .* `.setup\(model, optimizer, ...\)`"):

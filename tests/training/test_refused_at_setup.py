@@ -1,6 +1,7 @@
 """What is refused, by the name of the key, parameter or callback, and before the first step wherever that shows."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,13 +14,13 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks import At
-from harness import fit
+from harness import fit, make_trainer
 from lightning_zenflow import ZenFlowStrategy
 from models import TINY, LinearLossModule
 
@@ -97,9 +98,12 @@ OURS: Refused = [
     ),
     (lambda: fit(Model(), gradient_clip_val=1.0, gradient_clip_algorithm="value"), r"must be 'norm', got 'value'"),
     (lambda: fit(Model(), callbacks=[LearningRateFinder()]), r"find the learning rate with another strategy"),
-    (
-        lambda: fit(Model(), plugins=[DoublePrecision()]),
-        r"Trainer: precision must be one of '32-true', .*, got '64-true'",
+    *(
+        (
+            partial(make_trainer, ZenFlowStrategy(), plugins=[plugin]),
+            f"a precision plugin must be a DeepSpeedPrecision, got {type(plugin).__name__}: set `precision` instead",
+        )
+        for plugin in (DoublePrecision(), MixedPrecision("bf16-mixed", "cpu"), HalfPrecision("bf16-true"), Precision())
     ),
     (lambda: fit(Model(), callbacks=[Finetuning()]), r"Finetuning must be absent: it adds parameter groups in mid-run"),
     (
