@@ -139,6 +139,12 @@ class TrainerCheckpoints(Session):
 
     @override
     def flush(self) -> None:
+        step = None if self.zenflow_optimizer is None else self.zenflow_optimizer.zenflow_step
+        if step is not None and step.has_gradients and self._saves.in_batch and not self._ends_with_error:
+            raise MisconfigurationException(
+                "ZenFlowStrategy: flush must be called between two steps, got a call between backward and a step, whose gradients it would"
+                " drop: call it in `on_train_batch_end`, or behind `optimizer.step` in manual optimization"
+            )
         with self._saves.undisturbed():
             super().flush()
 

@@ -105,6 +105,10 @@ OURS: Refused = [
         )
         for plugin in (DoublePrecision(), MixedPrecision("bf16-mixed", "cpu"), HalfPrecision("bf16-true"), Precision())
     ),
+    (
+        lambda: fit(Model(), callbacks=[At("on_before_optimizer_step", lambda trainer: trainer.strategy.flush())]),
+        "flush must be called between two steps, got a call between backward and a step",
+    ),
     (lambda: fit(Model(), callbacks=[Finetuning()]), r"Finetuning must be absent: it adds parameter groups in mid-run"),
     (
         lambda: fit(Model(), callbacks=[StochasticWeightAveraging(swa_lrs=0.1)]),
