@@ -73,10 +73,6 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
     def __init__(self, deepspeed_plugin: DeepSpeedPlugin | None = None, **options: Any) -> None:
         self._keys = {key: options.pop(key) for key in KEYS if key in options}
         ZenFlowConfig(**self._keys)
-        for key in self._keys.keys() & set(_OF_LIGHTNING):
-            raise MisconfigurationException(
-                f"ZenFlowAccelerator: {key} must be absent, got {self._keys[key]!r}: it is of Lightning's checkpoints and callbacks"
-            )
         has_plugin = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
         has_plugin |= "deepspeed_plugins" in options or bool(AcceleratorState._shared_state)
         if deepspeed_plugin is None and not has_plugin:
@@ -99,6 +95,12 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
             raise MisconfigurationException(
                 f"ZenFlowAccelerator: Accelerate must know of {ranks} ranks, got {self.num_processes}: on CPUs call"
                 " `PartialState(backend='gloo')` first; TrainingArguments need accelerator_config={'use_configured_state': True} then"
+            )
+        zero: dict[str, Any] = self.deepspeed_plugin.deepspeed_config.get("zero_optimization") or {}
+        given = {**(zero.get("zenflow") or {}), **self._keys}
+        for key in given.keys() & set(_OF_LIGHTNING):
+            raise MisconfigurationException(
+                f"ZenFlowAccelerator: {key} must be absent, got {given[key]!r}: it is of Lightning's checkpoints and callbacks"
             )
 
     @property

@@ -177,8 +177,16 @@ def test_mistakes_in_the_loop(act: Callable[[Loop], object], error: type[Excepti
 
 
 def test_mistakes_before_the_loop() -> None:
-    with pytest.raises(MisconfigurationException, match="async_checkpoints must be absent, got True"):
-        ZenFlowAccelerator(async_checkpoints=True)
+    block = {
+        "zero_optimization": {"stage": 2, "zenflow": {"async_checkpoints": True}},
+        "gradient_accumulation_steps": 1,
+    }
+    for given in ({"async_checkpoints": True}, {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=block)}):
+        with (
+            new_process(),
+            pytest.raises(MisconfigurationException, match="async_checkpoints must be absent, got True"),
+        ):
+            ZenFlowAccelerator(**given)
     with new_process(), pytest.raises(MisconfigurationException, match="cpu must be False"):
         ZenFlowAccelerator(cpu=True)
     with pytest.raises(ValueError, match="topk_ratio"):
