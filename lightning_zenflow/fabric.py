@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.plugins import DeepSpeedPrecision
 from lightning.fabric.strategies import DeepSpeedStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -100,6 +101,10 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
                 raise MisconfigurationException(
                     f"DeepSpeed config: {key} must be absent with Fabric, got {self.config[key]!r}: {instead}"
                 )
+        if "stall_monitor" in self.zenflow_config.model_fields_set and self.zenflow_config.stall_monitor:
+            rank_zero_info(
+                "ZenFlow: stall_monitor has no effect in a loop: log `strategy.metrics()` and `strategy.summary()`"
+            )
         # DeepSpeed clips to 1 where nothing is said.
         self.config = {"gradient_clipping": 0.0, **self.config}
         # DeepSpeed's, of models that are not trained; a user may drop them before.

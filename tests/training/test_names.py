@@ -131,7 +131,10 @@ def test_a_seed_gives_the_batches_of_auto(kind: str) -> None:
     assert drawn("zenflow") == drawn("auto")
 
 
-def test_names_of_fabric() -> None:
+def test_names_of_fabric(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    FabricStrategy(stall_monitor=True)
+    assert "stall_monitor has no effect in a loop" in caplog.text
     zenflow, adamw = (Fabric(accelerator="cpu", devices=1, strategy=name).strategy for name in NAMES)
     assert zenflow.zenflow_config == ZenFlowConfig()  # type: ignore[attr-defined]
     assert adamw.zenflow_config == ZenFlowConfig(update_interval=1, publish_lag=0, clip_prediction=False)  # type: ignore[attr-defined]
