@@ -96,8 +96,8 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
                 f"ZenFlowAccelerator: Accelerate must know of {ranks} ranks, got {self.num_processes}: on CPUs call"
                 " `PartialState(backend='gloo')` first; TrainingArguments need accelerator_config={'use_configured_state': True} then"
             )
-        zero: dict[str, Any] = self.deepspeed_plugin.deepspeed_config.get("zero_optimization") or {}
-        given = {**(zero.get("zenflow") or {}), **self._keys}
+        of_zero: dict[str, Any] = self.deepspeed_plugin.deepspeed_config.get("zero_optimization") or {}
+        given = {**(of_zero.get("zenflow") or {}), **self._keys}
         for key in given.keys() & set(_OF_LIGHTNING):
             raise MisconfigurationException(
                 f"ZenFlowAccelerator: {key} must be absent, got {given[key]!r}: it is of Lightning's checkpoints and callbacks"

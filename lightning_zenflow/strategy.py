@@ -222,8 +222,7 @@ class TrainerStrategy(TrainerCheckpoints):
 
     @override
     def _auto_select_batch_size(self) -> int:
-        # Private. Only DeepSpeed's throughput log reads the result. Lightning's own method asks for the training data once more, and not
-        # all loaders have one.
+        # Private. DeepSpeed's throughput log alone reads it. Lightning asks for the training data once more, which not all loaders have.
         return 1
 
     @override
@@ -236,13 +235,12 @@ class TrainerStrategy(TrainerCheckpoints):
         try:
             optimizers, schedulers = made._init_optimizers_and_lr_schedulers(self.lightning_module)
         except Exception as error:
-            # In automatic optimization.
-            if "multiple optimizers" not in str(error):
+            if "multiple optimizers" not in str(error):  # in automatic optimization
                 raise
             raise MisconfigurationException(several) from error
-        if len(optimizers) > 1:
+        optimizer, *others = optimizers
+        if others:
             raise MisconfigurationException(several)
-        (optimizer,) = optimizers
         # Private: what Lightning puts in the place of None.
         if isinstance(optimizer, made._MockOptimizer):
             raise MisconfigurationException(
