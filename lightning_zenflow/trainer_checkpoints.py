@@ -113,7 +113,7 @@ class TrainerCheckpoints(Session):
             roots = [] if self._plugin is None else [self.lightning_module.trainer.default_root_dir]
             for folder in (*(getattr(c, "dirpath", "") for c in whole), *roots):
                 self._refuse_folder(folder)
-        models = [c for c in callbacks if hasattr(c, "dirpath") and hasattr(c, "filename")]
+        models = [c for c in callbacks if isinstance(c, self.lightning.callbacks.ModelCheckpoint)]
         names = [(c.dirpath, name) for c in models for name in (c.filename, *(["last"] if c.save_last else []))]
         self._needs_files = len({*names}) < len(names) or any(c.save_last == "link" for c in models)
         if self._needs_files and self.zenflow_config.async_checkpoints:

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -132,6 +132,16 @@ def test_the_users_error_is_raised_if_the_last_checkpoint_fails(tmp_path: Path) 
     # Not a rule for saves after it.
     with pytest.raises((OSError, RuntimeError), match="training ended before|could not be saved"):
         trainer.save_checkpoint(folder / "a.ckpt")
+
+
+@pytest.mark.parametrize("strategy", ["zenflow", "auto"])
+def test_a_checkpoint_on_an_exception_and_none_without(strategy: str, tmp_path: Path) -> None:
+    options = {"callbacks": [OnExceptionCheckpoint(tmp_path)], "enable_checkpointing": True, "max_steps": 4}
+    with pytest.raises(KeyError, match="the user's own mistake"):
+        make_trainer(ZenFlowStrategy() if strategy == "zenflow" else strategy, **options).fit(Mistaken(tmp_path / "a"))
+    assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == 2
+    make_trainer(ZenFlowStrategy(), **options).fit(LinearLossModule(shapes=TINY))
+    assert not list(tmp_path.glob("*.ckpt"))
 
 
 def test_after_the_process_group_was_destroyed() -> None:
