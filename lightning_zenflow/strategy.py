@@ -179,7 +179,7 @@ class TrainerStrategy(TrainerCheckpoints):
     @override
     def setup_environment(self) -> None:
         # The first hook that sees the model's own callbacks, and before theirs.
-        trainer = self.lightning_module.trainer
+        trainer, self._over = self.lightning_module.trainer, False
         refuse_unsupported_callbacks(trainer.callbacks, self.lightning, in_pieces=self.zero_stage_3)
         if self.is_alone:
             # Private: the Trainer's option. Lightning takes every `DeepSpeedStrategy` for distributed, and asks none for its ranks.
@@ -189,7 +189,6 @@ class TrainerStrategy(TrainerCheckpoints):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         with self._saves.undisturbed():
-            self._over = False
             refuse_unsupported_module(self.lightning_module)
             if (algorithm := trainer.gradient_clip_algorithm) not in (None, "norm"):
                 raise MisconfigurationException(

@@ -197,33 +197,32 @@ class TrainerCheckpoints(Session):
             self._save_now(checkpoint, filepath, storage_options)
 
     def _save_now(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        if self.model is self.lightning_module:
-            raise MisconfigurationException(
-                f"save_checkpoint({str(filepath)!r}) must come after `fit` has set up the model: DeepSpeed saves weights and states"
-            )
+        evaluated = self.model
         try:
-            if self._saves_file(weights_only="optimizer_states" not in checkpoint):
-                self._save_as_file(checkpoint, filepath, storage_options)
-                return
-            client_state = to_save(checkpoint, self.deepspeed_engine)
-            evaluated = self.model
+            if evaluated is self.lightning_module:
+                raise MisconfigurationException(
+                    f"save_checkpoint({str(filepath)!r}) must come after `fit` has set up the model: DeepSpeed saves weights and states"
+                )
             if self._trained is not None and self._trained.module is self.lightning_module:
                 # An evaluation after the training has another engine, without optimizer.
                 self.model = self._trained
-            try:
-                if self.model is not evaluated and is_in_pieces(self.lightning_module):
-                    raise MisconfigurationException(
-                        f"save_checkpoint({str(filepath)!r}) must come before or after the evaluation under stage 3: the pieces are its own"
-                    )
-                save = partial(super().save_checkpoint, client_state, storage_options=storage_options)
-                self._save_folder(filepath, self.deepspeed_engine, save)
-            finally:
-                self.model = evaluated
+            if self._saves_file(weights_only="optimizer_states" not in checkpoint):
+                self._save_as_file(checkpoint, filepath, storage_options)
+                return
+            if self.model is not evaluated and is_in_pieces(self.lightning_module):
+                raise MisconfigurationException(
+                    f"save_checkpoint({str(filepath)!r}) must come before or after the evaluation under stage 3: the pieces are its own"
+                )
+            client_state = to_save(checkpoint, self.deepspeed_engine)
+            save = partial(super().save_checkpoint, client_state, storage_options=storage_options)
+            self._save_folder(filepath, self.deepspeed_engine, save)
         except Exception as error:
             if not self._ends_with_error:
                 raise
             # `ModelCheckpoint(save_on_exception=True)`: Lightning would raise this error in the place of the one that ended training.
             rank_zero_warn(f"no checkpoint at {filepath} of the training that ends with an error: {error}")
+        finally:
+            self.model = evaluated
 
     def _save_as_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
         has_states = bool(checkpoint.get("optimizer_states"))
@@ -294,7 +293,8 @@ class TrainerCheckpoints(Session):
     @property
     def _ends_with_error(self) -> bool:
         """Whether training ends with an error at present, and callbacks are called for it."""
-        trainer = None if self.lightning_module is None else self.lightning_module.trainer
+        # Private: the public name is an error where there is none.
+        trainer = getattr(self.lightning_module, "_trainer", None)
         return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED and not self._over
 
     @override

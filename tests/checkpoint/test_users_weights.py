@@ -282,5 +282,6 @@ def test_a_save_after_an_evaluation(format_: Any, stage: int, tmp_path: Path) ->
     for number in range(2):
         trainer.test(rest, verbose=False)
         trainer.save_checkpoint(tmp_path / f"{number}.ckpt")
-    fit(resumed, make(), steps=5, resume=tmp_path / "1.ckpt")
+    trainer = fit(resumed, make(), steps=5, resume=tmp_path / "1.ckpt")
     torch.testing.assert_close(weights_of(resumed), weights_of(whole), rtol=0, atol=0)
+    assert trainer.model.global_steps == 5  # type: ignore[union-attr]  # DeepSpeed's engine

@@ -144,6 +144,19 @@ def test_a_checkpoint_on_an_exception_and_none_without(strategy: str, tmp_path: 
     assert not list(tmp_path.glob("*.ckpt"))
 
 
+@pytest.mark.parametrize("hook", ["setup", "configure_optimizers"])
+def test_the_users_error_is_raised_before_there_is_anything_to_save(hook: str, tmp_path: Path) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise KeyError("the user's own mistake")
+
+    model = LinearLossModule(shapes=TINY)
+    setattr(model, hook, fails)
+    trainer = make_trainer(ZenFlowStrategy(), callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="no checkpoint at"), pytest.raises(KeyError, match="own mistake"):
+            trainer.fit(model)
+
+
 def test_after_the_process_group_was_destroyed() -> None:
     fit(LinearLossModule(shapes=TINY))
     torch.distributed.destroy_process_group()
