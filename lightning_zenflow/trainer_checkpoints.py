@@ -32,7 +32,7 @@ class DeferredSaves:
     """
 
     def __init__(self) -> None:
-        self._depth, self.in_batch = 0, False
+        self._depth, self.in_batch, self._makes_up = 0, False, False
         self.wanted: list[Callable[[], None]] = []
 
     @property
@@ -41,9 +41,14 @@ class DeferredSaves:
         return self.in_batch or self._depth > 0
 
     def make_up(self) -> None:
-        """Does the saves in `wanted`, unless they must wait longer."""
-        while self.wanted and not self.must_wait:
-            self.wanted.pop(0)()
+        """Does the saves in `wanted`, one behind the other, unless they must wait longer."""
+        if not self._makes_up:
+            try:
+                self._makes_up = True
+                while self.wanted and not self.must_wait:
+                    self.wanted.pop(0)()
+            finally:
+                self._makes_up = False
 
     def end_batch(self) -> None:
         """Ends the batch that is under way, and after an exception whatever else was."""
@@ -76,6 +81,8 @@ class TrainerCheckpoints(Session):
         self._handed: Mapping[str, Any] = {}
         # Whether callbacks have been called for the end of the training; and whether they look for the file when a save ends.
         self._over = self._needs_files = False
+        # Whether the last save has failed or has to wait.
+        self._is_missing = False
 
     @cached_property
     def _exact_weights(self) -> pl.Callback:
@@ -183,6 +190,7 @@ class TrainerCheckpoints(Session):
             OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
             MisconfigurationException: there has been no training.
         """
+        self._is_missing = True
         if self._saves.must_wait:
             assert self.lightning_module is not None
             save = self.lightning_module.trainer.save_checkpoint
@@ -208,14 +216,15 @@ class TrainerCheckpoints(Session):
                 self.model = self._trained
             if self._saves_file(weights_only="optimizer_states" not in checkpoint):
                 self._save_as_file(checkpoint, filepath, storage_options)
-                return
-            if self.model is not evaluated and is_in_pieces(self.lightning_module):
+            elif self.model is not evaluated and is_in_pieces(self.lightning_module):
                 raise MisconfigurationException(
                     f"save_checkpoint({str(filepath)!r}) must come before or after the evaluation under stage 3: the pieces are its own"
                 )
-            client_state = to_save(checkpoint, self.deepspeed_engine)
-            save = partial(super().save_checkpoint, client_state, storage_options=storage_options)
-            self._save_folder(filepath, self.deepspeed_engine, save)
+            else:
+                client_state = to_save(checkpoint, self.deepspeed_engine)
+                save = partial(super().save_checkpoint, client_state, storage_options=storage_options)
+                self._save_folder(filepath, self.deepspeed_engine, save)
+            self._is_missing = False
         except Exception as error:
             if not self._ends_with_error:
                 raise
@@ -306,10 +315,12 @@ class TrainerCheckpoints(Session):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes a checkpoint: what another one replaces, only when that is complete (`async_checkpoints`)."""
-        if not self.is_global_zero:
+        """Removes a checkpoint: what another one replaces, only when that is complete, and not if its save has failed."""
+        if self._saves.must_wait:
+            self._saves.wanted.append(partial(self.remove_checkpoint, filepath))
+        elif self._is_missing or not self.is_global_zero:
             return
-        if self._background is None:
+        elif self._background is None:
             self._remove(filepath)
         else:
             self._background.behind(partial(self._remove, filepath))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from harness import fit, make_trainer, weights_of
-from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow import ZenFlowStrategy, session
 from lightning_zenflow.worker.process import WorkerError
 from models import TINY, LinearLossModule
 from side_by_side import NOTHING_LATE, Net, train
@@ -155,6 +156,31 @@ def test_the_users_error_is_raised_before_there_is_anything_to_save(hook: str, t
     for _ in range(2):
         with pytest.warns(UserWarning, match="no checkpoint at"), pytest.raises(KeyError, match="own mistake"):
             trainer.fit(model)
+
+
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_train_batch_end"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_last_checkpoint_stays_until_another_one_is_complete(
+    hook: str, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a save for an exception has to wait, and where it need not."""
+
+    def raises(trainer: pl.Trainer) -> None:
+        if trainer.global_step == 3:
+            if fails:
+                monkeypatch.setattr(session, "save_together", mock.Mock(side_effect=OSError("no space")))
+            raise KeyError("the user's own mistake")
+
+    class Raises(LinearLossModule):
+        pass
+
+    setattr(Raises, hook, lambda self, *_: raises(self.trainer))
+    callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_last=True, save_on_exception=True)
+    monkeypatch.setattr(callback, "CHECKPOINT_NAME_LAST", "last-{step}")
+    with pytest.raises(KeyError, match="the user's own mistake"):
+        fit(Raises(shapes=TINY), steps=5, callbacks=[callback], enable_checkpointing=True)
+    left = ["last-step=2.ckpt", "step=2.ckpt"] if fails else ["last-step=3.ckpt", "step=2.ckpt", "step=3.ckpt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
 def test_after_the_process_group_was_destroyed() -> None:
