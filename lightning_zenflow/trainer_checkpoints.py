@@ -1,5 +1,6 @@
 """Checkpoints under the Trainer: what Lightning asks for when it saves, loads and removes one, as one file or as a folder."""
 
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -136,6 +137,26 @@ class TrainerCheckpoints(Session):
         is_last = Path(str(path)).name.startswith("hpc_ckpt_")
         return None if is_last or self._needs_files else super()._background_of(path)
 
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        # Private: Lightning's handlers, of which SLURM's saves and then has the job ended.
+        registered = signal.getsignal(getattr(self.cluster_environment, "requeue_signal", None) or signal.SIGUSR1)
+        if handlers := getattr(registered, "signal_handlers", None):
+            handlers[:] = [partial(self._handle, handler) for handler in handlers]
+
+    def _handle(self, handler: Callable[..., None], *arguments: Any) -> None:
+        if self._saves.must_wait:
+            self._wait_for_save(partial(handler, *arguments))
+        else:
+            handler(*arguments)
+
+    def _wait_for_save(self, call: Callable[[], None]) -> None:
+        """Has something called that saves, as soon as the state is whole."""
+        self._saves.wanted.append(call)
+        if self.zenflow_optimizer is not None:
+            self.zenflow_optimizer.before_step = self._save_before_step
+
     def _save_before_step(self) -> None:
         """Saves what was deferred since the batch began, with the state after the last step; the present step goes on as without a save."""
         assert self.zenflow_optimizer is not None
@@ -194,12 +215,10 @@ class TrainerCheckpoints(Session):
         if self._saves.must_wait:
             assert self.lightning_module is not None
             save = self.lightning_module.trainer.save_checkpoint
-            self._saves.wanted.append(partial(save, filepath, "optimizer_states" not in checkpoint, storage_options))
+            self._wait_for_save(partial(save, filepath, "optimizer_states" not in checkpoint, storage_options))
             rank_zero_info(
                 f"ZenFlow: {filepath} will be saved as soon as the state is whole: a batch, a save or the like is under way"
             )
-            if self.zenflow_optimizer is not None:
-                self.zenflow_optimizer.before_step = self._save_before_step
             return
         with self._saves.undisturbed(), all_cores(ranks_on_host=self.num_processes):
             self._save_now(checkpoint, filepath, storage_options)

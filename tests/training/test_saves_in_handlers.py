@@ -15,6 +15,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer.connectors import signal_connector
 from typing_extensions import override
 
 from callbacks import After, At
@@ -125,6 +127,29 @@ def rung(name: str, at: dict[int, int], folder: Path, **more: Any) -> tuple[Ring
     for file in files:
         file.unlink()
     return rings, states
+
+
+def test_slurm_ends_the_job_behind_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a batch, where the save must wait, and behind it."""
+    for name, value in {"JOB_ID": "7", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    requeued: list[Any] = []
+
+    def scontrol(command: list[str]) -> int:
+        assert command == ["scontrol", "requeue", "7"]
+        requeued.extend(state_of(path)[0] for path in tmp_path.iterdir())
+        return 0
+
+    monkeypatch.setattr(signal_connector, "call", scontrol)
+
+    def rings(trainer: pl.Trainer) -> None:
+        if trainer.global_step == FIRST:
+            signal.raise_signal(signal.SIGUSR1)
+
+    for number, hook in enumerate(("on_after_backward", "on_train_batch_end"), 1):
+        fit("S = 4", At(hook, rings), plugins=[SLURMEnvironment()], default_root_dir=tmp_path, **SHORT)
+        assert requeued == [FIRST] * number
+        (tmp_path / "hpc_ckpt_1.ckpt").unlink()
 
 
 def saves_in_backward(path: Path) -> pl.Callback:
