@@ -161,9 +161,11 @@ class TrainerCheckpoints(Session):
         """Saves what was deferred since the batch began, with the state after the last step; the present step goes on as without a save."""
         assert self.zenflow_optimizer is not None
         self.zenflow_optimizer.before_step = None
-        with self.zenflow_optimizer.zenflow_step.gradients_set_aside():
-            self._saves.end_batch()
-            self._saves.in_batch = True
+        # Not where the batch before has made up for them.
+        if self._saves.wanted:
+            with self.zenflow_optimizer.zenflow_step.gradients_set_aside():
+                self._saves.end_batch()
+                self._saves.in_batch = True
 
     @override
     def flush(self) -> None:

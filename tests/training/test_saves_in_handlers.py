@@ -22,6 +22,7 @@ from typing_extensions import override
 from callbacks import After, At
 from harness import make_trainer
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.offload.step import ZenFlowStep
 from networks import SmallNet
 
 FIRST, BATCHES = 3, 12
@@ -256,6 +257,18 @@ def test_hooks_run_for_the_call_and_for_the_file(tmp_path: Path) -> None:
     n_calls, step, weights = content["exported"]
     assert (n_calls, step, content["global_step"]) == (2, FIRST, FIRST)
     torch.testing.assert_close(weights, dict(content["state_dict"]), rtol=0, atol=0)
+
+
+def test_a_save_at_the_end_of_a_batch_copies_no_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the next one."""
+    monkeypatch.setattr(ZenFlowStep, "gradients_set_aside", None)
+
+    def saves_in_a_save(trainer: pl.Trainer) -> None:
+        with trainer.strategy._saves.undisturbed():  # type: ignore[attr-defined]  # as in the middle of a flush
+            trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    fit("S = 4", After([FIRST], saves_in_a_save), **SHORT)
+    assert state_of(tmp_path / "a.ckpt")[0] == FIRST
 
 
 @all_calls
