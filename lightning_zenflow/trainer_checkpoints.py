@@ -123,12 +123,15 @@ class TrainerCheckpoints(Session):
                 self._refuse_folder(folder)
         models = [c for c in callbacks if isinstance(c, self.lightning.callbacks.ModelCheckpoint)]
         names = [(c.dirpath, name) for c in models for name in (c.filename, *(["last"] if c.save_last else []))]
-        self._needs_files = len({*names}) < len(names) or any(c.save_last == "link" for c in models)
+        # Without the step, a name may come again before its file is there.
+        several = [c.filename or "{step}" for c in models if c.monitor is not None and c.save_top_k not in (0, 1)]
+        is_one_twice = len({*names}) < len(names) or any("{step" not in name for name in several)
+        self._needs_files = is_one_twice or any(c.save_last == "link" for c in models)
         if self._needs_files and self.zenflow_config.async_checkpoints:
             rank_zero_info(
                 "ZenFlow: async_checkpoints has no effect: a link of `ModelCheckpoint(save_last='link')` must lead to a complete"
-                " checkpoint, and two ModelCheckpoints in one folder see by its files which names are free; use save_last=True, and a"
-                " `filename` for each"
+                " checkpoint, and two ModelCheckpoints in one folder, or one that keeps several, see by its files which names are free; use"
+                " save_last=True, and a `filename` for each, with {step} where it keeps several"
             )
 
     @override

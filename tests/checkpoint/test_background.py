@@ -177,15 +177,23 @@ def test_saves_that_must_be_complete_at_once(
     assert "a copy of what a file has needs 0.00 GiB of host memory for 1 rank(s), but 0.00 GiB are" in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["link", "two"])
+@pytest.mark.parametrize("kind", ["link", "two", "again"])
 def test_callbacks_that_look_for_files(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    options: list[dict[str, Any]] = [{"save_last": "link"}] if kind == "link" else [{}, {"monitor": "loss"}]
+    options: list[dict[str, Any]] = {
+        "link": [{"save_last": "link"}],
+        "two": [{}, {"monitor": "loss"}],
+        "again": [{"monitor": "loss", "save_top_k": -1, "filename": "{epoch}"}],
+    }[kind]
     files = [ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, **given) for given in options]
     with caplog.at_level(logging.INFO):
         fit(LinearLossModule(length=3), strategy(), enable_checkpointing=True, callbacks=[*files, LOGS])
     assert "async_checkpoints has no effect" in caplog.text
-    other = "last.ckpt" if kind == "link" else "epoch=0-step=1-v1.ckpt"
-    assert {p.name for p in tmp_path.iterdir()} == {"epoch=0-step=3.ckpt", other}
+    left = {
+        "link": {"epoch=0-step=3.ckpt", "last.ckpt"},
+        "two": {"epoch=0-step=3.ckpt", "epoch=0-step=1-v1.ckpt"},
+        "again": {"epoch=0.ckpt", "epoch=0-v1.ckpt", "epoch=0-v2.ckpt"},
+    }
+    assert {p.name for p in tmp_path.iterdir()} == left[kind]
 
 
 def test_an_exception_in_training_leaves_the_save_complete(tmp_path: Path) -> None:
