@@ -13,7 +13,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -169,14 +169,14 @@ class _HostCopies(TorchFunctionMode):
 
     Args:
         on_disk: copies that this save has made already.
-        before: copies of the save before, by the place of the original.
+        before: copies of the save before, by the place of the original; those that are used again are taken out.
         present: those of this save.
 
     Attributes:
         n_new_bytes: bytes of memory that is not of the save before.
     """
 
-    def __init__(self, on_disk: DiskCopies, before: Mapping[Any, Tensor], present: dict[Any, Tensor]) -> None:
+    def __init__(self, on_disk: DiskCopies, before: dict[Any, Tensor], present: dict[Any, Tensor]) -> None:
         super().__init__()
         self._on_disk, self._before, self._present = on_disk, before, present
         self._to_fill: dict[Any, tuple[Tensor, Tensor]] = {}
@@ -206,12 +206,13 @@ class _HostCopies(TorchFunctionMode):
         if self._on_disk.has(spanned.data_ptr()):
             return tensor
         key = spanned.device, spanned.data_ptr(), spanned.dtype, numel
-        if key not in self._present and key not in self._to_fill:
-            if (memory := self._before.get(key)) is None:
+        # Not in `_present`: where nothing holds an original that was copied, another one may be in its place.
+        if key not in self._to_fill:
+            if (memory := self._before.pop(key, None)) is None:
                 memory = new_pages(numel, spanned.dtype)
                 self.n_new_bytes += memory.nbytes
             self._to_fill[key] = memory, spanned
-        memory = self._present[key] if key in self._present else self._to_fill[key][0]
+        memory, _ = self._to_fill[key]
         copied = memory.as_strided(tensor.shape, tensor.stride())
         return copied.requires_grad_(tensor.requires_grad).as_subclass(type(tensor))
 

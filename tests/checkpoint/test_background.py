@@ -1,5 +1,6 @@
 """`async_checkpoints`: a save ends before its file is written, with the same content and the same errors."""
 
+import copy
 import logging
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from harness import EVERYTHING, Case, fit, make_trainer, run_here
 from held_saves import Gate, HeldSave
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.checkpoint import background
+from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
 from lightning_zenflow.worker.machine import HOST_MEMORY
 from models import LinearLossModule
 from networks import SmallNet
@@ -175,6 +177,21 @@ def test_saves_that_must_be_complete_at_once(
         fit(LinearLossModule(length=2), strategy(), steps=2, callbacks=[After([1, 2], saves)])
     assert exists == [True, True]
     assert "a copy of what a file has needs 0.00 GiB of host memory for 1 rank(s), but 0.00 GiB are" in caplog.text
+
+
+def test_memory_that_a_second_file_finds_in_the_place_of_another(tmp_path: Path) -> None:
+    """As where a file has temporaries, which are gone when the next one is copied."""
+    place, copied = torch.zeros(3), list[torch.Tensor]()
+    before, present = dict[Any, torch.Tensor](), dict[Any, torch.Tensor]()
+    for number in range(4):
+        place.fill_(number)
+        with background._HostCopies(DiskCopies(tmp_path), before, present) as copies:
+            copied.append(copy.deepcopy(place))
+        copies.fill()
+        if number == 1:
+            before, present = present, {}
+    # The third in the memory of the second, which another save has had.
+    assert [int(c[0]) for c in copied] == [0, 2, 2, 3]
 
 
 @pytest.mark.parametrize("kind", ["link", "two", "again"])
