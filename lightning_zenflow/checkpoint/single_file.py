@@ -105,7 +105,7 @@ class WholeState:
     def _name_of(self, entry: str) -> str:
         """Name of the parameter that an entry of the weights shows, which the module's `state_dict` or a hook may have renamed."""
         name, shown = self._firsts.get(entry, entry), self.weights[entry]
-        if name in self._parameters or not isinstance(shown, Tensor):
+        if name in self._parameters or not isinstance(shown, Tensor) or shown.layout is not torch.strided:
             return name
         return self._places.get(_place(shown), name)
 
@@ -393,7 +393,7 @@ def restore_counts(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.shape, tensor.stride()
+    return tensor.dtype, tensor.shape, tensor.stride() if tensor.layout is torch.strided else tensor.layout
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

@@ -72,11 +72,31 @@ def saves_weights(path: Path) -> At:
 
 def test_several_ranks(tmp_path: Path) -> None:
     """Bit for bit on as many ranks, and with exact state on one, which does the same in the other direction."""
+def register_sparse(trainer: Any) -> None:
+    trainer.lightning_module.register_buffer("graph", torch.eye(3).to_sparse())
+
+
+def saves_sparse(path: Path, trainer: Any) -> None:
+    trainer.save_checkpoint(path)
+    assert torch.equal(torch.load(path, weights_only=True)["state_dict"]["graph"].to_dense(), torch.eye(3))
+
+
+SPARSE = At("setup", register_sparse)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_sparse_buffer(stage: Any, tmp_path: Path) -> None:
+    """Also in the run that resumes."""
+    whole, rest = halves(replace(LATE, stage=stage), path := tmp_path / "a.ckpt")
+    run_here(replace(whole, steps=SAVED, callbacks=(SPARSE, At("on_train_end", partial(saves_sparse, path)))))
+    assert len(run_here(replace(rest, callbacks=(SPARSE,))).losses) == STEPS - SAVED
+
+
     cases: dict[str, Case] = {}
     for stage in (2, 3):
-        case = replace(LATE, stage=stage, model_options=FROZEN)
+        case = replace(LATE, stage=stage, model_options=FROZEN, callbacks=(SPARSE,))
         cases[f"whole {stage}"], rest = halves(case, tmp_path / f"{stage}.ckpt")
-        cases[f"rest {stage}"] = replace(rest, callbacks=(saves_weights(tmp_path / f"weights {stage}.ckpt"),))
+        cases[f"rest {stage}"] = replace(rest, callbacks=(SPARSE, saves_weights(tmp_path / f"weights {stage}.ckpt")))
     # A folder by default; weights only are a file whatever the format.
     small = (saves_weights(tmp_path / "small.ckpt"),)
     case = replace(LATE, stage=3, steps=1, save_at=1, checkpoint=str(tmp_path / "folder"), callbacks=small)
@@ -91,7 +111,7 @@ def test_several_ranks(tmp_path: Path) -> None:
         for whole, rest in zip(runs[f"whole {stage}"], runs[f"rest {stage}"], strict=True):
             assert_continues(rest, whole, SAVED)
         # By the other stage.
-        case = replace(cases[f"rest {stage}"], stage=5 - stage, callbacks=())
+        case = replace(cases[f"rest {stage}"], stage=5 - stage, callbacks=(SPARSE,))
         half = run_here(replace(case, steps=SAVED))
         content = torch.load(tmp_path / f"{stage}.ckpt", weights_only=True)
         assert_same_tensors(half.master, in_order(case, content["state_dict"]))
