@@ -34,7 +34,7 @@ from lightning_zenflow.checkpoint.files import refusal, refuse_other_version
 from lightning_zenflow.core.distributed import all_agree, in_common
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
-from lightning_zenflow.deepspeed.host_state import MOMENTS, with_own_storage
+from lightning_zenflow.deepspeed.host_state import MOMENTS, parts_on_disk
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.parameters import further_names, is_divided, is_in_pieces
 from lightning_zenflow.deepspeed.users_objects import REQUIRED_OPTIONS
@@ -143,12 +143,11 @@ class WholeState:
         for key in self._keys:
             found = {name: self._in_arena(name, key) for name in self._shapes}
             missing = {name: self._shapes[name] for name, there in found.items() if there is None}
-            sizes = [shape.numel() for shape in missing.values()]
-            parts = torch.split(disk.zeros(sum(sizes)), sizes)
-            for (name, shape), part in zip(missing.items(), parts, strict=True):
-                found[name] = with_own_storage(part.view(shape))
+            found |= parts_on_disk(disk, missing, torch.float32)
             copies[key] = {name: state for name, state in found.items() if state is not None}
-        copies[None] |= {n: disk.zeros(p.ds_numel, p.dtype).view(p.ds_shape) for n, p in self._in_pieces.items()}
+        pieces = self._in_pieces
+        for dtype in {p.dtype for p in pieces.values()}:
+            copies[None] |= parts_on_disk(disk, {n: p.ds_shape for n, p in pieces.items() if p.dtype == dtype}, dtype)
         return copies
 
     def _in_arena(self, name: str, key: str | None) -> Tensor | None:

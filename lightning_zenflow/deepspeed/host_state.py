@@ -131,6 +131,13 @@ def with_own_storage(part: Tensor) -> Tensor:
     return alone.requires_grad_(part.requires_grad)
 
 
+def parts_on_disk(disk: DiskCopies, shapes: Mapping[str, torch.Size], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors on the disk, all in one file: each file takes a descriptor."""
+    sizes = [shape.numel() for shape in shapes.values()]
+    parts = zip(shapes.items(), torch.split(disk.zeros(sum(sizes), dtype), sizes), strict=True)
+    return {name: with_own_storage(part.view(shape)) for (name, shape), part in parts}
+
+
 def _as_float32(moment: Tensor) -> Tensor:
     return moment if moment.dtype == torch.float32 else moment.as_subclass(SavedAsFloat32)
 

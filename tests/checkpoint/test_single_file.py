@@ -22,6 +22,8 @@ from harness import EVERYTHING, Case, fit, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.checkpoint.files import CheckpointError
 from lightning_zenflow.checkpoint.single_file import FILE_KEY
+from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
+from models import LinearLossModule
 from networks import SmallNet
 from rank_processes import run_on_ranks
 from same_bits import assert_same_state, assert_same_tensors
@@ -70,8 +72,6 @@ def saves_weights(path: Path) -> At:
     return At("on_train_end", partial(save, path, weights_only=True))
 
 
-def test_several_ranks(tmp_path: Path) -> None:
-    """Bit for bit on as many ranks, and with exact state on one, which does the same in the other direction."""
 def register_sparse(trainer: Any) -> None:
     trainer.lightning_module.register_buffer("graph", torch.eye(3).to_sparse())
 
@@ -92,6 +92,8 @@ def test_a_sparse_buffer(stage: Any, tmp_path: Path) -> None:
     assert len(run_here(replace(rest, callbacks=(SPARSE,))).losses) == STEPS - SAVED
 
 
+def test_several_ranks(tmp_path: Path) -> None:
+    """Bit for bit on as many ranks, and with exact state on one, which does the same in the other direction."""
     cases: dict[str, Case] = {}
     for stage in (2, 3):
         case = replace(LATE, stage=stage, model_options=FROZEN, callbacks=(SPARSE,))
@@ -121,6 +123,20 @@ def test_a_sparse_buffer(stage: Any, tmp_path: Path) -> None:
         # Frozen from the beginning: gathered from its pieces.
         name, frozen = next(case.make_model().named_parameters())
         assert torch.equal(content["state_dict"][name], frozen)
+
+
+def test_frozen_pieces_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each type: a process may have few files open."""
+    sizes: list[int] = []
+    zeros = DiskCopies.zeros
+    monkeypatch.setattr(DiskCopies, "zeros", lambda self, numel, *of: (sizes.append(numel), zeros(self, numel, *of))[1])
+    model, callbacks = LinearLossModule(), [At("on_train_end", partial(save, path := tmp_path / "a.ckpt"))]
+    frozen = dict([*model.named_parameters()][:3])
+    expected = [p.requires_grad_(False).clone() for p in frozen.values()]
+    fit(model, ZenFlowStrategy(stage=3, checkpoint_format="lightning"), callbacks=callbacks)
+    assert [size for size in sizes if size] == [sum(p.numel() for p in expected)]
+    saved = torch.load(path, weights_only=True)["state_dict"]
+    assert_same_tensors([saved[name] for name in frozen], expected)
 
 
 class Noted(SmallNet):
