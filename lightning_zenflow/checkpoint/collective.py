@@ -19,12 +19,12 @@ from lightning_zenflow.checkpoint.background import BackgroundSaves, uncached
 from lightning_zenflow.checkpoint.files import CheckpointError, StagedSave, place_of, read, recover, sync_all, verify
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint, is_part
 from lightning_zenflow.checkpoint.single_file import COUNTS, SavedFile, WholeState, restore_counts
-from lightning_zenflow.core.distributed import raising_together
+from lightning_zenflow.core.distributed import all_agree, raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.parameters import is_divided, is_in_pieces, load_pieces, load_whole, whole_shape
-from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
+from lightning_zenflow.offload.run_state import CHECKPOINT_KEY, difference_of
 from lightning_zenflow.worker.machine import allowed_cores
 from lightning_zenflow.worker.process import WorkerError
 
@@ -261,6 +261,8 @@ def load_together(
             trained = {name for of_group in groups for name in of_group}
             shapes = {name: whole_shape(p) for name, p in engine.module.named_parameters() if name not in trained}
             pieces = saved.weights_for(rank, shapes, world_size=world_size)
+    if optimizer is not None:
+        _begin_alike(path, state, optimizer)
     with nullcontext() if optimizer is None else optimizer.loading(), _loading(path):
         if saved.is_stage_3:
             load_pieces(engine.module, states["module"], pieces, strict=strict)
@@ -305,12 +307,22 @@ def load_file_together(
         masters = saved.masters_for(optimizer, weights)
         state = None if states is None else saved.state_for(optimizer, order, states)
     if state is not None:
-        state[CHECKPOINT_KEY] = saved.run_state_for(optimizer)
+        _begin_alike(saved.path, state, optimizer)
     with optimizer.loading(), _loading(saved.path):
         load_whole(engine.module, weights, strict=strict)
         optimizer.load_full_state(_as_loaded(masters, optimizer), state)
         if state is not None:
             saved.restore_engine(engine)
+
+
+def _begin_alike(path: Path | str, state: Mapping[str, Any], optimizer: ZenFlowOptimizer) -> None:
+    """Has all ranks start over where one of them cannot continue bit for bit. A collective."""
+    ours = state[CHECKPOINT_KEY]
+    with _loading(path):
+        n_blocks = len(optimizer.parts.rank.blocks)
+        continues = ours is None or not difference_of(ours, optimizer.zenflow_step.layout, n_blocks)
+    if not all_agree(continues) and ours is not None:
+        ours["layout"]["slices"] = None
 
 
 def optimizer_of(engine: Any) -> ZenFlowOptimizer | None:

@@ -31,13 +31,14 @@ from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor
 
 from lightning_zenflow.checkpoint.files import refusal, refuse_other_version
-from lightning_zenflow.core.distributed import all_agree, in_common
+from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
 from lightning_zenflow.deepspeed.host_state import MOMENTS, parts_on_disk
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.parameters import further_names, is_divided, is_in_pieces
 from lightning_zenflow.deepspeed.users_objects import REQUIRED_OPTIONS
+from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 
 FILE_KEY = "lightning_zenflow.run_state"
 """Entry of ours in a file, beside those of users."""
@@ -361,17 +362,15 @@ class SavedFile:
             "count": next(iter(counts), 0),
             "groups": groups,
             "moments": {key: {name: of_one[key] for name, of_one in states.items()} for key in MOMENTS},
+            CHECKPOINT_KEY: self._run_state_of_rank(),
         }
 
-    def run_state_for(self, optimizer: ZenFlowOptimizer) -> dict[str, Any] | None:
-        """This rank's `ZenFlowStep.state_dict`; None in a file of another strategy. A collective."""
+    def _run_state_of_rank(self) -> dict[str, Any] | None:
+        """This rank's `ZenFlowStep.state_dict`; None in a file of another strategy."""
         if self._run_state is None:
             return None
         of_ranks, n_ranks = self._run_state["ranks"], dist.get_world_size()
         ours: dict[str, Any] = copy.deepcopy(of_ranks[dist.get_rank() if len(of_ranks) == n_ranks else 0])
-        if not all_agree(ours["layout"] == optimizer.zenflow_step.layout):
-            # So that all ranks find the difference, where some have the slices of the run that saved.
-            ours["layout"]["slices"] = None
         return ours
 
     def restore_engine(self, engine: DeepSpeedEngine) -> None:

@@ -5,7 +5,7 @@ number of ranks: AdamW's state exactly, everything else anew.
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,13 @@ def test_a_resumed_run_continues_bit_for_bit(name: str, saved_at: int, tmp_path:
     assert_continues(rest, whole, saved_at)
 
 
+def change_slices(path: Path, trainer: Any) -> None:
+    """In the second rank's file, so that this rank alone finds another partition."""
+    if trainer.global_rank == 1:
+        file = f"checkpoint/bf16_{Path(RANK_FILE).name}".replace("rank_0", "rank_1", 1)
+        edit(file, lambda content: content["optimizer_state_dict"]["zenflow"]["layout"].update(slices=None))(path)
+
+
 def test_two_ranks(tmp_path: Path) -> None:
     path = tmp_path / "half.ckpt"
     case = replace(CASES["auto"], precision="bf16-true", accumulate=2, max_norm=1.0)
@@ -81,10 +88,16 @@ def test_two_ranks(tmp_path: Path) -> None:
     several, one = (single.with_keys(config={"zero_optimization": {"stage": 3, "sub_group_size": n}}) for n in (19, 99))
     path = tmp_path / "sub-groups.ckpt"
     cases |= {"sub-groups": saving(several, 7, path), "other sub-groups": resuming(one, path)}
+    # Behind the others, which the same file continues.
+    cases["one starts over"] = replace(
+        cases["rest"], callbacks=(At("setup", partial(change_slices, tmp_path / "half.ckpt")),)
+    )
     runs = run_on_ranks(cases)
     assert_same_state(runs["other sub-groups"][0], runs["sub-groups"][0])
-    for whole, rest in zip(runs["whole"], runs["rest"], strict=True):
+    for whole, rest, again in zip(runs["whole"], runs["rest"], runs["one starts over"], strict=True):
         assert_continues(rest, whole, 12)
+        # The schedule that only the checkpoint has.
+        assert rest.schedules[0] != again.schedules[0]
 
 
 def test_another_configuration_starts_over_from_adamws_state(tmp_path: Path) -> None:
