@@ -227,8 +227,11 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
                 DeepSpeed's optimizer; what else `load_full_state` has.
             optimizer_states: whether the optimizer's state is loaded, and not only weights.
         """
-        for name, value in saved["attributes"].items():
-            setattr(self, name, value)
+        attributes = saved["attributes"]
+        for name, value in attributes.items():
+            # Another precision has another loss scale.
+            if "loss_scale" not in name or attributes["loss_scaler"].dynamic == self.loss_scaler.dynamic:
+                setattr(self, name, value)
         self._host_state.load(saved["partitions"], moments=optimizer_states)
         self._continue_from(saved if optimizer_states else None)
 

@@ -17,9 +17,10 @@ from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp3
 
 from callbacks import At
 from checkpoint_files import RANK_FILE, assert_continues, edit, in_order
-from harness import APPROXIMATE, AUTO, EVERYTHING, Case, run_here
+from harness import APPROXIMATE, AUTO, EVERYTHING, Case, fit, optimizer_of, run_here
+from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core import schedule
-from models import SHAPES
+from models import SHAPES, LinearLossModule
 from rank_processes import run_each, run_on_ranks
 from same_bits import assert_same_state, assert_same_tensors
 
@@ -121,6 +122,18 @@ def test_other_blocks_start_over_from_adamws_state(
     with caplog.at_level(logging.INFO):
         assert_same_state(run_here(resuming(case, path)), whole)
     assert "its partition is another" in caplog.text
+
+
+@pytest.mark.parametrize("precisions", [("32-true", "16-true"), ("16-true", "32-true")])
+def test_another_precision_keeps_its_loss_scale(precisions: tuple[Any, Any], tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    for precision, resume in zip(precisions, (None, path), strict=True):
+        strategy = ZenFlowStrategy(checkpoint_format="deepspeed")
+        trainer = fit(
+            LinearLossModule(), strategy, steps=2 if resume is None else 3, resume=resume, precision=precision
+        )
+        assert optimizer_of(trainer).loss_scaler.dynamic == (precision == "16-true")
+        trainer.save_checkpoint(path)
 
 
 def test_other_frozen_parameters_start_over_from_adamws_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
