@@ -19,7 +19,7 @@ from lightning_zenflow.checkpoint.collective import (
     read_file_together,
 )
 from lightning_zenflow.checkpoint.engine import to_save
-from lightning_zenflow.checkpoint.files import place_of
+from lightning_zenflow.checkpoint.files import place_of, refusal
 from lightning_zenflow.checkpoint.single_file import FILE_KEY, SavedFile, WholeState
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
@@ -135,15 +135,15 @@ class FabricCheckpoints(Session):
         saved = read_file_together(path, self._io_of(place_of(path)), weights_only=weights_only)
         if saved is not None:
             return self._load_from_file(saved, state, strict=strict)
-        items = list(state.values())
-        is_trained = optimizer is not None and any(item is self._trained for item in items)
-        engine = self._trained if is_trained else one_engine(items)
-        has_optimizer = any(item is optimizer for item in items)
+        engine = one_engine(state.values())
+        has_optimizer = any(item is optimizer for item in state.values())
         client_state = load_together(engine, Path(place_of(path)), strict=strict, optimizer_states=has_optimizer)
         names = {name for name, item in state.items() if item is not engine and not isinstance(item, ZenFlowOptimizer)}
-        if not is_trained:
+        if engine is not self._trained:
             # As in the base class: what DeepSpeed has under these names is not the user's.
-            names &= client_state.keys() - {"optimizer", "lr_scheduler"}
+            names -= {"optimizer", "lr_scheduler"}
+        if strict and (missing := names - client_state.keys()):
+            raise refusal(path, f"the folder must have an entry {min(missing)!r}, got {', '.join(client_state)}")
         # Private: what Lightning's own strategies load further objects with.
         _move_state_into(client_state, state, keys=names)
         return client_state

@@ -20,6 +20,7 @@ from torch import nn
 from checkpoint_files import assert_continues
 from fabric_runs import launch, set_up, train_step
 from harness import EVERYTHING, Case, run_here, snapshot, workers
+from lightning_zenflow.checkpoint.files import CheckpointError
 from lightning_zenflow.fabric import ZenFlowStrategy
 from lightning_zenflow.monitor.summary import METRICS
 from models import OptimizerOptions
@@ -147,6 +148,19 @@ def test_weights_without_the_optimizer_and_other_objects(loop: Any, tmp_path: Pa
     assert not torch.equal(safe_get_full_optimizer_state(weight, "exp_avg"), moments)
     with pytest.raises(ValueError, match="the path must exist"):
         fabric.load(tmp_path / "nowhere", {"model": model, "optimizer": optimizer})
+
+
+@pytest.mark.parametrize("format_", ["deepspeed", "lightning"])
+def test_an_entry_that_the_checkpoint_does_not_have(format_: Any, tmp_path: Path) -> None:
+    """Is an error, as under Fabric for one device, or stays where `strict` is false."""
+    fabric, model, optimizer, _ = set_up(SmallNet(), **LATE, checkpoint_format=format_)
+    fabric.save(tmp_path / "a", {"model": model, "optimizer": optimizer, "step": 2})
+    state = {"model": model, "optimizer": optimizer, "step": 0, "best": 7}
+    with pytest.raises(CheckpointError, match="must have an entry 'best', got .*step"):
+        fabric.load(tmp_path / "a", state)
+    fabric.load(tmp_path / "a", state, strict=False)
+    assert (state["step"], state["best"]) == (2, 7)
+    fabric.strategy.teardown()
 
 
 def test_a_teacher_beside_the_model(loop: Any, tmp_path: Path) -> None:
