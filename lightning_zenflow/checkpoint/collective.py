@@ -72,9 +72,8 @@ def save_together(
         contents: list[Any] = [path if staged is None else staged.content]
         dist.broadcast_object_list(contents, src=0)
         (content,) = contents
-        # Beside a checkpoint in the folder of its files; of a store where all such files are.
-        folder = Path(tempfile.gettempdir()) if isinstance(content, str) else content
-        copies = DiskCopies(folder if folder.is_dir() else folder.parent)
+        # Not in the checkpoint, where network storage gives an open file another name; of a store where all such files are.
+        copies = DiskCopies(path.parent if isinstance(path, Path) else Path(tempfile.gettempdir()))
         ending.callback(copies.free)
 
         def put(of_file: Any, write_file: Write, file: Any) -> None:

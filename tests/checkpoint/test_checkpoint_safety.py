@@ -27,6 +27,7 @@ from harness import Case, run_here
 from lightning_zenflow import session
 from lightning_zenflow.checkpoint import collective
 from lightning_zenflow.core.distributed import in_common
+from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
 from lightning_zenflow.worker.process import WorkerError
 from processes import leaves_no_file_open, open_files
 from rank_processes import run_on_ranks
@@ -206,6 +207,18 @@ def test_a_failed_save_leaves_no_space_taken(checkpoint_format: str, tmp_path: P
     run_here(replace(CASE, steps=2, callbacks=(keeps,)).with_keys(**keys))
     assert len(keeps.errors) == 2 and keeps.blocks == 0
     assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("checkpoint_format", ["lightning", "deepspeed"])
+def test_copies_are_beside_the_checkpoint(
+    checkpoint_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Network storage gives a deleted file that is open a name, which must not be one of the checkpoint's."""
+    folders: list[Path] = []
+    monkeypatch.setattr(collective, "DiskCopies", lambda folder: (folders.append(folder), DiskCopies(folder))[1])
+    case = replace(CASE, steps=1, save_at=1, checkpoint=str(tmp_path / "a.ckpt"))
+    run_here(case.with_keys(checkpoint_format=checkpoint_format, moments_dtype="int8"))
+    assert folders == [tmp_path]
 
 
 SCRIPT = Path(__file__).parents[1] / "support" / "killed_saves.py"
