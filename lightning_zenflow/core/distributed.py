@@ -13,7 +13,8 @@ def in_common(values: Sequence[T]) -> list[T]:
     """Values that every rank has, in the order of this rank. A collective: all ranks must call it."""
     of_rank: list[Sequence[T]] = [()] * dist.get_world_size()
     dist.all_gather_object(of_rank, values)
-    return [value for value in values if all(value in theirs for theirs in of_rank)]
+    common = set(values).intersection(*of_rank)
+    return [value for value in values if value in common]
 
 
 def all_agree(flag: bool) -> bool:
