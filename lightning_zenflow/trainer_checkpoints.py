@@ -82,7 +82,7 @@ class TrainerCheckpoints(Session):
         self._handed: Mapping[str, Any] = {}
         # Whether callbacks have been called for the end of the training; and whether they look for the file when a save ends.
         self._over = self._needs_files = False
-        # Whether the last save has failed or has to wait.
+        # Whether the last save has to wait, or has failed without an error: what it replaces must stay.
         self._is_missing = False
 
     @cached_property
@@ -216,8 +216,8 @@ class TrainerCheckpoints(Session):
             OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
             MisconfigurationException: there has been no training.
         """
-        self._is_missing = True
         if self._saves.must_wait:
+            self._is_missing = True
             assert self.lightning_module is not None
             save = self.lightning_module.trainer.save_checkpoint
             self._wait_for_save(partial(save, filepath, "optimizer_states" not in checkpoint, storage_options))
@@ -252,6 +252,7 @@ class TrainerCheckpoints(Session):
         except Exception as error:
             if not self._ends_with_error:
                 raise
+            self._is_missing = True
             # `ModelCheckpoint(save_on_exception=True)`: Lightning would raise this error in the place of the one that ended training.
             rank_zero_warn(f"no checkpoint at {filepath} of the training that ends with an error: {error}")
         finally:
