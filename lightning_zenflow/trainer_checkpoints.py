@@ -123,9 +123,8 @@ class TrainerCheckpoints(Session):
                 self._refuse_folder(folder)
         models = [c for c in callbacks if isinstance(c, self.lightning.callbacks.ModelCheckpoint)]
         names = [(c.dirpath, name) for c in models for name in (c.filename, *(["last"] if c.save_last else []))]
-        # Without the step, a name may come again before its file is there.
-        several = [c.filename or "{step}" for c in models if c.monitor is not None and c.save_top_k not in (0, 1)]
-        is_one_twice = len({*names}) < len(names) or any("{step" not in name for name in several)
+        several = [c for c in models if c.save_top_k not in (0, 1)]
+        is_one_twice = len({*names}) < len(names) or any(map(self._may_repeat_a_name, several))
         self._needs_files = is_one_twice or any(c.save_last == "link" for c in models)
         if self._needs_files and self.zenflow_config.async_checkpoints:
             rank_zero_info(
@@ -133,6 +132,14 @@ class TrainerCheckpoints(Session):
                 " checkpoint, and two ModelCheckpoints in one folder, or one that keeps several, see by its files which names are free; use"
                 " save_last=True, and a `filename` for each, with {step} where it keeps several"
             )
+
+    def _may_repeat_a_name(self, callback: Any) -> bool:
+        """Whether a `ModelCheckpoint` may use a name again before its file is there."""
+        assert self.lightning_module is not None
+        # Private: 0 where it saves by steps or time.
+        in_epochs = callback._every_n_epochs > 0 and self.lightning_module.trainer.val_check_interval == 1.0
+        unique = ("{step", "{epoch") if in_epochs else ("{step",)
+        return callback.filename is not None and not any(name in callback.filename for name in unique)
 
     @override
     def _background_of(self, path: Any) -> BackgroundSaves | None:
