@@ -148,9 +148,9 @@ class ZenFlowConfig(BaseModel):
     disk has all of it, for network storage that is slow to sync."""
 
     async_checkpoints: bool = _key(False, changes_numbers=False)
-    """A save in training ends when what it writes has been copied to host memory, up to 12 bytes per parameter; a thread writes the
-    checkpoint while training goes on. The next save, whatever loads a checkpoint, and the end of training wait for the thread and raise its
-    errors. Who reads the file right after a save calls `strategy.wait_for_checkpoint()` before."""
+    """A save in training ends when what it writes has been copied to host memory; a thread writes the checkpoint while training goes on.
+    The next save, whatever loads a checkpoint, and the end of training wait for the thread and raise its errors. Who reads the file right
+    after a save calls `strategy.wait_for_checkpoint()` before."""
 
     stall_monitor: bool = _key(True, changes_numbers=False)
     """Logs stall metrics, and a summary at the end of a fit of 50 steps or more (`lightning_zenflow.StallMonitor`)."""

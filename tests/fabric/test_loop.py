@@ -160,6 +160,9 @@ def test_an_entry_that_the_checkpoint_does_not_have(format_: Any, tmp_path: Path
         fabric.load(tmp_path / "a", state)
     fabric.load(tmp_path / "a", state, strict=False)
     assert (state["step"], state["best"]) == (2, 7)
+    if format_ == "deepspeed":
+        with pytest.raises(CheckpointError, match="weights_only must be false for a folder"):
+            fabric.load(tmp_path / "a", state, strict=False, weights_only=True)
     fabric.strategy.teardown()
 
 
