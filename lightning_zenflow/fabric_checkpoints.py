@@ -136,7 +136,9 @@ class FabricCheckpoints(Session):
         if saved is not None:
             return self._load_from_file(saved, state, strict=strict)
         if weights_only:
-            raise refusal(path, "weights_only must be false for a folder, in which DeepSpeed has Python objects, got true")
+            raise refusal(
+                path, "weights_only must be false for a folder, in which DeepSpeed has Python objects, got true"
+            )
         engine = one_engine(state.values())
         has_optimizer = any(item is optimizer for item in state.values())
         client_state = load_together(engine, Path(place_of(path)), strict=strict, optimizer_states=has_optimizer)

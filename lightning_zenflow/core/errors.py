@@ -51,8 +51,8 @@ def raise_late_read(error: RuntimeError) -> None:
     """Raises an error of ours for torch's, which has no class of its own, of a backward pass that uses what has been written in place."""
     if "modified by an inplace operation" in str(error):
         raise MisconfigurationException(
-            "ZenFlowStrategy: a backward pass must not use a weight whose gradient is there already, as of `weight.detach()`, of layers with"
-            " `requires_grad_(False)` in a part of the forward pass, or of one in two checkpoints without use_reentrant=False: weights are"
-            " updated in backward. Set update_interval=1 and overlap_step=False, which update them behind it. Or another tensor was written"
-            f" in place: {error}"
+            "ZenFlowStrategy: a backward pass must not use a weight whose gradient is there already, as of `weight.detach()`, of layers"
+            " with `requires_grad_(False)` in a part of the forward pass, or of one in two checkpoints without use_reentrant=False: weights"
+            " are updated in backward. Set update_interval=1 and overlap_step=False, which update them behind it. Or another tensor was"
+            f" written in place: {error}"
         ) from error

@@ -50,7 +50,7 @@ class WrittenWeights:
         self._slices = {s.parameter: s for s in rank.partition.slices}
         self._followed_until = 0
         self._found = False
-        self._kept: dict[int, Tensor] = {}
+        self._kept, self._arrived = dict[int, Tensor](), set[int]()
         self._compared: tuple[AsyncHostCopy, set[int]] | None = None
         self.note()
 
@@ -70,13 +70,13 @@ class WrittenWeights:
 
     def note_gather(self) -> None:
         """Takes the counters as our own, while our own updates change weights."""
-        self._counters = self._read_counters()
+        self._counters, self._arrived = self._read_counters(), set()
         self.begin_updates()
 
     def note_arrival(self, number: int) -> None:
         """Notes that our own updates may write a parameter from here on in backward; torch refuses to use it then (`raise_late_read`)."""
+        self._arrived.add(number)
         torch.autograd.graph.increment_version(self._parameters[number])
-        self._counters[0][number] += 1
 
     def begin_updates(self) -> None:
         """Notes that our own updates change weights from here on, until `note`."""
@@ -124,10 +124,9 @@ class WrittenWeights:
             self._found = True
         if self._found:
             self._followed_until = step + FOLLOWED
-        for number in self._slices.keys() & found:
-            self._kept[number] = self._weights(number).to("cpu", copy=True)
-        # Behind the copies: who is interrupted in them finds the writes again.
-        self._counters = self._read_counters() if found else self._counters
+        self._kept |= {n: self._weights(n).to("cpu", copy=True) for n in self._slices.keys() & found}
+        if found:  # not before the copies, in which an interruption may come
+            self._counters, self._arrived = self._read_counters(), set()
         return self._found
 
     @torch.no_grad()
@@ -157,6 +156,8 @@ class WrittenWeights:
             {i for i, (now, before) in enumerate(zip(*both, strict=True)) if now != before}
             for both in zip(counters, self._counters, strict=True)
         )
+        # An arrival counts one, unless an interruption has come before.
+        written -= {i for i in self._arrived if counters[0][i] == self._counters[0][i] + 1}
         if not self._is_divided:
             return written
         parameters = self._parameters
@@ -260,9 +261,8 @@ class TakenGradients:
 
     def are_dropped(self, *, pending: bool) -> bool:
         """Whether the user's code has dropped them, by `module.zero_grad()`; refuses others, and some while a step is `pending`."""
-        if not self._are_shown:
-            return False
-        replaced = {name: p.grad for p, name in self._names.items() if not isinstance(p.grad, TakenGradient)}
+        marked = self._names.items() if self._are_shown else ()
+        replaced = {name: p.grad for p, name in marked if not isinstance(p.grad, TakenGradient)}
         in_part = 0 < len(replaced) < len(self._names)
         if (pending and in_part) or any(gradient is not None for gradient in replaced.values()):
             raise MisconfigurationException(

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 from typing_extensions import override
 
 from fabric_runs import set_up
@@ -86,6 +86,21 @@ def test_torchs_default_changes_no_bit(how: str, tmp_path: Any) -> None:
         torch.testing.assert_close(end, ends[0], rtol=0, atol=0)
 
 
+class Bundle:
+    """What knows how it moves, and no other conversion, as a `TensorDict` whose elements are of several types."""
+
+    def __init__(self, rows: list[dict[str, Tensor]]) -> None:
+        self.rows = rows
+
+    def to(self, device: torch.device, **_: Any) -> "Bundle":
+        assert isinstance(device, torch.device)
+        return self
+
+
+def bundled(samples: list[dict[str, Tensor]]) -> dict[str, Any]:
+    return {**default_collate(samples), "rows": Bundle(samples)}
+
+
 class Sees(OwnTypes):
     """Keeps the batch that it gets, and trains on it."""
 
@@ -95,7 +110,8 @@ class Sees(OwnTypes):
 
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        self.seen = batch
+        (row, *_) = batch["rows"].rows  # type: ignore[attr-defined]
+        self.seen = {key: torch.cat([batch[key].flatten(), row[key].flatten()]) for key in row}
         x = batch["x"] if self.trainer.precision.endswith("mixed") else batch["x"].to(self.layers[0].weight.dtype)
         return torch.nn.functional.mse_loss(self.layers(x), batch["target"].to(x.dtype))
 
@@ -109,7 +125,7 @@ class Sees(OwnTypes):
             "time": torch.tensor(1764086400.123456, dtype=torch.float64),
             "number": torch.tensor(2**40 + 1, dtype=torch.int64),
         }
-        return DataLoader([sample] * 4)
+        return DataLoader([sample] * 4, collate_fn=bundled)
 
     val_dataloader = train_dataloader
 

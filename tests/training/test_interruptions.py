@@ -178,7 +178,7 @@ def interrupted_fit(name: str, path: Path, context: Interrupt) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-@strides(250, 30)
+@strides(120, 30)
 def test_a_fit_that_saves_on_exceptions(name: str, stride: int, tmp_path: Path) -> None:
     folders = (tmp_path / str(number) for number in range(10_000))
     assert sweep(lambda context: interrupted_fit(name, next(folders), context), stride=stride) > 0
@@ -216,7 +216,7 @@ def loop(name: str, context: Interrupt | None = None) -> Tensor | None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@strides(250, 30)
+@strides(120, 30)
 def test_a_loop_that_goes_on(name: str, stride: int) -> None:
     expected = loop(name)
     assert expected is not None

@@ -213,6 +213,11 @@ LOOPS: dict[str, tuple[Callable[[Any], dict[str, Any]], Callable[[], Any], dict[
         lambda: CombinedLoader({"a": epoch_of(4), "b": epoch_of(3)}, "min_size"),
         {"max_epochs": 4, "check_val_every_n_epoch": 2, "limit_val_batches": 1},
     ),
+    "a dict of loaders, fitted to a part of them": (
+        CYCLE,
+        lambda: {"a": epoch_of(4), "b": [epoch_of(3), range(5)]},
+        {"max_epochs": 3, "overfit_batches": 2},
+    ),
     "no loader at all": (EVERY_EPOCH, lambda: range(4), {"max_epochs": 2, "barebones": True}),
     "no steps": (EVERY_EPOCH, epoch_of, {"max_steps": 0}),
     "a short test run": (CYCLE, epoch_of, {"fast_dev_run": 2}),

@@ -12,9 +12,11 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelPruning,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
@@ -98,6 +100,17 @@ OURS: Refused = [
     ),
     (lambda: fit(Model(), gradient_clip_val=1.0, gradient_clip_algorithm="value"), r"must be 'norm', got 'value'"),
     (lambda: fit(Model(), callbacks=[LearningRateFinder()]), r"find the learning rate with another strategy"),
+    (
+        lambda: Tuner(make_trainer(ZenFlowStrategy(), max_epochs=1)).lr_find(Model()),
+        r"find the learning rate with another strategy",
+    ),
+    # By default it makes the weights of an earlier step the present ones.
+    (
+        lambda: fit(
+            Model(nn.Linear(3, 2)), callbacks=[ModelPruning("l1_unstructured", parameter_names=["weight"], amount=0.5)]
+        ),
+        r"part.weight_orig must keep its memory, got another one since set-up",
+    ),
     *(
         (
             partial(make_trainer, ZenFlowStrategy(), plugins=[plugin]),
@@ -170,6 +183,10 @@ OTHERS: Refused = [
     (
         lambda: fit(Model(), callbacks=[GradientAccumulationScheduler({0: 2})]),
         "does not support `accumulate_grad_batches` changing",
+    ),
+    (
+        lambda: Tuner(make_trainer(ZenFlowStrategy(), max_epochs=1)).scale_batch_size(Model()),
+        "not supported with distributed strategies",
     ),
     # Compile the layers inside it.
     (lambda: fit(torch.compile(Model(), backend="eager")), "Using a compiled model is incompatible with the current"),

@@ -64,6 +64,13 @@ def mixtral() -> Any:
     return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=24, num_experts_per_tok=1))
 
 
+def qwen3_moe() -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    of_experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **of_experts))
+
+
 class OfTransformers(TestModule):
     """One of transformers' models.
 
@@ -165,6 +172,7 @@ CASES = {
     "Llama, saved in host memory": of_transformers(llama, offload="saved"),
     "Llama, checkpointing with offload": of_transformers(llama, offload="checkpointing"),
     "GPT-2": of_transformers(gpt2),
+    "Qwen3-MoE": of_transformers(qwen3_moe),
     "compiled": case_of(CompiledLlama),
     "tied, head in non-reentrant": case_of("TiedNet", checkpoint="non-reentrant", head_in_checkpoint=True),
 }
