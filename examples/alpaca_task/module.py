@@ -66,7 +66,7 @@ class InstructionTuner(pl.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         check_warmup_ratio(warmup_ratio)
-        self.validation_metrics = ResponseMetrics(vocab_size)
+        self.validation_metrics = ResponseMetrics()
         self._float32_buffers: Float32Buffers | None = None
 
     @override

@@ -16,7 +16,8 @@ from alpaca_task.packing import pack
 from alpaca_task.prompts import TEMPLATES
 from alpaca_task.records import Record
 from alpaca_task.tokenized import TokenizedExample, tokenize
-from alpaca_task.tokenizers import ByteEncoder
+from alpaca_task.tokenizers import ByteEncoder, PretrainedEncoder
+from tiny_models import save_tiny_model
 
 
 def test_only_response_and_end_are_learned_and_long_examples_cut(caplog: pytest.LogCaptureFixture) -> None:
@@ -53,7 +54,7 @@ def collate(*rows: list[TokenizedExample]) -> Batch:
 
 
 def test_metrics_equal_hand_computed_values_and_stay_float32() -> None:
-    metrics = ResponseMetrics(3).to(torch.bfloat16)
+    metrics = ResponseMetrics().to(torch.bfloat16)
     metrics.keep_float32()
     probabilities = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.7, 0.2], [0.2, 0.2, 0.6], [0.3, 0.4, 0.3]])
     targets = torch.tensor([0, 2, -100, 1])
@@ -83,6 +84,19 @@ def test_packed_examples_do_not_see_one_another() -> None:
     three = [TokenizedExample(input_ids=torch.randint(256, (n,)).tolist(), prompt_length=1) for n in (9, 20, 14)]
     alone = [module(collate([example]))[0, : len(example.input_ids)] for example in three]
     torch.testing.assert_close(module(collate(three))[0, :43], torch.cat(alone), atol=1e-5, rtol=0)
+
+
+def test_a_model_may_know_more_tokens_than_its_tokenizer(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path, "llama", vocab_size=320)
+    encoder = PretrainedEncoder(str(folder))
+    assert encoder.vocab_size < 320
+    module = built(pretrained=str(folder), tokenizer=str(folder), vocab_size=encoder.vocab_size, max_length=32).eval()
+    (ids,) = encoder.encode_prompts(["the plot is dull"])
+    batch = collate([TokenizedExample(input_ids=ids, prompt_length=1)])
+    module.validation_step(batch, 0)
+    predicted = module(batch)[0].argmax(-1)
+    right = [int(predicted[i - 1]) == ids[i] for i in range(1, len(ids))]
+    assert float(module.validation_metrics.compute()["token_accuracy"]) == pytest.approx(sum(right) / len(right))
 
 
 def test_pretrained_weights_are_taken_and_checked(tiny_llama: Path) -> None:
