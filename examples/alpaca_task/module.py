@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from alpaca_task.data import Batch
+from alpaca_task.data import Batch, InstructionData
 from alpaca_task.float32_buffers import Float32Buffers
 from alpaca_task.metrics import ResponseMetrics
 from alpaca_task.model import build_llama, checkpoint_activations, load_llama, next_token_loss
@@ -55,7 +55,8 @@ class InstructionTuner(pl.LightningModule):
             layers: Transformer blocks. This and the next two are for random weights only.
             width: Size of the embeddings; the feed-forward layers are 2.7 times as wide.
             heads: Attention heads.
-            attention: How pretrained weights compute attention, such as "sdpa" or "flash_attention_2"; null leaves it to transformers.
+            attention: How pretrained weights compute attention, such as "sdpa"; null leaves it to transformers. "flash_attention_2"
+                needs data.packing=false, or batches of one row.
             activation_checkpointing: Keep only the inputs of the blocks and compute the rest again in backward.
             lr: Learning rate of AdamW at the end of the warm-up.
             betas: AdamW's decay rates of the first and second moment, per step.
@@ -68,6 +69,19 @@ class InstructionTuner(pl.LightningModule):
         check_warmup_ratio(warmup_ratio)
         self.validation_metrics = ResponseMetrics()
         self._float32_buffers: Float32Buffers | None = None
+
+    @override
+    def setup(self, stage: str) -> None:
+        data, attention = self.trainer.datamodule, self.hparams["attention"]
+        if not isinstance(data, InstructionData) or not data.packing or "flash" not in (attention or ""):
+            return
+        # Of several rows, transformers' flash attention ignores where examples begin.
+        if (data.batch_size, data.eval_batch_size) != (1, 1):
+            raise ValueError(
+                f"model.attention={attention!r} keeps the examples of a row apart only in batches of one row, got"
+                f" data.batch_size={data.batch_size} and data.eval_batch_size={data.eval_batch_size}; set both to 1,"
+                " or model.attention=sdpa, or data.packing=false"
+            )
 
     @override
     def configure_model(self) -> None:

@@ -81,6 +81,7 @@ def test_configurations_have_known_keys_and_build_their_strategy(
         ("alpaca --data.dataset=both", ValueError, "exactly one of data.train_file (got"),
         ("alpaca --data.template=chat", ValueError, "data.template='chat' is not allowed; it must be one of alpaca"),
         ("alpaca --model.warmup_ratio=2", ValueError, "model.warmup_ratio=2.0 is not allowed"),
+        ("alpaca --model.attention=flash_attention_2", ValueError, "only in batches of one row, got data.batch_size=8"),
         ("alpaca --model.width=30", ValueError, "model.width=30 is not allowed; it must be a multiple of twice"),
     ],
 )
