@@ -61,25 +61,27 @@ def run_tests(options: argparse.Namespace, calls: Calls) -> int:
     environment = environment_of(
         calls, command=options.command, device=options.device, deadline=calls.deadline - _LONGEST_TEST / 3
     )
+    any_failed = False
     for arguments in _parts(options.device, options.arguments):
         status = run_command(command_of(options.device, arguments), timeout=calls.left(), **environment)
         # No tests are collected where nothing is left to be run.
         complete = status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
         if not complete:
             break
+        any_failed |= status == pytest.ExitCode.TESTS_FAILED
     done = Calls(calls.path, command=options.command, device=options.device, minutes=0).done
     outcomes = [result["outcome"] for result in done.values()]
     counts = ", ".join(f"{outcomes.count(name)} {name}" for name in ("passed", "failed", "skipped"))
     cut = "call again for the rest" if status in (TIME_IS_OVER, -signal.SIGKILL) else f"pytest ended with {status}"
     print(f"{calls.path}: {counts}; {'complete' if complete else cut}", flush=True)
-    return 0 if complete and "failed" not in outcomes else 1
+    return 0 if complete and not any_failed and "failed" not in outcomes else 1
 
 
 class _Left:
-    """Leaves out tests that have a result."""
+    """Leaves out tests that have a result of a former call: what is started in place of a process that crashed collects the same."""
 
     def __init__(self, calls: Calls) -> None:
-        self._done = set(calls.done)
+        self._done = {name for name, result in calls.done.items() if result["call"] < len(calls.calls) - 1}
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -103,7 +105,8 @@ class _Record:
             result["outcome"] = report.outcome
         if report.outcome != "passed":
             result["text"] = report.longreprtext[-4000:]
-        if report.when == "teardown":
+        # A test that crashes its process has one report of no phase, and no teardown.
+        if report.when not in ("setup", "call"):
             self._calls.put(report.nodeid, self._results.pop(report.nodeid))
 
     @pytest.hookimpl(trylast=True)

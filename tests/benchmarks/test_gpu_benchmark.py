@@ -110,6 +110,23 @@ def test_the_suite_has_all_files_with_tests_for_a_gpu() -> None:
     assert all((root / name).exists() for name in suite.FILES)
 
 
+def test_a_test_that_ends_its_process_has_failed(open_calls: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As xdist reports it; the process that it starts instead collects the same tests as the others."""
+    monkeypatch.setenv(suite._DEADLINE, "inf")
+    first = open_calls()
+    first.begin()
+    record = suite._Record(first)
+    place: dict[str, Any] = {"nodeid": "test_it", "location": ("test_it.py", None, "test_it"), "keywords": {}}
+    for phase, outcome, text in (("setup", "passed", None), ("???", "failed", "worker 'gw0' crashed")):
+        report = pytest.TestReport(**place, when=phase, outcome=outcome, longrepr=text)  # type: ignore[arg-type]
+        record.pytest_runtest_logreport(report)
+    result = open_calls().done["test_it"]
+    assert result["outcome"] == "failed" and "crashed" in result["text"]
+    assert not suite._Left(open_calls(joins=True))._done
+    open_calls().begin()
+    assert suite._Left(open_calls(joins=True))._done == {"test_it"}
+
+
 @pytest.mark.slow
 def test_tests_over_several_calls(tmp_path: Path) -> None:
     """The first call's time is over when its first test ends."""
