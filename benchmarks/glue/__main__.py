@@ -90,8 +90,10 @@ def run_all(records: Sequence[Record], options: argparse.Namespace, folder: Path
     def run_one(number: int, record: Record) -> None:
         cores = shares.get()
         # A run that ends without a result, since something has killed it, ends the program and leaves no file.
-        done = run_process(run, record, data_dir, pretrained, options.threads, timeout=options.timeout, cores=cores)
-        shares.put(cores)
+        try:
+            done = run_process(run, record, data_dir, pretrained, options.threads, timeout=options.timeout, cores=cores)
+        finally:
+            shares.put(cores)
         part = folder / f"{record.name}.part"
         part.write_text(json.dumps(dataclasses.asdict(done)))
         part.rename(folder / f"{record.name}.json")

@@ -209,6 +209,18 @@ def test_the_first_seed_chooses_the_rate(tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(others) == [("auto", 1e-4)] * 2 + [("zenflow", 3e-4)] * 2
 
 
+def test_a_run_that_is_killed_ends_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, while others wait for its cores."""
+
+    def killed(*_: object, **__: object) -> Record:
+        raise RuntimeError("no result")
+
+    monkeypatch.setattr(glue, "run_process", killed)
+    options = glue.parse_arguments(["--data-dir", "data", "--pretrained", "model", "--tasks", "RTE", "--seeds", "1"])
+    with pytest.raises(RuntimeError, match="no result"):
+        glue.run_missing(options, tmp_path)
+
+
 def test_the_table_has_each_method_at_its_best_rate(tmp_path: Path) -> None:
     def record(method: str, lr: float, seed: int, score: float, **fields: object) -> Record:
         values = {"train_loss": [1.0, 0.5], "initial_weights": str(seed), "score": score, "seconds": 9.0, **fields}
