@@ -7,6 +7,7 @@ from benchmarks.common.results import markdown
 from benchmarks.step_time.methods import METHODS
 from benchmarks.step_time.models import PART_OF_STEP
 from benchmarks.step_time.run import StepResult
+from lightning_zenflow.monitor.summary import quantile
 
 _BASELINES = ("floor", "none", "floor3")
 """Steps without offloading: the first of these that was run."""
@@ -19,12 +20,6 @@ def runs_by_method(results: Iterable[Iterable[StepResult]]) -> dict[str, list[St
         for result in of_repeat:
             runs.setdefault(result.spec.method, []).append(result)
     return {method: runs[method] for method in METHODS if method in runs}
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of the values does not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def _compared(
@@ -70,7 +65,7 @@ def table(results: Sequence[Sequence[StepResult]]) -> str:
             "method": METHODS[method].title,
             "mean ms": _ms(median(mean(r.step_s) for r in of_method)),
             "median ms": _ms(median(median(r.step_s) for r in of_method)),
-            "p99/p50": f"{median(percentile(r.step_s, 0.99) / median(r.step_s) for r in of_method):.2f}",
+            "p99/p50": f"{median(quantile(r.step_s, 0.99) / median(r.step_s) for r in of_method):.2f}",
         }
         if baseline is not None:
             above = _compared(results, method, baseline, _ms, lambda step_s, floor_s: step_s - floor_s)
