@@ -72,11 +72,12 @@ def _torchao(*args: Any, **kwargs: Any) -> Optimizer:
     return HostAdamW(*args, **kwargs)
 
 
+_FUSED = partial(torch.optim.AdamW, fused=True)
 _NEEDS_CUDA = "its optimizer only supports CUDA and XPU"
 
 METHODS = {
     "floor": StepMethod(make_strategy=Floor, title="floor: gradients dropped, no step"),
-    "none": StepMethod(make_strategy=NoOffload, title="no offload (DeepSpeed ZeRO-2)"),
+    "none": StepMethod(make_strategy=NoOffload, title="no offload (DeepSpeed ZeRO-2), fused AdamW", optimizer=_FUSED),
     "zero_offload": StepMethod(
         make_strategy=ZeroOffload,
         title="DeepSpeed ZeRO-Offload (DeepSpeedCPUAdam)",
@@ -97,7 +98,7 @@ METHODS = {
     "fsdp2": StepMethod(
         make_strategy=lambda: Fsdp2Offload(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         title="FSDP2 CPUOffloadPolicy, fused AdamW",
-        optimizer=partial(torch.optim.AdamW, fused=True),
+        optimizer=_FUSED,
         precision="32-true",
         peer=True,
     ),
