@@ -55,6 +55,9 @@ def with_addresses(pyproject: str, repository: str) -> str:
 def main(repository: str, revision: str) -> None:
     """Changes README.md and pyproject.toml in place."""
     readme, pyproject = ROOT / "README.md", ROOT / "pyproject.toml"
+    (version,) = re.findall(r'^version = "(.+)"$', pyproject.read_text(), re.MULTILINE)
+    if re.match(r"v\d", revision) and revision != f"v{version}":
+        raise ValueError(f"the tag must be v{version}, after the version in pyproject.toml, got {revision}")
     readme.write_text(with_absolute_links(readme.read_text(), repository, revision))
     pyproject.write_text(with_addresses(pyproject.read_text(), repository))
 

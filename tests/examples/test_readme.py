@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from typing_extensions import override
 
 from benchmarks.common.processes import fresh_environment
-from docs import draw_pictures, quote_tables, versions
+from docs import draw_pictures, quote_tables, release, versions
 from docs.release import with_absolute_links, with_addresses
 from example_runs import ROOT
 from lightning_zenflow import ZenFlowStrategy
@@ -268,6 +268,17 @@ def test_addresses_are_added_to_the_metadata() -> None:
     assert [line for line in after.splitlines() if ADDRESS not in line] == before.splitlines()
 
 
+def test_a_tag_is_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release, "ROOT", tmp_path)
+    (tmp_path / "README.md").write_text("[all](docs/tuning.md)")
+    (tmp_path / "pyproject.toml").write_text('version = "1.2.3"\n[project.urls]\n')
+    with pytest.raises(ValueError, match=r"the tag must be v1\.2\.3, .*got v1\.2\.4"):
+        release.main(ADDRESS, "v1.2.4")
+    for revision in ("main", "v1.2.3"):
+        release.main(ADDRESS, revision)
+    assert (tmp_path / "README.md").read_text() == f"[all]({ADDRESS}/blob/main/docs/tuning.md)"
+
+
 def test_versions_and_authors_are_those_of_the_citation() -> None:
     citation, project = (ROOT / "CITATION.cff").read_text(), (ROOT / "pyproject.toml").read_text()
     (version,) = re.findall(r"^version: (\S+)$", citation, re.MULTILINE)
@@ -286,7 +297,7 @@ def test_actions_are_pinned_by_hash(workflow: Path) -> None:
 
 
 def test_the_release_runs_ci_before_it_publishes() -> None:
-    release = (ROOT / ".github" / "workflows" / "release.yml").read_text()
-    publish = release.partition("\n  publish:")[2]
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    publish = workflow.partition("\n  publish:")[2]
     assert "needs: [ci, check]" in publish and "id-token: write" in publish
     assert ".ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
