@@ -1,28 +1,29 @@
 """The tables of all runs, and the picture of their training losses."""
 
+import importlib.util
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from statistics import mean
-
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from benchmarks.common.results import markdown
 from benchmarks.convergence.plots import COLOURS, LINE_STYLES
 from benchmarks.convergence.summary import smooth
 from benchmarks.glue.methods import METHODS, TASKS
 from benchmarks.glue.run import Record
-from docs.draw_pictures import STYLE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 ByLr = Mapping[float, Sequence[Record]]
 """Successful runs of a method on a task by learning rate."""
 
 
 def write_report(records: Sequence[Record], folder: Path) -> str:
-    """Writes FOLDER/glue.md and glue.svg, and returns the text.
+    """Writes FOLDER/glue.md and, where matplotlib is installed, glue.svg, and returns the text.
 
     Raises:
         ValueError: runs of a task and seed began with other weights.
@@ -31,6 +32,12 @@ def write_report(records: Sequence[Record], folder: Path) -> str:
     parts = [f"{task}\n\n{table(methods)}" for task, methods in by_task.items() if methods]
     text = "\n\n".join([*parts, origin(records)])
     (folder / "glue.md").write_text(f"{text}\n")
+    if importlib.util.find_spec("matplotlib") is None:
+        return f"{text}\n\nglue.svg is not drawn, since there is no matplotlib; --report-only draws it elsewhere."
+    from matplotlib import rc_context
+
+    from docs.draw_pictures import STYLE
+
     with rc_context({**STYLE, "svg.fonttype": "none"}):
         draw(by_task).savefig(folder / "glue.svg", metadata={"Date": None})
     return text
@@ -93,8 +100,10 @@ def origin(records: Iterable[Record]) -> str:
     return "\n\n".join([f"Commit {commits}; {versions}; {machines}.", *failed])
 
 
-def draw(by_task: Mapping[str, Mapping[str, ByLr]]) -> Figure:
+def draw(by_task: Mapping[str, Mapping[str, ByLr]]) -> "Figure":
     """Training losses at each method's best learning rate, mean over the seeds and the last 50 steps."""
+    from matplotlib.figure import Figure
+
     shown = {task: methods for task, methods in by_task.items() if methods}
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     row = figure.subplots(1, max(1, len(shown)), squeeze=False)[0]
@@ -106,7 +115,7 @@ def draw(by_task: Mapping[str, Mapping[str, ByLr]]) -> Figure:
     return figure
 
 
-def _draw_task(axes: Axes, methods: Mapping[str, ByLr]) -> None:
+def _draw_task(axes: "Axes", methods: Mapping[str, ByLr]) -> None:
     styles = {family: cycle(LINE_STYLES) for family in COLOURS}
     of_method = {name: next(styles[method.family]) for name, method in METHODS.items()}
     for method, by_lr in methods.items():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -224,7 +225,7 @@ def test_a_run_that_is_killed_ends_the_comparison(tmp_path: Path, monkeypatch: p
         glue.run_missing(options, tmp_path)
 
 
-def test_the_table_has_each_method_at_its_best_rate(tmp_path: Path) -> None:
+def test_the_table_has_each_method_at_its_best_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def record(method: str, lr: float, seed: int, score: float, **fields: object) -> Record:
         values = {"train_loss": [1.0, 0.5], "initial_weights": str(seed), "score": score, "seconds": 9.0, **fields}
         return Record(task="CoLA", method=method, lr=lr, seed=seed, commit="abc", hardware="one", **values)
@@ -245,6 +246,8 @@ def test_the_table_has_each_method_at_its_best_rate(tmp_path: Path) -> None:
     assert "CoLA_zenflow_int8_0.0001_1: RuntimeError: no" in text
     assert (tmp_path / "glue.md").read_text() == f"{text}\n"
     assert "<svg" in (tmp_path / "glue.svg").read_text()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert write_report(records, tmp_path).removeprefix(text).startswith("\n\nglue.svg is not drawn, since there is no")
     records[0].initial_weights = "others"
     with pytest.raises(ValueError, match="CoLA_auto_5e-05_1: all runs of a seed must begin with the same weights"):
         write_report(records, tmp_path)
