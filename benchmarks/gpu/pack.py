@@ -22,6 +22,8 @@ _BUILT = "deepspeed"
 """Has no wheels. Without its compiled operations it is pure Python."""
 _DOWNLOADED = (
     *("hjson", "pydantic", "pydantic_core", "annotated-types", "typing-inspection", "omegaconf"),
+    # Also of these: all that DeepSpeed and this package import and torch, Lightning and transformers do not bring.
+    *("psutil", "msgpack", "einops", "tabulate", "py-cpuinfo", "ninja", "pytest-timeout"),
     # For the command line of examples/alpaca.py.
     *("jsonargparse", "docstring_parser", "typeshed_client"),
     # One method of the step-time benchmark.

@@ -77,7 +77,7 @@ def test_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pack, name, path)
     pack.pack("3.12")
     wheels = {path.name.partition("-")[0] for path in pack.PACK.glob("*.whl")}
-    assert {"deepspeed", "hjson", "omegaconf", "pydantic_core", "torchao"} <= wheels
+    assert {"deepspeed", "hjson", "omegaconf", "psutil", "ninja", "pydantic_core", "torchao"} <= wheels
     assert sum(path.stat().st_size for path in pack.PACK.iterdir()) < 30e6
     assert pack.find_worker() == pack.PACK / "zenflow-worker"
 
