@@ -255,9 +255,9 @@ enum class Tentative : uint32_t {
     // is waited for in either case. For jobs that the worker may begin after the end of backward.
     kTrueIfKnown = 2,
     // The step's word, which it waits for, and the first set; n_committed = 0. For the forward pass that has to see the true
-    // step: the job repeats the block's job before, with the same gradient, in place buffer and prediction_steps too, and is done at
-    // once if `block_shown` says that the weights are the same already. The step is then resolved; a later job commits it as any
-    // other.
+    // step: the job repeats the block's job before, with the same gradient, in place buffer and prediction_steps too, and is done
+    // at once if `block_shown` says that the weights are the same already. The step is then resolved; a later job commits it as
+    // any other.
     kCorrection = 3,
 };
 
