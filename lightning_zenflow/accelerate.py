@@ -75,6 +75,8 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
         ZenFlowConfig(**self._keys)
         has_plugin = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
         has_plugin |= "deepspeed_plugins" in options or bool(AcceleratorState._shared_state)
+        of_plugin = {} if deepspeed_plugin is None else deepspeed_plugin.deepspeed_config.get("zero_optimization") or {}
+        self._refuse_keys_of_lightning({**(of_plugin.get("zenflow") or {}), **self._keys})
         if deepspeed_plugin is None and not has_plugin:
             zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
             config = {"gradient_accumulation_steps": "auto", "zero_optimization": zero}
@@ -97,10 +99,12 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
                 " `PartialState(backend='gloo')` first; TrainingArguments need accelerator_config={'use_configured_state': True} then"
             )
         of_zero: dict[str, Any] = self.deepspeed_plugin.deepspeed_config.get("zero_optimization") or {}
-        given = {**(of_zero.get("zenflow") or {}), **self._keys}
-        for key in given.keys() & set(_OF_LIGHTNING):
+        self._refuse_keys_of_lightning(of_zero.get("zenflow") or {})
+
+    def _refuse_keys_of_lightning(self, keys: Mapping[str, Any]) -> None:
+        for key in keys.keys() & set(_OF_LIGHTNING):
             raise MisconfigurationException(
-                f"ZenFlowAccelerator: {key} must be absent, got {given[key]!r}: it is of Lightning's checkpoints and callbacks"
+                f"ZenFlowAccelerator: {key} must be absent, got {keys[key]!r}: it is of Lightning's checkpoints and callbacks"
             )
 
     @property

@@ -227,11 +227,10 @@ class TrainerStrategy(TrainerCheckpoints):
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
-        # Private: calls the user's `configure_optimizers`; DeepSpeed replaces its result afterwards.
-        made = self.lightning.core.optimizer
-        several = (
-            "configure_optimizers must return one optimizer, got several; put the parameters into its parameter groups"
-        )
+        made = (
+            self.lightning.core.optimizer
+        )  # private: calls the user's method; DeepSpeed replaces its result afterwards
+        several = "configure_optimizers must return one optimizer, got several (use its groups), or schedulers beside a DeepSpeed config's"
         try:
             optimizers, schedulers = made._init_optimizers_and_lr_schedulers(self.lightning_module)
         except Exception as error:
@@ -239,10 +238,9 @@ class TrainerStrategy(TrainerCheckpoints):
                 raise
             raise MisconfigurationException(several) from error
         optimizer, *others = optimizers
-        if others:
+        if others or (len(schedulers) > 1 and "scheduler" in self.config):
             raise MisconfigurationException(several)
-        # Private: what Lightning puts in the place of None.
-        if isinstance(optimizer, made._MockOptimizer):
+        if isinstance(optimizer, made._MockOptimizer):  # private: what Lightning puts in the place of None
             raise MisconfigurationException(
                 "configure_optimizers must return an optimizer, got None; use `Trainer(strategy='auto')`, or `validate`, `test`, `predict`"
             )

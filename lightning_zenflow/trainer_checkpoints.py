@@ -199,7 +199,7 @@ class TrainerCheckpoints(Session):
         if not self._saves.must_wait:
             try:
                 self.flush()
-            except (RuntimeError, OSError):
+            except (RuntimeError, OSError, MisconfigurationException):
                 # `save_checkpoint` will say so.
                 if not self._ends_with_error:
                     raise

@@ -289,6 +289,9 @@ class SavedCheckpoint:
             sizes = [(1 + len(MOMENTS), layout.partition_numel) for layout in layouts]
             partitions = [list(torch.zeros(size, dtype=torch.float32, device="cpu")) for size in sizes]
             copy_parts(read, saved_layouts, layouts, rank, partitions)
+            if self.is_stage_3 and ours:
+                # Parameters of one shape may have changed places. (Stage 2 trains in another order than it saves in.)
+                ours = {**ours, "layout": {**ours["layout"], "slices": None}}
         return {
             "partitions": partitions,
             "count": int(base["state"][_keys_of(base)[0]]["step"]),

@@ -63,8 +63,7 @@ class WrittenWeights:
         if step is None:
             self.note_gather()
         self._is_followed = step is None or step <= max(self._followed_until, FOLLOWED)
-        # Others by Knuth's multiplicative hash, so that what is written in every n-th step is met. In place, weights are written by
-        # pieces, which counters tell.
+        # Others by Knuth's multiplicative hash, to meet what is written in every n-th step. In place, counters of pieces tell.
         sums = not self._rank.in_place and (self._is_followed or step * 2654435761 % 2**32 < 2**27)  # type: ignore[operator]
         self._sums = self._sum() if sums else None
 
@@ -126,7 +125,7 @@ class WrittenWeights:
             self._followed_until = step + FOLLOWED
         self._kept |= {n: self._weights(n).to("cpu", copy=True) for n in self._slices.keys() & found}
         if found:  # not before the copies, in which an interruption may come
-            self._counters, self._arrived = self._read_counters(), set()
+            self.note_gather()
         return self._found
 
     @torch.no_grad()
@@ -175,6 +174,7 @@ class WrittenWeights:
         return list(map(counter, self._names)), pieces
 
     def _refuse(self, numbers: set[int], how: str) -> None:
+        self.note_gather()  # once: what saves on the exception flushes
         name = list(self._names.values())[min(numbers)]
         raise MisconfigurationException(f"ZenFlowStrategy: {name} must not be written {how}")
 

@@ -5,12 +5,14 @@ import itertools
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
@@ -156,8 +158,6 @@ class TestGradients:
         fabric.strategy.teardown()
 
     def test_removed_in_part_between_two_steps(self) -> None:
-        """Of layers that are frozen from then on."""
-
         def freeze(trainer: pl.Trainer) -> None:
             if trainer.current_epoch == 1:
                 trainer.lightning_module.hidden.requires_grad_(False).zero_grad()
@@ -390,7 +390,10 @@ class TestWeights:
     }
 
     @pytest.mark.parametrize("case", NOT_ALLOWED)
-    def test_refused(self, case: str) -> None:
+    def test_refused(self, case: str, tmp_path: Path) -> None:
+        """Once: what is saved on the exception has the state."""
         how, act, message = self.NOT_ALLOWED[case]
+        callbacks = {"callbacks": [At("on_train_batch_end", act), OnExceptionCheckpoint(tmp_path)]}
         with pytest.raises(MisconfigurationException, match=message):
-            fit(SmallNet(length=80), ZenFlowStrategy(**HOW[how]), steps=80, callbacks=[At("on_train_batch_end", act)])
+            fit(SmallNet(length=80), ZenFlowStrategy(**HOW[how]), steps=80, enable_checkpointing=True, **callbacks)
+        assert [path.name for path in tmp_path.iterdir()] == ["on_exception.ckpt"]

@@ -73,6 +73,11 @@ def free_memory(trainer: pl.Trainer) -> None:
     weight.data = weight.data.new_empty(0)
 
 
+def two_schedulers(parameters: list[nn.Parameter]) -> Any:
+    optimizer = torch.optim.AdamW(parameters)
+    return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, n) for n in (2, 3)]
+
+
 class WithoutLoss(LinearLossModule):
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
@@ -140,6 +145,10 @@ OURS: Refused = [
     ),
     (lambda: fit(Model(optimizers=lambda ps: None)), r"configure_optimizers must return an optimizer, got None"),
     (lambda: fit(Model(optimizers=lambda ps: [torch.optim.AdamW(ps)] * 2)), r"must return one optimizer, got several"),
+    (
+        lambda: fit(Model(optimizers=two_schedulers), ZenFlowStrategy(config={"scheduler": {"type": "WarmupLR"}})),
+        r"got several .*, or schedulers beside a DeepSpeed config's",
+    ),
     (lambda: fit(Model(optimizers=torch.optim.SGD)), r"must be exactly one of torch.optim.AdamW, .*SGD"),
     (
         lambda: fit(Model(optimizers=lambda ps: torch.optim.AdamW([*ps, nn.Parameter(torch.ones(3, 2))]))),
