@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import random
+import socket
 import sys
 import tempfile
 import time
@@ -14,12 +16,9 @@ from unittest import mock
 
 import torch
 import torch._inductor.compile_fx  # else imported by the first fit of every fork
-from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from typing_extensions import override
 
 from harness import Case, Run, join_partitions, run_case, run_here
-
-free_port = find_free_network_port
 
 # Importing takes longer than most cases do, so the process that forks is there for later calls too.
 _FORKS = multiprocessing.get_context("forkserver")
@@ -28,6 +27,20 @@ _FORKS.set_forkserver_preload([Path(__file__).stem])
 
 _TIMEOUT_S = 270
 """Of all cases of a call."""
+
+
+def free_port() -> int:
+    """A port that is free. Not one of those from 32768 on, which the system may give to a connection before the port is used."""
+    while True:
+        with socket.socket() as probe:
+            port = random.SystemRandom().randrange(20_000, 32_000)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+
+
 _FAILED = 3
 """Exit status of a rank that has ended with a case that should not have failed."""
 _GRACE_S = 20
