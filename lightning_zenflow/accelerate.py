@@ -75,8 +75,7 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
         ZenFlowConfig(**self._keys)
         has_plugin = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
         has_plugin |= "deepspeed_plugins" in options or bool(AcceleratorState._shared_state)
-        of_plugin = {} if deepspeed_plugin is None else deepspeed_plugin.deepspeed_config.get("zero_optimization") or {}
-        self._refuse_keys_of_lightning({**(of_plugin.get("zenflow") or {}), **self._keys})
+        self._refuse_keys_of_lightning(deepspeed_plugin)
         if deepspeed_plugin is None and not has_plugin:
             zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
             config = {"gradient_accumulation_steps": "auto", "zero_optimization": zero}
@@ -98,13 +97,15 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
                 f"ZenFlowAccelerator: Accelerate must know of {ranks} ranks, got {self.num_processes}: on CPUs call"
                 " `PartialState(backend='gloo')` first; TrainingArguments need accelerator_config={'use_configured_state': True} then"
             )
-        of_zero: dict[str, Any] = self.deepspeed_plugin.deepspeed_config.get("zero_optimization") or {}
-        self._refuse_keys_of_lightning(of_zero.get("zenflow") or {})
+        # Accelerate may have read it from its own configuration.
+        self._refuse_keys_of_lightning(self.deepspeed_plugin)
 
-    def _refuse_keys_of_lightning(self, keys: Mapping[str, Any]) -> None:
-        for key in keys.keys() & set(_OF_LIGHTNING):
+    def _refuse_keys_of_lightning(self, plugin: DeepSpeedPlugin | None) -> None:
+        zero: dict[str, Any] = {} if plugin is None else plugin.deepspeed_config.get("zero_optimization") or {}
+        given = {**(zero.get("zenflow") or {}), **self._keys}
+        for key in given.keys() & set(_OF_LIGHTNING):
             raise MisconfigurationException(
-                f"ZenFlowAccelerator: {key} must be absent, got {keys[key]!r}: it is of Lightning's checkpoints and callbacks"
+                f"ZenFlowAccelerator: {key} must be absent, got {given[key]!r}: it is of Lightning's checkpoints and callbacks"
             )
 
     @property

@@ -2,10 +2,7 @@
 the worker's kernel; the formula of the provisional update; which implementation a device gets.
 """
 
-import time
 from collections.abc import Iterator
-from concurrent.futures import Future
-from threading import Event
 
 import pytest
 import torch
@@ -26,7 +23,7 @@ from kernel_cases import (
 )
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.kernels.base import Destination, Kernels, Selection, SquaredNorms, kernels_for
-from lightning_zenflow.kernels.cpu import CpuKernels, _in_parallel
+from lightning_zenflow.kernels.cpu import CpuKernels
 from lightning_zenflow.kernels.factored import Factors, RoundingNoise, SecondMoment, round_stochastically_
 from models import generator
 from oracle import adamw_reference
@@ -206,24 +203,6 @@ def test_tensors_that_the_library_would_misread() -> None:
     for slot in (torch.zeros(4, 6, dtype=torch.float32), torch.zeros(6, 4, dtype=torch.bfloat16).t()):
         with pytest.raises(AssertionError):
             COMPILED.kernels.route(gradient, [Destination(begin=0, slot=slot)], per_axis=False)
-
-
-def test_no_thread_works_behind_an_interrupted_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupted, ended = Event(), list[int]()
-
-    def run(part: int, begin: int, end: int) -> None:
-        interrupted.wait()
-        time.sleep(0.02)  # the call would have returned by then
-        ended.append(part)
-
-    def interrupt(future: Future[None]) -> None:
-        interrupted.set()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Future, "result", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        _in_parallel(run, [(0, 0, 1), (1, 1, 2), (2, 2, 3)])
-    assert sorted(ended) == [0, 1, 2]
 
 
 def test_stochastic_rounding_has_the_right_expectation() -> None:
