@@ -77,7 +77,7 @@ _NEEDS_CUDA = "its optimizer only supports CUDA and XPU"
 
 METHODS = {
     "floor": StepMethod(make_strategy=Floor, title="floor: gradients dropped, no step"),
-    # Not fused in records before 657f1d61.
+    # Not fused in records before d6c81b05.
     "none": StepMethod(make_strategy=NoOffload, title="no offload (DeepSpeed ZeRO-2)", optimizer=_FUSED),
     "zero_offload": StepMethod(
         make_strategy=ZeroOffload,
