@@ -24,7 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: command-line arguments; None: those of the process.
 
     Returns:
-        Exit status 0. Invalid arguments exit with status 2 and a message on standard error.
+        Exit status: 1 if `doctor` finds that the worker does not run, else 0. Invalid arguments exit with status 2 and a message on
+        standard error.
     """
     parser = _parser()
     options = vars(parser.parse_args(arguments))
@@ -33,13 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # Here, because it imports torch, which takes seconds.
             from lightning_zenflow.doctor import examine
 
-            text = examine()
+            text, succeeded = examine()
         else:
-            text = _estimate(options)
+            text, succeeded = _estimate(options), True
     except (ValueError, MisconfigurationException) as error:
         parser.error(str(error))
     sys.stdout.write(text + "\n")
-    return 0
+    return 0 if succeeded else 1
 
 
 def _estimate(options: dict[str, Any]) -> str:

@@ -25,8 +25,8 @@ _ELEMENTS = 1 << 24
 _TIMEOUT_S = 120.0
 
 
-def examine() -> str:
-    """A table of facts and measurements of this machine; takes some seconds.
+def examine() -> tuple[str, bool]:
+    """A table of facts and measurements of this machine, and whether its worker runs; takes some seconds.
 
     Raises:
         ValueError: `LIGHTNING_ZENFLOW_HOST_GIB` is not a number above 0.
@@ -49,10 +49,10 @@ def examine() -> str:
     if not gpus:
         rows["GPU"] = "none: training runs on the CPU, for tests and small models"
     try:
-        rows["worker"] = _worker(place)
+        rows["worker"], runs = _worker(place), True
     except RuntimeError as error:
-        rows["worker"] = f"training cannot start: {error}"
-    return str(tabulate(rows.items(), tablefmt="plain", disable_numparse=True))
+        rows["worker"], runs = f"training cannot start: {error}", False
+    return str(tabulate(rows.items(), tablefmt="plain", disable_numparse=True)), runs
 
 
 def _worker(place: Place) -> str:
