@@ -6,6 +6,7 @@ They show order and overlap, not measured times: durations are chosen to be legi
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -19,7 +20,7 @@ from matplotlib.patches import Rectangle
 from lightning_zenflow.core.schedule import StaggeredSchedule, UpdateSchedule, gradient_steps, momentum_steps
 
 TRAIN, STEP, COPY, HOST, WAIT, LIGHT = "#4c78a8", "#f58518", "#72b7b2", "#54a24b", "#e45756", "#d9dee5"
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 9,
     "font.family": "DejaVu Sans",
     "axes.spines.top": False,

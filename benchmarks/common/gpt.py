@@ -23,7 +23,8 @@ class _Block(nn.Module):
         q_BHTd, k_BHTd, v_BHTd = heads.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q_BHTd, k_BHTd, v_BHTd, is_causal=True)
         x_BTD = x_BTD + self.out(attended.transpose(1, 2).flatten(2))
-        return x_BTD + self.down(F.gelu(self.up(self.norm2(x_BTD))))
+        updated: Tensor = x_BTD + self.down(F.gelu(self.up(self.norm2(x_BTD))))
+        return updated
 
 
 class GPT(nn.Module):
@@ -47,7 +48,8 @@ class GPT(nn.Module):
     def logits(self, tokens: Tensor) -> Tensor:
         """Scores [B, T, V] of the next token after each of integers [B, T]."""
         x_BTD = self.token(tokens) + self.position.weight[: tokens.shape[1]]
-        return self.head(self.norm(self.blocks(x_BTD)))
+        logits_BTV: Tensor = self.head(self.norm(self.blocks(x_BTD)))
+        return logits_BTV
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Mean cross entropy, in 32 bits, of each token after the first.

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -42,7 +42,7 @@ def run_process(
     timeout: float,
     cores: Sequence[int] | None = None,
     forks: bool = False,
-    **environment: str,
+    environment: Mapping[str, str] | None = None,
 ) -> T:
     """Calls a function in a process of its own, and ends all that is left of its session afterwards.
 
@@ -65,7 +65,7 @@ def run_process(
         if forks:
             status = _run_fork(Path(folder), timeout)
         else:
-            status = run_command(command, timeout=timeout, output=output, cores=cores, **environment)
+            status = run_command(command, timeout=timeout, output=output, cores=cores, environment=environment)
         result = Path(folder) / _RESULT
         if result.exists():
             value: T = pickle.loads(result.read_bytes())
@@ -80,7 +80,7 @@ def run_command(
     timeout: float,
     output: Path | None = None,
     cores: Sequence[int] | None = None,
-    **environment: str,
+    environment: Mapping[str, str] | None = None,
 ) -> int:
     """Runs a command from the root of the repository, and ends all that is left of its session afterwards.
 
@@ -98,7 +98,7 @@ def run_command(
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=fresh_environment(**environment),
+            env=fresh_environment(**environment or {}),
             stdout=file,
             stderr=subprocess.STDOUT if file else None,
             start_new_session=True,

@@ -95,7 +95,7 @@ def run_all(specs: Sequence[Spec], options: argparse.Namespace) -> Iterator[Reco
         cores = free.get()
         environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         try:
-            return run_process(run, spec, options.cache, cores=cores, timeout=options.timeout, **environment)
+            return run_process(run, spec, options.cache, cores=cores, timeout=options.timeout, environment=environment)
         except RuntimeError as error:
             return Record(spec=spec, **provenance.origin(), error=str(error))
         finally:

@@ -43,7 +43,7 @@ def weights_hash(module: torch.nn.Module) -> str:
     """The first 16 hexadecimal digits of the SHA-256 of all parameters' bits."""
     digest = hashlib.sha256()
     for parameter in module.parameters():
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 

@@ -110,7 +110,7 @@ def draw(by_task: Mapping[str, Mapping[str, ByLr]]) -> "Figure":
     for axes, (task, methods) in zip(row, shown.items(), strict=False):
         _draw_task(axes, methods)
         axes.set_title(task, loc="left", fontsize=10, fontweight="bold")
-    handles = {line.get_label(): line for axes in figure.axes for line in axes.lines}
+    handles = {str(line.get_label()): line for axes in figure.axes for line in axes.lines}
     figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=3, frameon=False)
     return figure
 

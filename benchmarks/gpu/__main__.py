@@ -39,7 +39,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--minutes", type=float, default=8, help="length of a call")
     parser.add_argument("--again", action="store_true", help="drop the results of former calls")
     parser.add_argument("--results", type=Path, default=RESULTS / "gpu", metavar="FOLDER")
-    options, options.arguments = parser.parse_known_args(arguments)
+    options, others = parser.parse_known_args(arguments)
+    options.arguments = others
     if options.what == "bench" and options.arguments:
         parser.error(f"bench has no arguments {' '.join(options.arguments)}")
     if options.device == "cuda" and not torch.cuda.is_available():

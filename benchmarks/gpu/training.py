@@ -5,6 +5,7 @@ import re
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -15,7 +16,11 @@ from benchmarks.gpu.calls import Calls
 _PARAMETERS = 6.48e9
 _BESIDE = 8 * 2**30
 """Host memory in bytes for the trainer and the system."""
-_SCHEDULES = {20: {}, 19: {"update_interval": 2}, 16: {"update_interval": 1, "publish_lag": 0}}
+_SCHEDULES: dict[int, dict[str, int]] = {
+    20: {},
+    19: {"update_interval": 2},
+    16: {"update_interval": 1, "publish_lag": 0},
+}
 """Host memory in bytes a parameter (`lightning-zenflow estimate`) -> changes of the configuration, which has update_interval 4."""
 _ON_CPU = (
     "--trainer.accelerator=cpu",
@@ -47,9 +52,9 @@ def run_training(options: argparse.Namespace, calls: Calls) -> int:
             status = run_command([sys.executable, *command, root], timeout=calls.left(), output=log)
             text = log.read_text(errors="replace")
         steps = [(int(step), float(loss), float(ms)) for step, loss, ms in _STEP.findall(text)]
-        result = {"command": " ".join(command), "status": status, "steps_loss_ms": steps, "output": text[-20_000:]}
-        calls.put("training", result)
-    result = dict(calls.done["training"])
+        done = {"command": " ".join(command), "status": status, "steps_loss_ms": steps, "output": text[-20_000:]}
+        calls.put("training", done)
+    result: dict[str, Any] = dict(calls.done["training"])
     print(result["output"][-4000:])
     print(
         f"{calls.path.relative_to(ROOT) if calls.path.is_relative_to(ROOT) else calls.path}: {len(result['steps_loss_ms'])} steps"

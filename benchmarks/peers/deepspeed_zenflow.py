@@ -95,7 +95,9 @@ class DeepSpeedZenFlow(ZeroOffload):
         if self._repair:
             # For the rest of this process, which trains nothing else.
             ZenFlowZeroOptimizer._update_model_bit16_weights = _show_transposed_weights
-        return super()._setup_model_and_optimizer(model, optimizer, lambda built: LambdaLR(built, schedule))
+        built: tuple[Any, Optimizer]
+        built = super()._setup_model_and_optimizer(model, optimizer, lambda optimizer: LambdaLR(optimizer, schedule))
+        return built
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -36,7 +36,7 @@ class ZeroOffload(ZenFlowStrategy):
         **options: of Lightning's `DeepSpeedStrategy`.
     """
 
-    precision_class = DeepSpeedPrecision  # Lightning's own
+    precision_class = DeepSpeedPrecision  # type: ignore[assignment]  # Lightning's own
     _cpu = RankEnvironment._cpu
 
     def __init__(self, *, super_offload: bool = False, **options: Any) -> None:
@@ -143,8 +143,8 @@ class Floor(ZeroOffload):
     def _setup_model_and_optimizer(self, model: Module, *args: Any, **kwargs: Any) -> Any:
         assert isinstance(self.config, dict)
         is_3 = self.config["zero_optimization"]["stage"] == 3
-        of_stage: Any = (
+        ours, dropping = (
             (ZenFlowZero3Optimizer, _DroppingOptimizer3) if is_3 else (ZenFlowZeroOptimizer, _DroppingOptimizer)
         )
-        with in_place_of_deepspeeds(*of_stage, model):
+        with in_place_of_deepspeeds(ours, dropping, model):
             return super()._setup_model_and_optimizer(model, *args, **kwargs)

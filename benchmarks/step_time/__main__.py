@@ -107,7 +107,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for (share, compute_s), method in itertools.product(computes_s.items(), options.methods):
             spec = _spec(options, method, share, compute_s)
             try:
-                runs[-1].append(run_process(run, spec, timeout=options.timeout, **environment))
+                runs[-1].append(run_process(run, spec, timeout=options.timeout, environment=environment))
                 step_s = runs[-1][-1].step_s
                 outcome = f"{1e3 * sum(step_s) / len(step_s):.0f} ms a step"
             except RuntimeError as error:

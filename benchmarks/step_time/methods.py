@@ -114,7 +114,7 @@ METHODS = {
         "S=1, d=0, half of the cores for the trainer", pt_reserved_cores_perc=0.5, **_AT_ONCE
     ),
     "zenflow_module_order": StepMethod(
-        make_strategy=partial(ModuleOrder, topk_ratio=0.05, **_AT_ONCE),
+        make_strategy=partial(ModuleOrder, topk_ratio=0.05, update_interval=1, publish_lag=0),
         title="ZenFlowStrategy, S=1, d=0, ZeRO-2's own order",
         has_keys=True,
     ),

@@ -144,6 +144,9 @@ class SimulatedAccelerator(TimedModule):
             be foretold, to the next; 0: none. With 150e6 weights the norm is 4, or then 29.
     """
 
+    gradient: Tensor
+    large: Tensor
+
     def __init__(
         self,
         *,
@@ -178,10 +181,8 @@ class SimulatedAccelerator(TimedModule):
         return x.float().sum()
 
     def _gradient(self, layer: int, step: int) -> Tensor:
-        is_large = (
-            self._large_every and step % self._large_every == self._large_every - 1 and 2 * layer < len(self.layers)
-        )
-        return self.large if is_large else self.gradient
+        is_last_half, every = 2 * layer < len(self.layers), self._large_every
+        return self.large if every and step % every == every - 1 and is_last_half else self.gradient
 
 
 SHAPES = {25e6: (512, 8, 6), 150e6: (1024, 16, 11), 1.5e9: (2048, 16, 28), 3e9: (2560, 20, 37), 7e9: (4096, 32, 32)}

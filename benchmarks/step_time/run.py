@@ -14,7 +14,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import stage3
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from torch import Tensor
 from typing_extensions import override
 
@@ -281,6 +281,7 @@ def run(spec: StepSpec) -> StepResult:
     callbacks = [StepTimer(result, link), *([links.MeanIsOwn()] if spec.ranks > 1 else [])]
     with ExitStack() as stack:
         if spec.device == "simulated" and method.stage == 3:
+            assert isinstance(strategy, DeepSpeedStrategy)
             config: Any = strategy.config
             config["zero_optimization"] |= _FEW_GATHERED
             stack.enter_context(mock.patch.object(stage3, "reduce_scatter_coalesced", links.own_gradients))

@@ -135,7 +135,7 @@ def test_tests_over_several_calls(tmp_path: Path) -> None:
     first = Calls(tmp_path / "tests.json", command="first", device="cpu", minutes=8)
     first.begin()
     environment = suite.environment_of(first, command="first", device="cpu", deadline=0.0)
-    assert run_command(suite.command_of("cpu", [str(file)]), timeout=300, **environment) == suite.TIME_IS_OVER
+    assert run_command(suite.command_of("cpu", [str(file)]), timeout=300, environment=environment) == suite.TIME_IS_OVER
     for _ in range(2):
         done = call("tests", "--results", str(tmp_path), str(file))
         assert done.stdout.splitlines()[-1].endswith("tests.json: 2 passed, 1 failed, 0 skipped; complete")
