@@ -180,7 +180,6 @@ class TrainerStrategy(TrainerCheckpoints):
     def setup_environment(self) -> None:
         # The first hook that sees the model's own callbacks, and before theirs.
         trainer = self.lightning_module.trainer
-        self._over = self._is_missing = False
         refuse_unsupported_callbacks(trainer.callbacks, self.lightning, in_pieces=self.zero_stage_3)
         if self.is_alone:
             # Private: the Trainer's option. Lightning takes every `DeepSpeedStrategy` for distributed, and asks none for its ranks.

@@ -1,5 +1,7 @@
 """Checkpoints under the Trainer: what Lightning asks for when it saves, loads and removes one, as one file or as a folder."""
 
+import os
+import re
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,18 +25,24 @@ from lightning_zenflow.deepspeed.parameters import is_in_pieces, load_whole
 from lightning_zenflow.session import Session
 
 
-class DeferredSaves:
-    """Saves where none is possible, as by the handler of a signal, which may come at any instruction. They wait for the next moment at
-    which the state is whole: before an optimizer step, at the end of a batch, or of a call that must not be disturbed.
+class Saves:
+    """Saves of one training. Where none is possible, as by the handler of a signal, which may come at any instruction, they wait for the
+    next moment at which the state is whole: before an optimizer step, at the end of a batch, or of a call that must not be disturbed.
 
     Attributes:
         in_batch: whether a batch is under way, from before its forward pass until the records of its step are complete.
         wanted: calls that save, in order.
+        is_missing: whether the last save has to wait, or has failed: what it replaces must stay.
+        over: whether callbacks have been called for the end of the training.
+        linking: `ModelCheckpoint`s whose link leads to the last checkpoint, also if that waits or has failed.
     """
 
     def __init__(self) -> None:
         self._depth, self.in_batch, self._makes_up = 0, False, False
         self.wanted: list[Callable[[], None]] = []
+        self.is_missing = self.over = False
+        self.linking: list[Any] = []
+        self._targets: dict[str, str] = {}
 
     @property
     def must_wait(self) -> bool:
@@ -56,6 +64,18 @@ class DeferredSaves:
         self.in_batch, self._depth = False, 0
         self.make_up()
 
+    def note_links(self) -> None:
+        """Before a save."""
+        links = (callback.last_model_path for callback in self.linking)
+        self._targets |= {link: os.readlink(link) for link in links if os.path.islink(link) and os.path.exists(link)}
+
+    def put_links_back(self) -> None:
+        """Has links lead to the checkpoint before the one that was not written."""
+        for link, target in self._targets.items():
+            if not os.path.exists(link) and os.path.exists(os.path.join(os.path.dirname(link), target)):
+                Path(link).unlink(missing_ok=True)
+                os.symlink(target, link)
+
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """Context in which saves wait until its end; after an exception longer, until `end_batch`."""
@@ -75,15 +95,18 @@ class TrainerCheckpoints(Session):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._saves = DeferredSaves()
+        self._saves = Saves()
         # What `load_checkpoint` has read, until `load_model_state_dict`.
         self._file: SavedFile | None = None
         # What the hooks of the present save were given under stage 3.
         self._handed: Mapping[str, Any] = {}
-        # Whether callbacks have been called for the end of the training; and whether they look for the file when a save ends.
-        self._over = self._needs_files = False
-        # Whether the last save has to wait, or has failed without an error: what it replaces must stay.
-        self._is_missing = False
+        # Whether callbacks look for the file when a save ends.
+        self._needs_files = False
+
+    @override
+    def setup_environment(self) -> None:
+        self._saves = Saves()
+        super().setup_environment()
 
     @cached_property
     def _exact_weights(self) -> pl.Callback:
@@ -122,10 +145,14 @@ class TrainerCheckpoints(Session):
             for folder in (*(getattr(c, "dirpath", "") for c in whole), *roots):
                 self._refuse_folder(folder)
         models = [c for c in callbacks if isinstance(c, self.lightning.callbacks.ModelCheckpoint)]
-        names = [(c.dirpath, name) for c in models for name in (c.filename, *(["last"] if c.save_last else []))]
-        several = [c for c in models if c.save_top_k not in (0, 1)]
-        is_one_twice = len({*names}) < len(names) or any(map(self._may_repeat_a_name, several))
-        self._needs_files = is_one_twice or any(c.save_last == "link" for c in models)
+        # Without a name, Lightning's; without formats, since {step:06d} and {step} may be the same.
+        names = {c: re.sub(r":[^}]*}", "}", c.filename or "{epoch}-{step}") for c in models}
+        places = [(c.dirpath, name) for c in models for name in (names[c], *(["last"] if c.save_last else []))]
+        is_one_twice = len({*places}) < len(places) or any(
+            self._may_repeat(c, name) for c, name in names.items() if c.save_top_k not in (0, 1)
+        )
+        self._saves.linking = [c for c in models if c.save_last == "link"]
+        self._needs_files = is_one_twice or bool(self._saves.linking)
         if self._needs_files and self.zenflow_config.async_checkpoints:
             rank_zero_info(
                 "ZenFlow: async_checkpoints has no effect: a link of `ModelCheckpoint(save_last='link')` must lead to a complete"
@@ -133,13 +160,14 @@ class TrainerCheckpoints(Session):
                 " save_last=True, and a `filename` for each, with {step} where it keeps several"
             )
 
-    def _may_repeat_a_name(self, callback: Any) -> bool:
-        """Whether a `ModelCheckpoint` may use a name again before its file is there."""
+    def _may_repeat(self, callback: Any, name: str) -> bool:
+        """Whether a `ModelCheckpoint` may use its name again before a file is there."""
         assert self.lightning_module is not None
+        # A number of batches may be 1, and where the interval is a time, there is no attribute.
+        interval = getattr(self.lightning_module.trainer, "val_check_interval", None)
         # Private: 0 where it saves by steps or time.
-        in_epochs = callback._every_n_epochs > 0 and self.lightning_module.trainer.val_check_interval == 1.0
-        unique = ("{step", "{epoch") if in_epochs else ("{step",)
-        return callback.filename is not None and not any(name in callback.filename for name in unique)
+        in_epochs = callback._every_n_epochs > 0 and isinstance(interval, float) and interval == 1.0
+        return not any(key in name for key in (("{step}", "{epoch}") if in_epochs else ("{step}",)))
 
     @override
     def _background_of(self, path: Any) -> BackgroundSaves | None:
@@ -223,8 +251,9 @@ class TrainerCheckpoints(Session):
             OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
             MisconfigurationException: there has been no training.
         """
+        self._saves.is_missing = True
+        self._saves.note_links()
         if self._saves.must_wait:
-            self._is_missing = True
             assert self.lightning_module is not None
             save = self.lightning_module.trainer.save_checkpoint
             self._wait_for_save(partial(save, filepath, "optimizer_states" not in checkpoint, storage_options))
@@ -255,11 +284,10 @@ class TrainerCheckpoints(Session):
                 client_state = to_save(checkpoint, self.deepspeed_engine)
                 save = partial(super().save_checkpoint, client_state, storage_options=storage_options)
                 self._save_folder(filepath, self.deepspeed_engine, save)
-            self._is_missing = False
+            self._saves.is_missing = False
         except Exception as error:
             if not self._ends_with_error:
                 raise
-            self._is_missing = True
             # `ModelCheckpoint(save_on_exception=True)`: Lightning would raise this error in the place of the one that ended training.
             rank_zero_warn(f"no checkpoint at {filepath} of the training that ends with an error: {error}")
         finally:
@@ -336,21 +364,23 @@ class TrainerCheckpoints(Session):
         """Whether training ends with an error at present, and callbacks are called for it."""
         # Private: the public name is an error where there is none.
         trainer = getattr(self.lightning_module, "_trainer", None)
-        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED and not self._over
+        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED and not self._saves.over
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         # Called after the callbacks' own.
         self._saves.end_batch()
-        self._over = True
+        self._saves.over = True
         super().on_exception(exception)
+        if self.is_global_zero:
+            self._saves.put_links_back()
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         """Removes a checkpoint: what another one replaces, only when that is complete, and not if its save has failed."""
         if self._saves.must_wait:
             self._saves.wanted.append(partial(self.remove_checkpoint, filepath))
-        elif self._is_missing or not self.is_global_zero:
+        elif self._saves.is_missing or not self.is_global_zero:
             return
         elif self._background is None:
             self._remove(filepath)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -194,23 +195,36 @@ def test_memory_that_a_second_file_finds_in_the_place_of_another(tmp_path: Path)
     assert [int(c[0]) for c in copied] == [0, 2, 2, 3]
 
 
-@pytest.mark.parametrize("kind", ["link", "two", "again", "by epochs"])
+@pytest.mark.parametrize("kind", ["link", "two", "default", "again", "similar", "by epochs", "by time"])
 def test_callbacks_that_look_for_files(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options: list[dict[str, Any]] = {
         "link": [{"save_last": "link"}],
         "two": [{}, {"monitor": "loss"}],
+        "default": [{"filename": "{epoch}-{step:d}"}, {"monitor": "loss"}],
         "again": [{"monitor": "loss", "save_top_k": -1, "filename": "{epoch}"}],
+        "similar": [{"monitor": "loss", "save_top_k": -1, "filename": "{step_loss:.0f}"}],
         "by epochs": [{"monitor": "loss", "save_top_k": -1, "filename": "{epoch}", "every_n_train_steps": None}],
+        "by time": [{"save_top_k": -1, "every_n_train_steps": None}],
     }[kind]
+    interval = timedelta(hours=1) if kind == "by time" else 1.0
     files = [ModelCheckpoint(dirpath=tmp_path, **{"every_n_train_steps": 1, **given}) for given in options]
     with caplog.at_level(logging.INFO):
-        fit(LinearLossModule(length=3), strategy(), enable_checkpointing=True, callbacks=[*files, LOGS])
-    assert ("async_checkpoints has no effect" in caplog.text) == (kind != "by epochs")
+        fit(
+            LinearLossModule(length=3),
+            strategy(),
+            enable_checkpointing=True,
+            callbacks=[*files, LOGS],
+            val_check_interval=interval,
+        )
+    assert ("async_checkpoints has no effect" in caplog.text) == (not kind.startswith("by"))
     left = {
         "link": {"epoch=0-step=3.ckpt", "last.ckpt"},
         "two": {"epoch=0-step=3.ckpt", "epoch=0-step=1-v1.ckpt"},
+        "default": {"epoch=0-step=3.ckpt", "epoch=0-step=1-v1.ckpt"},
         "again": {"epoch=0.ckpt", "epoch=0-v1.ckpt", "epoch=0-v2.ckpt"},
+        "similar": {"step_loss=0.ckpt", "step_loss=0-v1.ckpt", "step_loss=0-v2.ckpt"},
         "by epochs": {"epoch=0.ckpt"},
+        "by time": set(),  # in an hour
     }
     assert {p.name for p in tmp_path.iterdir()} == left[kind]
 

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
+from callbacks import After, At
 from harness import fit, make_trainer, weights_of
 from lightning_zenflow import ZenFlowStrategy, session
 from lightning_zenflow.worker.process import WorkerError
@@ -160,8 +161,9 @@ def test_the_users_error_is_raised_before_there_is_anything_to_save(hook: str, t
 
 @pytest.mark.parametrize("hook", ["on_after_backward", "on_train_batch_end"])
 @pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("save_last", [True, "link"])
 def test_the_last_checkpoint_stays_until_another_one_is_complete(
-    hook: str, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hook: str, fails: bool, save_last: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a save for an exception has to wait, and where it need not."""
 
@@ -175,12 +177,38 @@ def test_the_last_checkpoint_stays_until_another_one_is_complete(
         pass
 
     setattr(Raises, hook, lambda self, *_: raises(self.trainer))
-    callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_last=True, save_on_exception=True)
-    monkeypatch.setattr(callback, "CHECKPOINT_NAME_LAST", "last-{step}")
+    callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_last=save_last, save_on_exception=True)
+    if save_last is True:
+        monkeypatch.setattr(callback, "CHECKPOINT_NAME_LAST", "last-{step}")
     with pytest.raises(KeyError, match="the user's own mistake"):
         fit(Raises(shapes=TINY), steps=5, callbacks=[callback], enable_checkpointing=True)
-    left = ["last-step=2.ckpt", "step=2.ckpt"] if fails else ["last-step=3.ckpt", "step=2.ckpt", "step=3.ckpt"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    last, *others = sorted(path.name for path in tmp_path.iterdir())
+    assert others == ["step=2.ckpt"] if fails else ["step=2.ckpt", "step=3.ckpt"]
+    assert last == ("last.ckpt" if save_last == "link" else "last-step=2.ckpt" if fails else "last-step=3.ckpt")
+    if save_last == "link":
+        assert (tmp_path / last).resolve().name == others[-1]
+
+
+def test_what_a_failed_save_of_several_was_to_replace_stays(tmp_path: Path) -> None:
+    """All wait until their batch is over."""
+    old, new, kept, failed = (tmp_path / f"{name}.ckpt" for name in ("old", "new", "kept", "failed"))
+
+    def replace(trainer: pl.Trainer) -> None:
+        if trainer.global_step == 0:
+            return
+        (failed / "no checkpoint").mkdir(parents=True)
+        for before, path in ((old, new), (kept, failed)):
+            trainer.save_checkpoint(path)
+            trainer.strategy.remove_checkpoint(before)
+
+    def save(trainer: pl.Trainer) -> None:
+        for path in (old, kept):
+            trainer.save_checkpoint(path)
+
+    with pytest.raises(IsADirectoryError):
+        callbacks = [After([1], save), At("on_after_backward", replace)]
+        fit(LinearLossModule(shapes=TINY), steps=3, callbacks=callbacks)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["failed.ckpt", "kept.ckpt", "new.ckpt"]
 
 
 def test_after_the_process_group_was_destroyed() -> None:
