@@ -206,6 +206,7 @@ _OPTIONS_OF = {
                           "allgather_bucket_size", "reduce_bucket_size", "offload_param", "cpu_offload_param"),
     "activation_checkpointing": ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
                                  "synchronize_checkpoint_boundary"),
+    "fp16": ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
 }  # fmt: skip
 
 # Lightning takes any number and never ends a step with some. A negative norm would not clip.
@@ -295,7 +296,9 @@ def apply_options(options: Mapping[str, Any], config: dict[str, Any] | None) -> 
             place = {"device": "cpu" if given["offload_parameters"] else "none"}
             given |= {"offload_param": place, "cpu_offload_param": None}
         for section, keys in _OPTIONS_OF.items():
-            if of_section := {key: given[key] for key in keys if key in given}:
+            of_section = {key: given[key] for key in keys if key in given}
+            # Lightning makes the one of fp16, and reads the keywords then.
+            if of_section and (section in config or section != "fp16"):
                 config[section] = {**_mapping(config.get(section), f"DeepSpeed config: {section}"), **of_section}
         zero = config.get("zero_optimization") or {}
     if given.get("offload_parameters") and zero.get("stage") != 3:

@@ -229,8 +229,8 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
         """
         attributes = saved["attributes"]
         for name, value in attributes.items():
-            # Another precision has another loss scale.
-            if "loss_scale" not in name or attributes["loss_scaler"].dynamic == self.loss_scaler.dynamic:
+            # One that is fixed is that of the configuration; another precision has another one.
+            if "loss_scale" not in name or (attributes["loss_scaler"].dynamic and self.loss_scaler.dynamic):
                 setattr(self, name, value)
         self._host_state.load(saved["partitions"], moments=optimizer_states)
         self._continue_from(saved if optimizer_states else None)

@@ -136,6 +136,18 @@ def test_another_precision_keeps_its_loss_scale(precisions: tuple[Any, Any], tmp
         trainer.save_checkpoint(path)
 
 
+def test_a_fixed_loss_scale_is_that_of_the_configuration(tmp_path: Path) -> None:
+    scales = []
+    for scale, resume in ((8.0, None), (16.0, tmp_path / "a.ckpt")):
+        strategy = ZenFlowStrategy(checkpoint_format="deepspeed", loss_scale=scale)
+        trainer = fit(
+            LinearLossModule(), strategy, steps=2 if resume is None else 3, resume=resume, precision="16-true"
+        )
+        scales.append(optimizer_of(trainer).loss_scaler.loss_scale)
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert scales == [8.0, 16.0]
+
+
 def test_other_frozen_parameters_start_over_from_adamws_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A parameter that is trained again: its moments went on nowhere, all others are those of the run that saved."""
     case, path = CASES["frozen"], tmp_path / "half.ckpt"

@@ -181,7 +181,9 @@ def test_mistakes_before_the_loop() -> None:
         "zero_optimization": {"stage": 2, "zenflow": {"async_checkpoints": True}},
         "gradient_accumulation_steps": 1,
     }
-    for given in ({"async_checkpoints": True}, {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=block)}):
+    plugin = DeepSpeedPlugin(hf_ds_config=block)
+    by_plugin = [{"deepspeed_plugin": plugin}, {"deepspeed_plugin": {"a": plugin}}, {"deepspeed_plugins": plugin}]
+    for given in ({"async_checkpoints": True}, *by_plugin):
         with (
             new_process(),
             pytest.raises(MisconfigurationException, match="async_checkpoints must be absent, got True"),

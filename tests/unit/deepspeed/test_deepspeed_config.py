@@ -206,6 +206,10 @@ def test_keywords_of_lightning_that_it_would_ignore() -> None:
     assert prepared["activation_checkpointing"] == {"cpu_checkpointing": True}
     apply_options({"offload_parameters": False}, config)
     assert prepare_deepspeed_config(config)["zero_optimization"] == {**ZERO, "stage": 3}
+    for section in ({"fp16": {"enabled": True}}, {}):
+        apply_options({"loss_scale": 128.0}, config := copy.deepcopy(section))
+        # Lightning reads the keyword where there is no such section.
+        assert config == {key: {**values, "loss_scale": 128.0} for key, values in section.items()}
     for option in ("offload_optimizer_device", "offload_params_device"):
         with pytest.raises(MisconfigurationException, match=f"{option} must be 'cpu' or absent, got 'nvme'"):
             apply_options({option: "nvme"}, None)
