@@ -94,14 +94,14 @@ class WrittenWeights:
         Raises:
             MisconfigurationException: the write cannot be taken over.
         """
-        found = self._counted()
+        found, on_any_rank = self._counted(), self._found
         if self._sums is not None:
             differs = self._sum() != self._sums
             if self._is_followed:
                 with self._rank.telemetry.measure("flush"):
                     if self._n_ranks > 1:
                         dist.all_reduce(any_differs := differs.any().int(), op=dist.ReduceOp.MAX, group=self._group)
-                        self._found |= bool(any_differs)
+                        on_any_rank |= bool(any_differs)
                     found |= self._numbers(differs)
             else:
                 self._compared = AsyncHostCopy(differs), found
@@ -113,18 +113,18 @@ class WrittenWeights:
                     "through `parameter.data`, which goes unnoticed behind most steps: write to the parameter itself,"
                     " under `torch.no_grad()`",
                 )
-        if found:
-            if not shows_exact:
-                self._refuse(
-                    found,
-                    "in place while updates of it are pending: call `trainer.strategy.flush()` before the first write, or set"
-                    " update_interval=1 and publish_lag=0",
-                )
-            self._found = True
+        if found and not shows_exact:
+            self._refuse(
+                found,
+                "in place while updates of it are pending: call `trainer.strategy.flush()` before the first write, or set"
+                " update_interval=1 and publish_lag=0",
+            )
+        # An interruption may come in the copies: a flush must not take what it cuts for noticed.
+        self._kept |= {n: self._weights(n).to("cpu", copy=True) for n in self._slices.keys() & found}
+        self._found = bool(found) or on_any_rank
         if self._found:
             self._followed_until = step + FOLLOWED
-        self._kept |= {n: self._weights(n).to("cpu", copy=True) for n in self._slices.keys() & found}
-        if found:  # not before the copies, in which an interruption may come
+        if found:
             self.note_gather()
         return self._found
 

@@ -95,9 +95,6 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
             in_place=self.offload_param,
             release_weights=self._release_weights,
         )
-        # What backward reads are copies but where pieces are used in place.
-        is_alone = dist.get_world_size(group=self.dp_process_group) == 1
-        self._updates_in_backward &= is_alone and (not self.offload_param or self._rank.device.type == "cpu")
         if self.offload_param:
             self._use_memory_of(self._rank.weights)
             self._page_lock_frozen()

@@ -216,16 +216,18 @@ class Planner:
     def _awaits_selection(self) -> bool:
         return self._wants_columns and self._selector.owned is None
 
-    def start_over(self, step: int, count: int) -> None:
+    def start_over(self, step: int, count: int, *, shows_exact: bool = False) -> None:
         """Makes the next steps synchronous: the rest of the warm-up, and until columns are selected where some are wanted.
 
         Args:
             step: last step so far.
             count: number of applied steps; the warm-up is not repeated after a checkpoint is loaded.
+            shows_exact: whether the model must show exact weights behind the next step.
         """
         self._selector.start_over()
         self._changing_until = step
-        self._synchronous_until = step + max(self._awaits_selection, self._config.full_warm_up_rounds - count)
+        is_late = shows_exact and not self._jobs.schedule.is_immediate
+        self._synchronous_until = step + max(is_late, self._awaits_selection, self._config.full_warm_up_rounds - count)
 
     def state_dict(self) -> dict[str, Any]:
         """State that later plans depend on."""

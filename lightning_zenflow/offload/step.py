@@ -293,9 +293,9 @@ class ZenFlowStep:
             self._flushed_number = self.number
         self._flushing.repaired()
 
-    def start_over(self, count: int) -> None:
-        """Makes nothing device-owned until the next selection, after `count` applied steps; right after a flush only."""
-        self._planner.start_over(self.number, count)
+    def start_over(self, count: int, *, shows_exact: bool = False) -> None:
+        """Makes nothing device-owned until the next selection, after `count` applied steps; right after a flush only. See `Planner`."""
+        self._planner.start_over(self.number, count, shows_exact=shows_exact)
         self._ownership.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -342,7 +342,8 @@ class ZenFlowStep:
         with self._refreezing:
             self._jobs.change_trained(slices)
             self._fill.trained = slices
-            self.start_over(int(self.count))
+            # Those who freeze in turns do so in each step, behind the forward pass perhaps, whose weights the flush must not change.
+            self.start_over(int(self.count), shows_exact=True)
             self._freezing.trained = trained
         self._refreezing.repaired()
 

@@ -95,6 +95,17 @@ class SmallNet(TestModule):
         return functional.cross_entropy(logits.float(), tokens.sum(1) % 3)
 
 
+class EarlyExit(SmallNet):
+    """Uses the head once without a gradient; autograd does so last, behind the head's gradient."""
+
+    @override
+    def loss(self, step: int, micro: int, rank: int) -> Tensor:
+        self.head.requires_grad_(False)
+        early = self.head(self.hidden.bias).square().sum()
+        self.head.requires_grad_(True)
+        return super().loss(step, micro, rank) + early
+
+
 class ByHand(SmallNet):
     """As `SmallNet`, in manual optimization: accumulates by steps that are left out, clips and schedules, all in the step's closure.
 

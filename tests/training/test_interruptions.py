@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_fp32_param
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from typing_extensions import override
@@ -227,6 +228,30 @@ def test_a_loop_that_goes_on(name: str, stride: int) -> None:
         return "lost" if masters is None else "whole"
 
     assert sweep(interrupted, stride=stride) > 0
+
+
+def test_a_write_to_exact_weights_is_not_lost() -> None:
+    """Where the forward pass is interrupted that looks for it."""
+    fabric, model, optimizer, _ = set_up(LinearLossModule(shapes=TINY), **CASES["S=1, d=0"])
+    (weights, *_), value = model.parameters(), 0.0
+
+    def interrupted(context: Interrupt) -> str:
+        nonlocal value
+        value += 1
+        train_step(fabric, model, optimizer, 0)
+        fabric.strategy.flush()
+        with torch.no_grad():
+            weights.fill_(value)
+        with context:
+            model.loss(0, 0, 0)
+        fabric.strategy.flush()
+        model.loss(0, 0, 0)
+        written = safe_get_full_fp32_param(weights)
+        assert written is not None and (written == value).all() and (weights == value).all()
+        return "whole"
+
+    assert sweep(interrupted, stride=4) > 0
+    fabric.strategy.teardown()
 
 
 def test_an_interrupted_change_of_what_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:

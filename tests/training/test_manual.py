@@ -224,6 +224,27 @@ def test_losses_of_parameters_in_host_memory(name: str) -> None:
     compare(LOOPS[name], IN_HOST_MEMORY)
 
 
+def test_what_is_frozen_in_turns_keeps_the_weights_of_the_forward_pass_in_backward() -> None:
+    """Also without columns on the device, for whose selection a step is synchronous."""
+
+    def in_turns(module: Manual, batch: Tensor, number: int) -> None:
+        layers = module.net[0], module.net[-1]
+        for frozen, trained in (layers, layers[::-1]):
+            frozen.requires_grad_(False)
+            trained.requires_grad_(True)
+            loss = module.loss(batch)
+            (expected,) = torch.autograd.grad(loss, [trained.weight], retain_graph=True)
+            arrived: list[Tensor] = []
+            handle = trained.weight.register_hook(arrived.append)
+            module.manual_backward(loss)
+            assert torch.equal(*arrived, expected)
+            handle.remove()
+            module.optimizers().step()
+            module.optimizers().zero_grad()
+
+    fit(in_turns, ZenFlowStrategy(worker_cores=1, update_interval=4, publish_lag=1, topk_ratio=0.0))
+
+
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_a_validation_between_backward_and_step(where: str) -> None:
     """Lightning drops the gradients before it, in manual optimization."""
