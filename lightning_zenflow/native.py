@@ -18,7 +18,7 @@ import torch
 
 MAGIC: Final = 0x574F4C464E455A31
 
-VERSION: Final = 16
+VERSION: Final = 17
 
 HEADER_BYTES: Final = 4096
 

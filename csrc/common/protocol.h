@@ -91,7 +91,7 @@
 namespace zenflow {
 
 constexpr uint64_t kMagic = 0x574f4c464e455a31ull;  // "1ZENFLOW" in memory order
-constexpr uint64_t kVersion = 16;
+constexpr uint64_t kVersion = 17;
 constexpr size_t kHeaderBytes = 4096;
 constexpr size_t kMaxMessageBytes = 16384;
 constexpr size_t kTileElements = 128;  // updated together by the replay kernel
@@ -141,9 +141,9 @@ struct ArenaHeader {
     uint64_t block_shown_offset;   // BlockShown[n_blocks], written by the worker
 
     // The last step whose word the worker has read; the record's count says how many steps up to it were applied (their factor
-    // was finite). The trainer sets both before start and, with no job in flight, after loading a checkpoint. It then also resets
-    // the sequence of every word, those of blocks included, to 0: a stale one would match a repeated step. A step that is
-    // repeated because its backward pass was interrupted needs the same for the words of its blocks.
+    // was finite). The trainer sets both before start and, with no job in flight, after loading a checkpoint. It then also sets
+    // every word, those of blocks included, to 0: a stale one, or its check, would match a repeated step. A step that is repeated
+    // because its backward pass was interrupted needs the same for the words of its blocks.
     int64_t resolved_step;
 
     // The job that was begun last and the one that was completed last, 0 before the first. They differ while one is in progress.

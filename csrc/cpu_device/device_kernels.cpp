@@ -1,6 +1,10 @@
 #include "cpu_device/device_kernels.h"
 
 #include <cstring>
+#include <exception>
+#include <functional>
+#include <thread>
+#include <vector>
 
 #include "adamw/replay_adamw.h"
 #include "adamw/tile_journal.h"
@@ -20,6 +24,30 @@ InstructionSet instruction_set() {
 
 DeviceKernels kernels(uint32_t dtype) { return device_kernels(static_cast<DataType>(dtype), instruction_set()); }
 
+// Calls `work` with each part: the last on the caller's thread, and where the system refuses threads, others as well.
+template <typename Args, typename Work>
+void run_parts(const Args* parts, int64_t n_parts, const Work& work) {
+    std::vector<std::thread> threads;
+    int64_t part = 0;
+    try {
+        threads.reserve(static_cast<size_t>(n_parts));
+        for (; part + 1 < n_parts; ++part) threads.emplace_back(work, std::cref(parts[part]));
+    } catch (const std::exception&) {
+    }
+    for (; part < n_parts; ++part) work(parts[part]);
+    for (std::thread& thread : threads) thread.join();
+}
+
+void adamw(const zenflow_adamw_args& args) {
+    const auto type = static_cast<DataType>(args.dtype);
+    const StepCoefficients coefficients = step_coefficients(*args.hyperparameters, args.count, args.factor);
+    const WindowView window{1, &args.gradient, &coefficients, 0.0f};
+    JournalEntry journal;
+    start_at(journal, 0);
+    const auto kernel = replay_kernel(type, DataType::kFloat32, instruction_set());
+    kernel({args.master, args.exp_avg, args.exp_avg_sq}, static_cast<size_t>(args.n), window, args.weights, journal);
+}
+
 template <typename T>
 void scatter_columns(const zenflow_columns& columns) {
     T* matrix = static_cast<T*>(columns.matrix);
@@ -37,25 +65,19 @@ void scatter_columns(const zenflow_columns& columns) {
 }  // namespace
 }  // namespace zenflow
 
-void zenflow_route(const zenflow_route_args* args) { zenflow::kernels(args->dtype).route(*args); }
+void zenflow_route(const zenflow_route_args* parts, int64_t n_parts) {
+    zenflow::run_parts(parts, n_parts, zenflow::kernels(parts->dtype).route);
+}
 
 bool zenflow_factored_step(const zenflow_factored_step_args* args) {
     return zenflow::device_kernels(zenflow::DataType::kFloat32, zenflow::instruction_set()).factored_step(*args);
 }
 
-void zenflow_provisional_update(const zenflow_provisional_update_args* args) {
-    zenflow::kernels(args->dtype).provisional_update(*args);
+void zenflow_provisional_update(const zenflow_provisional_update_args* parts, int64_t n_parts) {
+    zenflow::run_parts(parts, n_parts, zenflow::kernels(parts->dtype).provisional_update);
 }
 
-void zenflow_adamw(const zenflow_adamw_args* args) {
-    const auto type = static_cast<zenflow::DataType>(args->dtype);
-    const zenflow::StepCoefficients coefficients = zenflow::step_coefficients(*args->hyperparameters, args->count, args->factor);
-    const zenflow::WindowView window{1, &args->gradient, &coefficients, 0.0f};
-    zenflow::JournalEntry journal;
-    zenflow::start_at(journal, 0);
-    const auto kernel = zenflow::replay_kernel(type, zenflow::DataType::kFloat32, zenflow::instruction_set());
-    kernel({args->master, args->exp_avg, args->exp_avg_sq}, static_cast<size_t>(args->n), window, args->weights, journal);
-}
+void zenflow_adamw(const zenflow_adamw_args* parts, int64_t n_parts) { zenflow::run_parts(parts, n_parts, zenflow::adamw); }
 
 void zenflow_scatter_columns(const zenflow_columns* columns, int64_t n, uint32_t dtype) {
     const bool wide = static_cast<zenflow::DataType>(dtype) == zenflow::DataType::kFloat32;

@@ -1,8 +1,8 @@
 // Passes over gradients and weights for a training device that is the CPU; each function is one pass over memory.
 //
-// The trainer loads this shared library with ctypes; lightning_zenflow/kernels/cpu.py mirrors the structures. Functions start no
-// threads, allocate nothing and do not fail. They are thread-safe for disjoint outputs, so callers may divide the rows of a
-// matrix among threads.
+// The trainer loads this shared library with ctypes; lightning_zenflow/kernels/cpu.py mirrors the structures. Functions do not
+// fail, and are thread-safe for disjoint outputs. Those that take `n_parts` work on parts with disjoint outputs, each on a thread
+// of its own that has ended when they return: no thread outlives a call, which Python's exceptions do not interrupt.
 //
 // Matrices are row-major, [rows, columns], contiguous. `dtype` is a DataType of protocol.h. The order of summation does not
 // depend on the instruction set, so results have the same bits on every CPU (sums over columns depend on how the caller divides
@@ -32,7 +32,7 @@ struct zenflow_route_args {
 
 // Routes a gradient in one pass: squared norms, which are not finite where the gradient is not, a copy, and selected columns. The
 // copy uses non-temporal stores; it happens before a later store of the calling thread.
-void zenflow_route(const zenflow_route_args* args);
+void zenflow_route(const zenflow_route_args* parts, int64_t n_parts);
 
 struct zenflow_factored_step_args {
     const float* row_squared_norms;  // [rows], of the step's gradient
@@ -70,7 +70,7 @@ struct zenflow_provisional_update_args {
 
 // w <- w - (g * (row_scale[row] * size)) * col_scale[column], each operation rounded once to float, then rounded to the weights'
 // type: bfloat16 stochastically, by the low 16 bits of noise[(first + i) & noise_mask] for element i; others to nearest even.
-void zenflow_provisional_update(const zenflow_provisional_update_args* args);
+void zenflow_provisional_update(const zenflow_provisional_update_args* parts, int64_t n_parts);
 
 struct zenflow_adamw_args {
     float* master;  // [n], as the moments: updated
@@ -86,7 +86,7 @@ struct zenflow_adamw_args {
 };
 
 // One step of the kernel in replay_adamw.h.
-void zenflow_adamw(const zenflow_adamw_args* args);
+void zenflow_adamw(const zenflow_adamw_args* parts, int64_t n_parts);
 
 struct zenflow_columns {
     void* matrix;  // [rows, width]

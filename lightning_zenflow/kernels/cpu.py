@@ -2,8 +2,8 @@
 
 import ctypes
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,18 +86,13 @@ def _library() -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise RuntimeError(cannot_run(path, error)) from error
-    library.zenflow_route.argtypes = [ctypes.POINTER(_RouteArgs)]
+    library.zenflow_route.argtypes = [ctypes.POINTER(_RouteArgs), _int64]
     library.zenflow_factored_step.argtypes = [ctypes.POINTER(_FactoredStepArgs)]
     library.zenflow_factored_step.restype = ctypes.c_bool
-    library.zenflow_provisional_update.argtypes = [ctypes.POINTER(_ProvisionalUpdateArgs)]
-    library.zenflow_adamw.argtypes = [ctypes.POINTER(_AdamwArgs)]
+    library.zenflow_provisional_update.argtypes = [ctypes.POINTER(_ProvisionalUpdateArgs), _int64]
+    library.zenflow_adamw.argtypes = [ctypes.POINTER(_AdamwArgs), _int64]
     library.zenflow_scatter_columns.argtypes = [ctypes.POINTER(_Columns), _int64, _uint32]
     return library
-
-
-@cache
-def _threads(n: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(n, thread_name_prefix="zenflow-device")
 
 
 class CpuKernels(Kernels):
@@ -119,40 +114,41 @@ class CpuKernels(Kernels):
         if any(destination.slot.shape[1] != n_columns for destination in destinations):
             self.copy_parts(gradient, destinations, copies)
             destinations, copies = (), IN_ORDER
-        parts = _parts(n_rows, n_columns)
         dtype, row_bytes = native.DATA_TYPES[gradient.dtype], n_columns * gradient.itemsize
         rows = gradient.new_empty(n_rows, dtype=torch.float32)
-        columns = rows.new_zeros(len(parts), n_columns) if per_axis else None
+        threads = list(enumerate(_parts(n_rows, n_columns)))
+        columns = rows.new_zeros(len(threads), n_columns) if per_axis else None
         source, row_norms = _address(gradient, gradient.dtype), rows.data_ptr()
         col_norms = 0 if columns is None else columns.data_ptr()
 
-        def run_rows(part: int, first: int, last: int, *outputs: int) -> None:
-            of_part = col_norms + part * n_columns * _FLOAT_BYTES if col_norms else 0
-            first_norm = row_norms + first * _FLOAT_BYTES
-            args = (source + first * row_bytes, last - first, n_columns, first_norm, of_part, *outputs, dtype)
-            self._library.zenflow_route(_RouteArgs(*args))
-
-        def run(part: int, begin: int, end: int) -> None:
-            if not destinations:
-                run_rows(part, begin, end, 0, 0, 0, 0)
-            for destination in destinations:
-                slot = destination.slot
-                slot_begin = destination.begin // n_columns
-                first, last = max(begin, slot_begin), min(end, slot_begin + slot.shape[0])
+        def run(slot_begin: int, slot_end: int, destination: Destination | None = None) -> None:
+            parts = []
+            for thread, (begin, end) in threads:
+                first, last = max(begin, slot_begin), min(end, slot_end)
                 if first < last:
-                    row = first - slot_begin
-                    to = _address(slot, gradient.dtype) + row * row_bytes
-                    run_rows(part, first, last, to, *_first_selection(destination, row))
+                    of_thread = col_norms + thread * n_columns * _FLOAT_BYTES if col_norms else 0
+                    norms, outputs = (
+                        row_norms + first * _FLOAT_BYTES,
+                        _outputs(destination, first - slot_begin, gradient.dtype),
+                    )
+                    parts.append(
+                        (source + first * row_bytes, last - first, n_columns, norms, of_thread, *outputs, dtype)
+                    )
+            _run(self._library.zenflow_route, _RouteArgs, parts)
 
         with copies:
-            _in_parallel(run, parts)
+            if not destinations:
+                run(0, n_rows)
+            for destination in destinations:
+                begin = destination.begin // n_columns
+                run(begin, begin + destination.slot.shape[0], destination)
         for destination in destinations:
             for selection in destination.selections[1:]:
                 self.select(destination.part_of(gradient), selection)
         total = rows.sum(0, keepdim=True, dtype=torch.float64)
         if columns is None:
             return SquaredNorms(parts=total)
-        of_columns = columns if len(parts) == 1 else columns.sum(0, keepdim=True)
+        of_columns = columns if len(threads) == 1 else columns.sum(0, keepdim=True)
         return SquaredNorms(parts=total, per_axis=(rows.unsqueeze(0), of_columns))
 
     @override
@@ -183,12 +179,12 @@ class CpuKernels(Kernels):
         target, source = _address(weights, weights.dtype), _address(gradient, weights.dtype, weights.numel())
         rows, columns = _address(row_scale, torch.float32, n_rows), _address(col_scale, torch.float32, n_columns)
 
-        def run(_: int, begin: int, end: int) -> None:
+        parts = []
+        for begin, end in _parts(n_rows, n_columns):
             outputs = target + begin * row_bytes, source + begin * row_bytes, end - begin, n_columns
             scales = rows + begin * _FLOAT_BYTES, columns, bits, NOISE_NUMEL - 1, begin * n_columns, size
-            self._library.zenflow_provisional_update(_ProvisionalUpdateArgs(*outputs, *scales, dtype))
-
-        _in_parallel(run, _parts(n_rows, n_columns))
+            parts.append((*outputs, *scales, dtype))
+        _run(self._library.zenflow_provisional_update, _ProvisionalUpdateArgs, parts)
 
     @override
     def adamw_(
@@ -197,20 +193,18 @@ class CpuKernels(Kernels):
         if not scale.finite:
             weights.copy_(state[0])
             return
-        values = native.Hyperparameters(**vars(h))
+        values = ctypes.pointer(native.Hyperparameters(**vars(h)))
         steps, factor, dtype = int(scale.count), float(scale.factor), native.DATA_TYPES[weights.dtype]
         n, kinds = gradient.numel(), (*[torch.float32] * 3, weights.dtype, weights.dtype)
         begins = [
             (_address(t, kind, n), kind.itemsize) for t, kind in zip((*state, gradient, weights), kinds, strict=True)
         ]
 
-        def run(_: int, begin: int, end: int) -> None:
+        parts = []
+        for begin, end in _parts(n, 1):
             addresses = (address + begin * n_bytes for address, n_bytes in begins)
-            self._library.zenflow_adamw(
-                _AdamwArgs(*addresses, end - begin, ctypes.pointer(values), steps, factor, dtype)
-            )
-
-        _in_parallel(run, _parts(n, 1))
+            parts.append((*addresses, end - begin, values, steps, factor, dtype))
+        _run(self._library.zenflow_adamw, _AdamwArgs, parts)
 
     @override
     def column_writer(self, writes: Sequence[ColumnWrite]) -> Callable[[], None]:
@@ -242,35 +236,28 @@ def _address(tensor: Tensor, dtype: torch.dtype, numel: int | None = None) -> in
     return tensor.data_ptr()
 
 
-def _first_selection(destination: Destination, row: int) -> tuple[int, int, int]:
-    """Address of the column indices of a destination's first selection, 0 for all; their number; address of a row of its entries."""
+def _outputs(destination: Destination | None, row: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Addresses of a row of a destination's slot and of the column indices of its first selection, 0 for all; their number; address of a
+    row of its entries.
+    """
+    if destination is None:
+        return 0, 0, 0, 0
+    slot = destination.slot
+    to = _address(slot, dtype) + row * slot.shape[1] * slot.itemsize
     if not destination.selections:
-        return 0, 0, 0
+        return to, 0, 0, 0
     columns, entries = destination.selections[0].columns, destination.selections[0].entries
     n_selected = entries.shape[1]
-    first = _address(entries, destination.slot.dtype) + row * n_selected * entries.itemsize
-    return 0 if columns is None else _address(columns, torch.int64, n_selected), n_selected, first
+    first = _address(entries, dtype) + row * n_selected * entries.itemsize
+    return to, 0 if columns is None else _address(columns, torch.int64, n_selected), n_selected, first
 
 
-def _parts(n_rows: int, n_columns: int) -> list[tuple[int, int, int]]:
-    """(number, first row, one past the last row) of the parts for the threads."""
-    n = min(torch.get_num_threads(), n_rows, n_rows * n_columns // _SMALLEST_PART)
-    if n <= 1:
-        return [(0, 0, n_rows)]
-    return [(i, n_rows * i // n, n_rows * (i + 1) // n) for i in range(n)]
+def _parts(n_rows: int, n_columns: int) -> list[tuple[int, int]]:
+    """(first row, one past the last row) of the parts for the threads."""
+    n = max(1, min(torch.get_num_threads(), n_rows, n_rows * n_columns // _SMALLEST_PART))
+    return [(n_rows * i // n, n_rows * (i + 1) // n) for i in range(n)]
 
 
-def _in_parallel(run: Callable[[int, int, int], None], parts: Sequence[tuple[int, int, int]]) -> None:
-    """Calls `run` with each part, in parallel: ctypes releases Python's lock."""
-    if len(parts) == 1:
-        run(*parts[0])
-        return
-    futures: list[Future[None]] = []
-    try:
-        for part in parts:
-            futures.append(_threads(len(parts)).submit(run, *part))
-        for done in futures:
-            done.result()
-    finally:
-        # Behind an interruption too, no thread may read or write what the caller frees.
-        wait(futures)
+def _run(function: Callable[..., None], kind: type[ctypes.Structure], parts: Sequence[tuple[Any, ...]]) -> None:
+    """Calls a function of the library with a table of its arguments."""
+    function((kind * len(parts))(*(kind(*part) for part in parts)), len(parts))

@@ -172,7 +172,7 @@ TEST(device_kernels, adamw_is_the_replay_kernel) {
                                   3,
                                   0.5f,
                                   static_cast<uint32_t>(DataType::kBFloat16)};
-    zenflow_adamw(&args);
+    zenflow_adamw(&args, 1);
     const StepCoefficients coefficients = step_coefficients(h, 3, 0.5f);
     const void* const gradients = gradient.data();
     JournalEntry journal;
