@@ -14,13 +14,12 @@ conf/glue_minilm.yaml, on a GPU if there is one, and is validated after the last
 
 import argparse
 import dataclasses
-import itertools
 import json
 import os
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -105,7 +104,8 @@ def run_all(records: Sequence[Record], options: argparse.Namespace, folder: Path
 
     with ThreadPoolExecutor(options.jobs) as pool:
         try:
-            list(pool.map(run_one, itertools.count(1), missing))
+            for done in as_completed([pool.submit(run_one, *numbered) for numbered in enumerate(missing, 1)]):
+                done.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

@@ -33,6 +33,7 @@ def write_report(records: Sequence[Record], folder: Path) -> str:
     text = "\n\n".join([*parts, origin(records)])
     (folder / "glue.md").write_text(f"{text}\n")
     if importlib.util.find_spec("matplotlib") is None:
+        (folder / "glue.svg").unlink(missing_ok=True)
         return f"{text}\n\nglue.svg is not drawn, since there is no matplotlib; --report-only draws it elsewhere."
     from matplotlib import rc_context
 
