@@ -160,8 +160,10 @@ class SynchronousZenFlow:
         self.flush()
         self.owned: list[Tensor] = []
         # With S = 1, d = 0 no weight is late, and the device owns no columns.
-        self._selects = self.topk_ratio > 0 and (self.update_interval, self.publish_lag) != (1, 0)
-        self._synchronous_until = self.number + max(self._selects, self.warm_up - self.exact.count)
+        is_late = (self.update_interval, self.publish_lag) != (1, 0)
+        self._selects = self.topk_ratio > 0 and is_late
+        changed = self.number > 0
+        self._synchronous_until = self.number + max(self._selects, is_late and changed, self.warm_up - self.exact.count)
 
     def flush(self) -> None:
         """Closes all windows and publishes all jobs: every element shows its exact weight."""
