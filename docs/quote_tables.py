@@ -55,7 +55,7 @@ QUOTES = (
             record=record,
             columns=("method", "mean at each lr", "best lr", "min..max", "seeds", "clipped", "steps by schedule"),
         )
-        for task, record in (("SST-2", "gpu_h200/glue"), ("CoLA", "glue"))
+        for task, record in (("SST-2", "gpu_h200/glue"), ("CoLA", "glue"), ("RTE", "glue"))
     ),
 )
 
