@@ -65,8 +65,10 @@ void scatter_columns(const zenflow_columns& columns) {
 }  // namespace
 }  // namespace zenflow
 
-void zenflow_route(const zenflow_route_args* parts, int64_t n_parts) {
-    zenflow::run_parts(parts, n_parts, zenflow::kernels(parts->dtype).route);
+void zenflow_route(const zenflow_route_part* parts, int64_t n_parts) {
+    zenflow::run_parts(parts, n_parts, [](const zenflow_route_part& part) {
+        for (int64_t i = 0; i < part.n_runs; ++i) zenflow::kernels(part.runs[i].dtype).route(part.runs[i]);
+    });
 }
 
 bool zenflow_factored_step(const zenflow_factored_step_args* args) {

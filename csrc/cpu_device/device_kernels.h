@@ -1,8 +1,8 @@
 // Passes over gradients and weights for a training device that is the CPU; each function is one pass over memory.
 //
 // The trainer loads this shared library with ctypes; lightning_zenflow/kernels/cpu.py mirrors the structures. Functions do not
-// fail, and are thread-safe for disjoint outputs. Those that take `n_parts` work on parts with disjoint outputs, each on a thread
-// of its own that has ended when they return: no thread outlives a call, which Python's exceptions do not interrupt.
+// fail, and are thread-safe for disjoint outputs. Those that take `n_parts`, at least 1, work on parts with disjoint outputs, the
+// last on the caller's thread and each other on one of its own: none outlives a call, which Python's exceptions do not interrupt.
 //
 // Matrices are row-major, [rows, columns], contiguous. `dtype` is a DataType of protocol.h. The order of summation does not
 // depend on the instruction set, so results have the same bits on every CPU (sums over columns depend on how the caller divides
@@ -30,9 +30,14 @@ struct zenflow_route_args {
     uint32_t dtype;  // of gradient, slot and selected
 };
 
+struct zenflow_route_part {
+    const zenflow_route_args* runs;  // in order; they may add to the same column norms
+    int64_t n_runs;
+};
+
 // Routes a gradient in one pass: squared norms, which are not finite where the gradient is not, a copy, and selected columns. The
 // copy uses non-temporal stores; it happens before a later store of the calling thread.
-void zenflow_route(const zenflow_route_args* parts, int64_t n_parts);
+void zenflow_route(const zenflow_route_part* parts, int64_t n_parts);
 
 struct zenflow_factored_step_args {
     const float* row_squared_norms;  // [rows], of the step's gradient

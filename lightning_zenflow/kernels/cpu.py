@@ -1,7 +1,7 @@
 """The passes of `kernels.base` on a CPU, by the compiled library of ``csrc/cpu_device/device_kernels.h``."""
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -33,6 +33,10 @@ class _RouteArgs(ctypes.Structure):
         (_pointer, "selected"),
         (_uint32, "dtype"),
     )
+
+
+class _RoutePart(ctypes.Structure):
+    _fields_ = (("runs", ctypes.POINTER(_RouteArgs)), ("n_runs", _int64))
 
 
 class _FactoredStepArgs(ctypes.Structure):
@@ -86,7 +90,7 @@ def _library() -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise RuntimeError(cannot_run(path, error)) from error
-    library.zenflow_route.argtypes = [ctypes.POINTER(_RouteArgs), _int64]
+    library.zenflow_route.argtypes = [ctypes.POINTER(_RoutePart), _int64]
     library.zenflow_factored_step.argtypes = [ctypes.POINTER(_FactoredStepArgs)]
     library.zenflow_factored_step.restype = ctypes.c_bool
     library.zenflow_provisional_update.argtypes = [ctypes.POINTER(_ProvisionalUpdateArgs), _int64]
@@ -116,39 +120,35 @@ class CpuKernels(Kernels):
             destinations, copies = (), IN_ORDER
         dtype, row_bytes = native.DATA_TYPES[gradient.dtype], n_columns * gradient.itemsize
         rows = gradient.new_empty(n_rows, dtype=torch.float32)
-        threads = list(enumerate(_parts(n_rows, n_columns)))
-        columns = rows.new_zeros(len(threads), n_columns) if per_axis else None
+        ranges = _parts(n_rows, n_columns)
+        columns = rows.new_zeros(len(ranges), n_columns) if per_axis else None
         source, row_norms = _address(gradient, gradient.dtype), rows.data_ptr()
         col_norms = 0 if columns is None else columns.data_ptr()
 
-        def run(slot_begin: int, slot_end: int, destination: Destination | None = None) -> None:
-            parts = []
-            for thread, (begin, end) in threads:
-                first, last = max(begin, slot_begin), min(end, slot_end)
+        def runs(begin: int, end: int, col_norms_of_part: int) -> Iterator[_RouteArgs]:
+            for destination in destinations or (None,):
+                first, last, outputs = begin, end, (0, 0, 0, 0)
+                if destination is not None:
+                    slot_begin = destination.begin // n_columns
+                    first, last = max(begin, slot_begin), min(end, slot_begin + destination.slot.shape[0])
+                    outputs = _outputs(destination, first - slot_begin, gradient.dtype)
                 if first < last:
-                    of_thread = col_norms + thread * n_columns * _FLOAT_BYTES if col_norms else 0
-                    norms, outputs = (
-                        row_norms + first * _FLOAT_BYTES,
-                        _outputs(destination, first - slot_begin, gradient.dtype),
-                    )
-                    parts.append(
-                        (source + first * row_bytes, last - first, n_columns, norms, of_thread, *outputs, dtype)
-                    )
-            _run(self._library.zenflow_route, _RouteArgs, parts)
+                    norms = row_norms + first * _FLOAT_BYTES, col_norms_of_part
+                    yield _RouteArgs(source + first * row_bytes, last - first, n_columns, *norms, *outputs, dtype)
 
+        parts = []
+        for number, (begin, end) in enumerate(ranges):
+            table = [*runs(begin, end, col_norms + number * n_columns * _FLOAT_BYTES if col_norms else 0)]
+            parts.append(((_RouteArgs * len(table))(*table), len(table)))
         with copies:
-            if not destinations:
-                run(0, n_rows)
-            for destination in destinations:
-                begin = destination.begin // n_columns
-                run(begin, begin + destination.slot.shape[0], destination)
+            _run(self._library.zenflow_route, _RoutePart, parts)
         for destination in destinations:
             for selection in destination.selections[1:]:
                 self.select(destination.part_of(gradient), selection)
         total = rows.sum(0, keepdim=True, dtype=torch.float64)
         if columns is None:
             return SquaredNorms(parts=total)
-        of_columns = columns if len(threads) == 1 else columns.sum(0, keepdim=True)
+        of_columns = columns if len(ranges) == 1 else columns.sum(0, keepdim=True)
         return SquaredNorms(parts=total, per_axis=(rows.unsqueeze(0), of_columns))
 
     @override
@@ -236,12 +236,10 @@ def _address(tensor: Tensor, dtype: torch.dtype, numel: int | None = None) -> in
     return tensor.data_ptr()
 
 
-def _outputs(destination: Destination | None, row: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+def _outputs(destination: Destination, row: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """Addresses of a row of a destination's slot and of the column indices of its first selection, 0 for all; their number; address of a
     row of its entries.
     """
-    if destination is None:
-        return 0, 0, 0, 0
     slot = destination.slot
     to = _address(slot, dtype) + row * slot.shape[1] * slot.itemsize
     if not destination.selections:
