@@ -33,7 +33,7 @@ from lightning_zenflow.deepspeed.users_objects import (
     validate_optimizer,
 )
 from lightning_zenflow.monitor.callbacks import StallMonitor, StallMonitoring, insert_first
-from lightning_zenflow.trainer_checkpoints import TrainerCheckpoints
+from lightning_zenflow.trainer_checkpoints import Saves, TrainerCheckpoints
 
 
 # A mixin of a Trainer's `DeepSpeedStrategy`. `lightning.pytorch` and `pytorch_lightning` have the same classes twice; a subclass for each
@@ -142,7 +142,8 @@ class TrainerStrategy(TrainerCheckpoints):
         )
         # Private: Lightning's engine and optimizers, which are DeepSpeed's and ours.
         emptied = {name: list[Any]() for name in ("_released", "_optimizers", "_lightning_optimizers")}
-        return {**vars(self), **nothing, **emptied, "_model": self._lightning_module, "_ending": ExitStack()}
+        anew = {"_model": self._lightning_module, "_ending": ExitStack(), "_saves": Saves()}
+        return {**vars(self), **nothing, **emptied, **anew}
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -180,6 +181,7 @@ class TrainerStrategy(TrainerCheckpoints):
     def setup_environment(self) -> None:
         # The first hook that sees the model's own callbacks, and before theirs.
         trainer = self.lightning_module.trainer
+        self._saves = Saves()
         refuse_unsupported_callbacks(trainer.callbacks, self.lightning, in_pieces=self.zero_stage_3)
         if self.is_alone:
             # Private: the Trainer's option. Lightning takes every `DeepSpeedStrategy` for distributed, and asks none for its ranks.

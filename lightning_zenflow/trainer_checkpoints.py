@@ -4,7 +4,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,14 @@ class Saves:
     Attributes:
         in_batch: whether a batch is under way, from before its forward pass until the records of its step are complete.
         wanted: calls that save, in order.
-        is_missing: whether the last save has to wait, or has failed: what it replaces must stay.
+        is_missing: whether the last save has to wait, or has failed where its caller goes on: what it replaces must stay.
+        makes_up: whether those that had to wait are being done.
         over: whether callbacks have been called for the end of the training.
         linking: `ModelCheckpoint`s whose link leads to the last checkpoint, also if that waits or has failed.
     """
 
     def __init__(self) -> None:
-        self._depth, self.in_batch, self._makes_up = 0, False, False
+        self._depth, self.in_batch, self.makes_up = 0, False, False
         self.wanted: list[Callable[[], None]] = []
         self.is_missing = self.over = False
         self.linking: list[Any] = []
@@ -51,13 +52,13 @@ class Saves:
 
     def make_up(self) -> None:
         """Does the saves in `wanted`, one behind the other, unless they must wait longer."""
-        if not self._makes_up:
+        if not self.makes_up:
             try:
-                self._makes_up = True
+                self.makes_up = True
                 while self.wanted and not self.must_wait:
                     self.wanted.pop(0)()
             finally:
-                self._makes_up = False
+                self.makes_up = False
 
     def end_batch(self) -> None:
         """Ends the batch that is under way, and after an exception whatever else was."""
@@ -73,8 +74,9 @@ class Saves:
         """Has links lead to the checkpoint before the one that was not written."""
         for link, target in self._targets.items():
             if not os.path.exists(link) and os.path.exists(os.path.join(os.path.dirname(link), target)):
-                Path(link).unlink(missing_ok=True)
-                os.symlink(target, link)
+                with suppress(OSError):  # training ends with an error of its own
+                    os.symlink(target, f"{link}.new")
+                    os.replace(f"{link}.new", link)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -102,11 +104,6 @@ class TrainerCheckpoints(Session):
         self._handed: Mapping[str, Any] = {}
         # Whether callbacks look for the file when a save ends.
         self._needs_files = False
-
-    @override
-    def setup_environment(self) -> None:
-        self._saves = Saves()
-        super().setup_environment()
 
     @cached_property
     def _exact_weights(self) -> pl.Callback:
@@ -146,8 +143,9 @@ class TrainerCheckpoints(Session):
                 self._refuse_folder(folder)
         models = [c for c in callbacks if isinstance(c, self.lightning.callbacks.ModelCheckpoint)]
         # Without a name, Lightning's; without formats, since {step:06d} and {step} may be the same.
-        names = {c: re.sub(r":[^}]*}", "}", c.filename or "{epoch}-{step}") for c in models}
-        places = [(c.dirpath, name) for c in models for name in (names[c], *(["last"] if c.save_last else []))]
+        names = {c: re.sub(r"(\{[^:}]*):[^}]*", r"\1", c.filename or "{epoch}-{step}") for c in models}
+        lasts = [(c.dirpath, c.CHECKPOINT_NAME_LAST) for c in models if c.save_last]
+        places = [*((c.dirpath, name) for c, name in names.items()), *lasts]
         is_one_twice = len({*places}) < len(places) or any(
             self._may_repeat(c, name) for c, name in names.items() if c.save_top_k not in (0, 1)
         )
@@ -251,7 +249,7 @@ class TrainerCheckpoints(Session):
             OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
             MisconfigurationException: there has been no training.
         """
-        self._saves.is_missing = True
+        self._saves.is_missing = self._saves.must_wait or self._saves.makes_up or self._ends_with_error
         self._saves.note_links()
         if self._saves.must_wait:
             assert self.lightning_module is not None
@@ -369,11 +367,13 @@ class TrainerCheckpoints(Session):
     @override
     def on_exception(self, exception: BaseException) -> None:
         # Called after the callbacks' own.
-        self._saves.end_batch()
-        self._saves.over = True
+        try:
+            self._saves.end_batch()
+        finally:
+            self._saves.over = True
+            if self.is_global_zero:
+                self._saves.put_links_back()
         super().on_exception(exception)
-        if self.is_global_zero:
-            self._saves.put_links_back()
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -298,7 +298,7 @@ def apply_options(options: Mapping[str, Any], config: dict[str, Any] | None) -> 
         for section, keys in _OPTIONS_OF.items():
             of_section = {key: given[key] for key in keys if key in given}
             # Lightning makes the one of fp16, and reads the keywords then.
-            if of_section and (section in config or section != "fp16"):
+            if of_section and (config.get(section) or section != "fp16"):
                 config[section] = {**_mapping(config.get(section), f"DeepSpeed config: {section}"), **of_section}
         zero = config.get("zero_optimization") or {}
     if given.get("offload_parameters") and zero.get("stage") != 3:

@@ -24,7 +24,8 @@ weight. A frozen parameter has no gradient and keeps its state. The paper instea
 * With d = 0, a job may begin during the backward pass, before N_t is known. Unless `clip_prediction` is false, the block then shows w_t
   with a *predicted* factor in the place of c_t. The exact state has c_t. Prediction: P_t is the sum of squares of the gradients that have
   arrived when the job begins, r_t the block's running geometric mean sqrt(r_(t-1) N_t^2 / P_t), and r_(t-1) P_t is taken for N_t^2.
-* In *synchronous* steps all elements show w_t. These are the warm-up, and the step that selects the columns.
+* In *synchronous* steps all elements show w_t. These are the warm-up, the step that selects the columns, and where weights
+  are late, the one behind a change of what is trained.
 
 With S = 1, d = 0 and true factors, every step shows w_t: the training is AdamW's.
 
@@ -153,16 +154,15 @@ class SynchronousZenFlow:
     def __post_init__(self, weights: Sequence[Tensor]) -> None:
         self.number = 0
         self.exact = AdamWState.start(weights, torch.float32)
-        self.start_over()
+        self.start_over(changed=False)
 
-    def start_over(self) -> None:
-        """Begins the training, or goes on after parameters were frozen or unfrozen, before the next forward pass."""
+    def start_over(self, *, changed: bool = True) -> None:
+        """Begins the training, or goes on after parameters were frozen or unfrozen (`changed`), before the next forward pass."""
         self.flush()
         self.owned: list[Tensor] = []
         # With S = 1, d = 0 no weight is late, and the device owns no columns.
         is_late = (self.update_interval, self.publish_lag) != (1, 0)
         self._selects = self.topk_ratio > 0 and is_late
-        changed = self.number > 0
         self._synchronous_until = self.number + max(self._selects, is_late and changed, self.warm_up - self.exact.count)
 
     def flush(self) -> None:

@@ -183,7 +183,7 @@ def test_the_last_checkpoint_stays_until_another_one_is_complete(
     with pytest.raises(KeyError, match="the user's own mistake"):
         fit(Raises(shapes=TINY), steps=5, callbacks=[callback], enable_checkpointing=True)
     last, *others = sorted(path.name for path in tmp_path.iterdir())
-    assert others == ["step=2.ckpt"] if fails else ["step=2.ckpt", "step=3.ckpt"]
+    assert others == ["step=2.ckpt", "step=3.ckpt"][: 1 if fails else 2]
     assert last == ("last.ckpt" if save_last == "link" else "last-step=2.ckpt" if fails else "last-step=3.ckpt")
     if save_last == "link":
         assert (tmp_path / last).resolve().name == others[-1]
