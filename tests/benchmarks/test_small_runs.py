@@ -73,7 +73,7 @@ def test_what_a_device_cannot_run_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step_s = [0.5] * 99 + [9.0]
-    monkeypatch.setattr(step_time, "run_process", lambda _, spec, timeout: StepResult(spec=spec, step_s=step_s))
+    monkeypatch.setattr(step_time, "run_process", lambda _, spec, **__: StepResult(spec=spec, step_s=step_s))
     assert step_time.main(["--device", "cpu", "--methods", "none", "--repeats", "1", "--results", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "not on this device: torchao CPUOffloadOptimizer" in printed
