@@ -78,7 +78,8 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
         has_plugin = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
         has_plugin |= "deepspeed_plugins" in options or bool(AcceleratorState._shared_state)
         given = options.get("deepspeed_plugins") or deepspeed_plugin
-        self._refuse_keys_of_lightning(*(given.values() if isinstance(given, dict) else [given] if given else []))
+        for plugin in given.values() if isinstance(given, dict) else [given]:
+            self._refuse_keys_of_lightning(plugin)
         if deepspeed_plugin is None and not has_plugin:
             zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
             config = {"gradient_accumulation_steps": "auto", "zero_optimization": zero}
@@ -103,9 +104,9 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
         # Accelerate may have read it from its own configuration.
         self._refuse_keys_of_lightning(self.deepspeed_plugin)
 
-    def _refuse_keys_of_lightning(self, *plugins: DeepSpeedPlugin) -> None:
-        zeros = [plugin.deepspeed_config.get("zero_optimization") or {} for plugin in plugins]
-        given = {**{key: value for zero in zeros for key, value in (zero.get("zenflow") or {}).items()}, **self._keys}
+    def _refuse_keys_of_lightning(self, plugin: DeepSpeedPlugin | None) -> None:
+        zero: dict[str, Any] = {} if plugin is None else plugin.deepspeed_config.get("zero_optimization") or {}
+        given = {**(zero.get("zenflow") or {}), **self._keys}
         for key in given.keys() & set(_OF_LIGHTNING):
             raise MisconfigurationException(
                 f"ZenFlowAccelerator: {key} must be absent, got {given[key]!r}: it is of Lightning's checkpoints and callbacks"
