@@ -95,8 +95,8 @@ class SmallNet(TestModule):
         return functional.cross_entropy(logits.float(), tokens.sum(1) % 3)
 
 
-class EarlyExit(SmallNet):
-    """Uses the head once without a gradient; autograd does so last, behind the head's gradient."""
+class FrozenInPart(SmallNet):
+    """Uses the head once while it is frozen; autograd does so last, behind the head's gradient."""
 
     @override
     def loss(self, step: int, micro: int, rank: int) -> Tensor:
