@@ -26,7 +26,7 @@ _RUN_TIMEOUT_S = 600
 _SKIPPED = {
     # It single-steps the released worker; other builds would execute many times as many instructions.
     **{variant: ["-kill"] for variant in VARIANTS if variant != "release"},
-    "thread": ["-kill", "-half", "-stochastic_rounding", "-replay_adamw", "-device_kernels"],
+    "thread": ["-kill", "-half", "-stochastic_rounding", "-replay_adamw"],
 }
 """Groups of tests that a variant leaves out: for "thread" those without threads."""
 

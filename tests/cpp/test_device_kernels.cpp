@@ -162,17 +162,16 @@ TEST(device_kernels, adamw_is_the_replay_kernel) {
     test::State state = test::random_state(n, 2), expected = state;
     std::vector<BFloat16> weights(n), expected_weights(n);
     const AdamState view = state.view();
-    const zenflow_adamw_args args{view.master,
-                                  view.exp_avg,
-                                  view.exp_avg_sq,
-                                  gradient.data(),
-                                  weights.data(),
-                                  n,
-                                  &h,
-                                  3,
-                                  0.5f,
-                                  static_cast<uint32_t>(DataType::kBFloat16)};
-    zenflow_adamw(&args, 1);
+    // Parts of any size, each on a thread.
+    std::vector<zenflow_adamw_args> parts;
+    const size_t ends[] = {0, 300, 301, n};
+    for (size_t i = 0; i < 3; ++i) {
+        const size_t begin = ends[i];
+        parts.push_back({view.master + begin, view.exp_avg + begin, view.exp_avg_sq + begin, gradient.data() + begin,
+                         weights.data() + begin, static_cast<int64_t>(ends[i + 1] - begin), &h, 3, 0.5f,
+                         static_cast<uint32_t>(DataType::kBFloat16)});
+    }
+    zenflow_adamw(parts.data(), static_cast<int64_t>(parts.size()));
     const StepCoefficients coefficients = step_coefficients(h, 3, 0.5f);
     const void* const gradients = gradient.data();
     JournalEntry journal;
