@@ -240,10 +240,11 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
             raise MisconfigurationException(f"{call}: max_norm must be a number > 0, got {max_norm!r}")
         if float(norm_type) != 2.0:
             raise MisconfigurationException(f"{call}: norm_type must be 2 under ZenFlow, got {norm_type!r}")
-        step = self._after_backward(call)
+        self._after_backward(call)
         # Who clips twice has clipped to the smaller norm.
         self._norm_of_step = min(float(max_norm), math.inf if self._norm_of_step is None else self._norm_of_step)
-        return step.gradient_norm()
+        assert self.zenflow_optimizer is not None
+        return self.zenflow_optimizer.gradient_norm()
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
@@ -340,7 +341,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
             self.zenflow_optimizer.refuse_asleep(reads=["lp_params"])
             self._meter.pause()
             self.flush()
-        elif torch.is_grad_enabled():
+        elif torch.is_grad_enabled() and not self.zenflow_optimizer.in_update.is_active:
             self._meter.resume()
             self._begin_micro_batch()
 

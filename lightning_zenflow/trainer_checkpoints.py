@@ -229,6 +229,8 @@ class TrainerCheckpoints(Session):
                 # `save_checkpoint` will say so.
                 if not self._ends_with_error:
                     raise
+        elif self.zenflow_optimizer is not None:
+            self.zenflow_optimizer.in_update.pause()
         state: dict[str, Any] = super().lightning_module_state_dict()
         self._handed = dict(state) if self.zero_stage_3 else {}
         return state
@@ -252,6 +254,8 @@ class TrainerCheckpoints(Session):
         self._saves.is_missing = self._saves.must_wait or self._saves.makes_up or self._ends_with_error
         self._saves.note_links()
         if self._saves.must_wait:
+            if self.zenflow_optimizer is not None:
+                self.zenflow_optimizer.in_update.resume()
             assert self.lightning_module is not None
             save = self.lightning_module.trainer.save_checkpoint
             self._wait_for_save(partial(save, filepath, "optimizer_states" not in checkpoint, storage_options))

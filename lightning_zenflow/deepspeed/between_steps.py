@@ -1,22 +1,18 @@
 """What the user's code finds and does between two steps: weights that it writes in place become master weights, as under a torch optimizer;
-in `parameter.grad` stands a mark, from a backward pass to `zero_grad`, of gradients that have been taken in backward; and memory leaves the
-device by DeepSpeed's `offload_states` and comes back bit for bit by `reload_states`.
+and in `parameter.grad` stands a mark, from a backward pass to `zero_grad`, of gradients that have been taken in backward.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
-from torch import Tensor, UntypedStorage
-from typing_extensions import Self, override
+from torch import Tensor
+from typing_extensions import Self
 
-from lightning_zenflow.core.device import AsyncHostCopy, runtime_of
-from lightning_zenflow.core.errors import MisconfigurationException, OtherBases
+from lightning_zenflow.core.device import AsyncHostCopy
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.parameters import is_divided
 from lightning_zenflow.offload.rank_state import RankState
 
@@ -67,6 +63,11 @@ class WrittenWeights:
         sums = not self._rank.in_place and (self._is_followed or step * 2654435761 % 2**32 < 2**27)  # type: ignore[operator]
         self._sums = self._sum() if sums else None
 
+    def note_pass(self) -> None:
+        """Takes what the model shows behind a backward pass that is not the step's last for our own: what is put back is no write."""
+        if self._sums is None and not self._rank.in_place:
+            self._sums = self._sum()
+
     def note_gather(self) -> None:
         """Takes the counters as our own, while our own updates change weights."""
         self._counters, self._arrived = self._read_counters(), set()
@@ -81,12 +82,13 @@ class WrittenWeights:
         """Notes that our own updates change weights from here on, until `note`."""
         self._sums = None
 
-    def look(self, step: int, *, shows_exact: bool) -> bool:
+    def look(self, step: int, *, shows_exact: bool, between_passes: bool = False) -> bool:
         """Copies what the user has written since `note`, before a flush overwrites it.
 
         Args:
             step: number of steps so far.
             shows_exact: whether the model's weights were those of all steps before the user's write.
+            between_passes: whether there was a backward pass since the last step, behind which only what is other by now has been written.
 
         Returns:
             Whether there is something for `take_over`, on any rank.
@@ -97,12 +99,15 @@ class WrittenWeights:
         found, on_any_rank = self._counted(), self._found
         if self._sums is not None:
             differs = self._sum() != self._sums
-            if self._is_followed:
+            if self._is_followed or found:
                 with self._rank.telemetry.measure("flush"):
                     if self._n_ranks > 1:
                         dist.all_reduce(any_differs := differs.any().int(), op=dist.ReduceOp.MAX, group=self._group)
                         on_any_rank |= bool(any_differs)
-                    found |= self._numbers(differs)
+                    changed = self._numbers(differs)
+                    if between_passes and found - changed:
+                        self._counters = self._read_counters()
+                    found = changed if between_passes else found | changed
             else:
                 self._compared = AsyncHostCopy(differs), found
         if self._compared is not None and self._compared[0].arrived:
@@ -285,116 +290,3 @@ class TakenGradients:
             raise MisconfigurationException(
                 "ZenFlowStrategy: a step must have a backward pass of its own, got a second call of `optimizer.step` behind one"
             )
-
-
-class Sleep(OtherBases):  # type: ignore[misc]
-    """Mixin of `ZenFlowOptimizer`. Storages stay, without memory: all views of them, which DeepSpeed and the components of the step hold,
-    are valid again when the storages have memory again, at other addresses. An interrupted call is undone by `reload_states`.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Never bound anew: Fabric's wrapper of the optimizer has a copy of its attributes.
-        self._away: set[str] = set()
-        # By the address of the storage object: the storage, and its bytes in host memory.
-        self._storages: dict[int, tuple[UntypedStorage, Tensor]] = {}
-        # Calls that undo the rest, the last first.
-        self._undo: list[Callable[[], None]] = []
-        super().__init__(*args, **kwargs)
-
-    @override
-    def offload_states(
-        self,
-        include: Iterable[OffloadStateTypeEnum] | None = None,
-        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """Flushes, and frees memory of the device until `reload_states`. All ranks call both together, by DeepSpeed's engine.
-
-        Weights, frozen ones included, are in host memory then (under stage 3 the pieces) and can be read and written there. Master weights
-        and moments always are. Buffers of the module stay on the device, and what has the size of a row or a column.
-
-        Args:
-            include: "lp_params": weights and the state of device-owned columns; "contiguous_grad_buffer": stage 3's bucket. None: all. Sums
-                over micro-batches leave with any of them, and with "lp_grads", which DeepSpeed's engine passes on under stage 2 only.
-            device: the CPU.
-            pin_memory: whether the host memory is page-locked.
-            non_blocking: has no effect: memory is free when the call returns.
-
-        Raises:
-            MisconfigurationException: a step has all of its gradients and has not been done.
-        """
-        if not self._away:
-            self._refuse_moved()
-        if self.zenflow_step.is_complete and not self.zenflow_step.was_interrupted:
-            raise MisconfigurationException(
-                "ZenFlowStrategy: engine.offload_states must not be called between the backward pass of a step's last micro-batch and"
-                " `optimizer.step()`, when updates are under way: call it behind the step"
-            )
-        self.flush()
-        new, is_first = {*(OffloadStateTypeEnum if include is None else include)} - self._away, not self._away
-        # First: training is refused after an interruption.
-        self._away.update(new)
-        # DeepSpeed's drops what is gathered, and stage 3's buckets.
-        super().offload_states(new & {OffloadStateTypeEnum.contiguous_grad_buffer}, device, pin_memory)
-        if new and is_first and (sums := self.parts.fill.accumulation.release()) is not None:
-            self._copy(sums, pin_memory=pin_memory)
-        if OffloadStateTypeEnum.lp_params in new:
-            ownership = self.parts.ownership
-            # Without values, which are the arena's.
-            self._undo.append(partial(ownership.load_state_dict, ownership.state_dict()))
-            ownership.clear()
-            for p in self.param_names:
-                self._copy(p.ds_tensor if is_divided(p) else p, pin_memory=pin_memory)
-        # Other streams may not be done with the memory.
-        runtime_of(self.parts.rank.device).synchronize()
-        for storage, _ in self._storages.values():
-            storage.resize_(0)
-        get_accelerator().empty_cache()
-
-    @override
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Ends `offload_states`; training goes on as behind a flush. Where the device has no room, the call can be repeated.
-
-        `non_blocking` has no effect.
-        """
-        super().reload_states()
-        for storage, copy in self._storages.values():
-            storage.resize_(copy.nbytes)
-            storage.copy_(copy.untyped_storage())
-        # The copies are before later work of all streams.
-        runtime_of(self.parts.rank.device).synchronize()
-        # Columns after the weights.
-        for undo in reversed(self._undo):
-            undo()
-        self._forget_copies()
-
-    def refuse_asleep(self, *, reads: Iterable[str] = OffloadStateTypeEnum) -> None:
-        """Refuses what reads `reads` on the device, or changes them, between `offload_states` and `reload_states`."""
-        if away := self._away & {*reads}:
-            raise MisconfigurationException(
-                "ZenFlowStrategy: between `engine.offload_states` and `engine.reload_states` no training and no evaluation goes on and no"
-                f" checkpoint is loaded, got {', '.join(sorted(away))} away from the device: call `engine.reload_states()` on all ranks"
-            )
-
-    def _forget_copies(self) -> None:
-        for memory in (self._storages, self._undo, self._away):
-            memory.clear()
-
-    def _copy(self, tensor: Tensor, *, pin_memory: bool) -> None:
-        """Copies a tensor's storage, once for all of its tensors, to host memory, which the tensor then shows."""
-        runtime, on_device = runtime_of(self.parts.rank.device), tensor.data
-        storage = on_device.untyped_storage()
-        # What a subclass has is not told, and memory that is not torch's is not freed.
-        if type(on_device) is not Tensor or tensor.device != runtime.device or not storage.resizable():
-            return
-        number, shape = storage._cdata, (storage.nbytes(),)  # private: the address
-        if number not in self._storages:
-            empty = runtime.empty_on_host if pin_memory else partial(torch.empty, device="cpu")
-            copy = empty(shape, dtype=torch.uint8)
-            copy.untyped_storage().copy_(storage)
-            self._storages[number] = storage, copy
-        of_host = self._storages[number][1].untyped_storage()
-        self._undo.append(partial(setattr, tensor, "data", on_device))
-        on_host = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        tensor.data = on_host.set_(of_host, tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -2,6 +2,8 @@
 (`docs/between_steps.py`).
 """
 
+import copy
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +33,8 @@ class Use:
     """Pattern that the error's message has; none: the effect is that under `strategy="auto"`."""
     instead: str = ""
     """For the reader, where it is refused."""
+    where: str = "nothing late"
+    """Configuration under which it is refused, one of the test's; not of uses that work."""
 
 
 class Does(pl.Callback):
@@ -118,6 +122,36 @@ WRITES: dict[str, Act] = {
     "averaged": writes(lambda m, _: m.hidden.weight.lerp_(torch.ones((), dtype=torch.float32), 0.01)),
 }
 
+
+def evaluate(trainer: pl.Trainer) -> None:
+    """A forward pass without gradients, in evaluation mode."""
+    module = trainer.lightning_module.eval()
+    try:
+        with torch.no_grad():
+            module.loss(0, 1, 0)
+    finally:
+        module.train()
+
+
+READS: dict[str, Act] = {
+    "copied": lambda t: [p.detach().clone() for p in t.lightning_module.parameters()],
+    "norm through data": lambda t: t.lightning_module.head.weight.data.norm(),
+    "one element": lambda t: t.lightning_module.head.weight[0, 0].item(),
+    "a forward pass": lambda t: t.lightning_module.loss(0, 1, 0),
+    "a forward pass of one layer": lambda t: t.lightning_module.hidden(
+        torch.zeros(1, t.lightning_module.hidden.in_features, dtype=torch.float32)
+    ),
+    "evaluated": evaluate,
+    "state_dict": lambda t: t.lightning_module.state_dict(),
+    "deep copy": lambda t: copy.deepcopy(t.lightning_module.head),
+    "pickled": lambda t: pickle.dumps(t.lightning_module.head),
+    "as one vector": lambda t: nn.utils.parameters_to_vector(t.lightning_module.parameters()),
+    "compiled": lambda t: torch.compile(t.lightning_module.hidden, backend="eager")(
+        torch.zeros(1, t.lightning_module.hidden.in_features, dtype=torch.float32)
+    ),
+    "put back at once": lambda t: t.lightning_module.head.weight.data.mul_(1.0),
+}
+
 USES: dict[str, Use] = {
     "write weights in place (`p.clamp_()`, `p.data.clamp_()`, `p.copy_()`, `nn.init`, `reset_parameters`)": Use(
         acts=WRITES, hooks=WEIGHTS
@@ -140,6 +174,13 @@ USES: dict[str, Use] = {
     ),
     "read weights": Use(
         acts={"read": lambda t: t.lightning_module.head.weight.detach().clone()}, hooks=("on_train_batch_end",)
+    ),
+    "read weights, by a forward pass, a copy, `state_dict()` or otherwise, between backward and step": Use(
+        acts=READS,
+        hooks=BEFORE_STEP,
+        refused="must not be (read|written) between backward and step",
+        instead="read them in `on_train_batch_start` or `on_train_batch_end`; as under `auto` with `overlap_step: false`",
+        where="in backward",
     ),
     "freeze parameters (`p.requires_grad_(False)`)": Use(
         acts={"frozen": lambda t: [p.requires_grad_(t.global_step < 3) for p in head(t.lightning_module)]},

@@ -15,6 +15,8 @@ from deepspeed.utils import safe_get_full_grad
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import FlopCounterMode
 
 from between_steps import USES, WRITES, Does, change, drop, head
 from callbacks import Act, At
@@ -56,12 +58,12 @@ def compare(
 
 
 assert_same = partial(torch.testing.assert_close, rtol=0, atol=2e-6)
-AT_ONCE = "read, change or clip gradients"
-"""What is refused by this name leaves all as it is."""
+AT_ONCE = [use for use in USES if use.startswith(("read, change or clip gradients", "read weights, by"))]
+"""What is refused by these names leaves all as it is."""
 REFUSED = {
     f"{use.partition(' (')[0].replace('`', '')}, {act}, {hook}": (of_use, of_use.acts[act], hook)
     for use, of_use in USES.items()
-    for number, act in enumerate(of_use.acts if of_use.refused and use != AT_ONCE else ())
+    for number, act in enumerate(of_use.acts if of_use.refused and use not in AT_ONCE else ())
     for hook in (of_use.hooks if number == 0 else of_use.hooks[:1])
 }
 """Each way in one hook, and one in each hook."""
@@ -71,12 +73,16 @@ REFUSED = {
 def test_uses_that_are_refused(case: str) -> None:
     use, act, hook = REFUSED[case]
     with pytest.raises(MisconfigurationException, match=use.refused):
-        fit(SmallNet(length=3), ZenFlowStrategy(**NOTHING_LATE), steps=6, callbacks=[At(hook, act)])
+        fit(SmallNet(length=3), ZenFlowStrategy(**HOW[use.where]), steps=6, callbacks=[At(hook, act)])
 
 
-def test_uses_that_are_refused_at_once() -> None:
-    """Each way in each hook; the training goes on."""
-    use, refused = USES[AT_ONCE], set[tuple[str, str]]()
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [(name, USES[name].where) for name in AT_ONCE] + [(AT_ONCE[1], how) for how in ("late", "in host memory")],
+)
+def test_uses_that_are_refused_at_once(name: str, how: str) -> None:
+    """Each way in each hook; the training goes on as without them."""
+    use, refused = USES[name], set[tuple[str, str]]()
 
     def tries(hook: str, trainer: pl.Trainer) -> None:
         for name, act in use.acts.items():
@@ -86,8 +92,12 @@ def test_uses_that_are_refused_at_once() -> None:
                 assert re.search(use.refused, str(error))
                 refused.add((hook, name))
 
-    fit(SmallNet(), ZenFlowStrategy(**NOTHING_LATE), callbacks=[At(hook, partial(tries, hook)) for hook in use.hooks])
+    tried, left_alone = SmallNet(), SmallNet()
+    callbacks: list[pl.Callback] = [At(hook, partial(tries, hook)) for hook in use.hooks]
+    fit(tried, ZenFlowStrategy(**HOW[how]), callbacks=callbacks)
     assert refused == {*itertools.product(use.hooks, use.acts)}
+    fit(left_alone, ZenFlowStrategy(**HOW[how]))
+    assert all(map(torch.equal, snapshot(tried), snapshot(left_alone)))
 
 
 class InTurn:
@@ -281,6 +291,110 @@ def test_a_backward_pass_of_the_users_own_is_refused(how: str, bucket: int, batc
     strategy = ZenFlowStrategy(**HOW[how], reduce_bucket_size=bucket)
     with pytest.raises(MisconfigurationException, match=r"torch.autograd.grad\(loss, input\)"):
         fit(Adversarial(batch_idx), strategy)
+
+
+class Perturbs(SmallNet):
+    """Adversarial training (FGM, AWP): moves a weight between the two backward passes of a step, and puts it back before the step."""
+
+    automatic_optimization = False
+
+    def __init__(self, how: str, first: int, factor: float = 1.0) -> None:
+        super().__init__(length=24)
+        self._how, self._first, self._factor = how, first, factor
+        self.automatic_optimization = False
+
+    def _write(self, value: Tensor) -> None:
+        with torch.no_grad():
+            (self.hidden.weight.data if self._how == "through data" else self.hidden.weight).copy_(value)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch_idx, 0, 0))
+        if batch_idx >= self._first:
+            kept = self.hidden.weight.detach().clone()
+            self._write(kept + 0.1 * torch.linspace(-1, 1, kept.numel(), dtype=kept.dtype).view_as(kept))
+            self.manual_backward(self._factor * self.loss(batch_idx, 0, 0))
+            if self._how != "and keeps it":
+                self._write(kept)
+        optimizer.step()
+
+
+class TestPerturbedWeights:
+    """What is put back before the step is no write; what is not is one."""
+
+    @pytest.mark.parametrize("write", ["through data", "in place", "and keeps it"])
+    @pytest.mark.parametrize("first", [0, 20])
+    def test_as_under_auto(self, first: int, write: str) -> None:
+        compare(HOW["in backward"], list, lambda: Perturbs(write, first), steps=24, atol=1e-5)
+
+    def test_nothing_is_left_where_weights_are_late(self) -> None:
+        """Where the second pass has no gradient, the run has the bits of one without it."""
+        perturbed, left_alone = Perturbs("in place", 0, factor=0.0), Perturbs("in place", 24)
+        fit(perturbed, ZenFlowStrategy(**HOW["late"]), steps=8)
+        fit(left_alone, ZenFlowStrategy(**HOW["late"]), steps=8)
+        assert all(map(torch.equal, snapshot(perturbed), snapshot(left_alone)))
+
+    def test_under_fabric_what_is_put_back_behind_the_last_pass_is_refused(self) -> None:
+        """Its updates are under way."""
+        fabric, model, *_ = set_up(SmallNet(), **HOW["in backward"])
+        weight = model.module.hidden.weight
+        with fabric.no_backward_sync(model):
+            fabric.backward(model.loss(0, 0, 0))
+        kept = weight.detach().clone()
+        with torch.no_grad():
+            weight.add_(0.1)
+        fabric.backward(model.loss(0, 0, 0))
+        with (
+            pytest.raises(MisconfigurationException, match="hidden.weight must not be written between"),
+            torch.no_grad(),
+        ):
+            weight.copy_(kept)
+        fabric.strategy.teardown()
+
+
+class TestBetweenBackwardAndStep:
+    """Uses of weights under Fabric; those under the Trainer are in `USES`."""
+
+    def test_under_fabric(self) -> None:
+        """The bits are those of a loop without them."""
+        runs = [self._run(tries=tries) for tries in (True, False)]
+        assert all(map(torch.equal, *runs))
+
+    def _run(self, *, tries: bool) -> list[Tensor]:
+        fabric, model, optimizer, _ = set_up(SmallNet(), **HOW["in backward"])
+        # Modes of the user's, of which one ends between backward and step and the other begins there.
+        for step in range(3):
+            with FlopCounterMode(display=False) as counted:
+                fabric.backward(model.loss(step, 0, 0))
+            assert counted.get_total_flops() > 0
+            if tries:
+                self._refused(lambda: model.loss(step, 1, 0))
+                self._refused(lambda: model.module.head.weight.clone())
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            other = FlopCounterMode(display=False)
+            with other:
+                if tries:
+                    self._refused(torch.no_grad()(lambda: model.loss(step, 1, 0)))
+                optimizer.step()
+                model.module.head.weight.clone()
+            optimizer.zero_grad()
+        weights = snapshot(model.module)
+        fabric.strategy.teardown()
+        assert not _get_current_dispatch_mode_stack()
+        return weights
+
+    def _refused(self, use: Callable[[], object]) -> None:
+        with pytest.raises(MisconfigurationException, match="weight must not be read between backward and step"):
+            use()
+
+    def test_a_step_that_is_dropped_frees_them(self) -> None:
+        fabric, model, optimizer, _ = set_up(SmallNet(), **HOW["in backward"])
+        before = snapshot(model.module)
+        fabric.backward(model.loss(0, 0, 0))
+        optimizer.zero_grad()
+        assert_same(snapshot(model.module), before)
+        fabric.strategy.teardown()
 
 
 class TestWeights:

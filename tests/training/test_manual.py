@@ -258,7 +258,7 @@ def test_a_validation_between_backward_and_step(where: str) -> None:
         (
             lambda module, batch, number: [
                 module.optimizers().step(
-                    lambda: [module.manual_backward(module.loss(batch)) for _ in range(1 + number)]
+                    lambda: list(map(module.manual_backward, [module.loss(batch) for _ in range(1 + number)]))
                 ),
                 module.zero_grad(),
             ][-1],
