@@ -369,13 +369,13 @@ class TestBetweenBackwardAndStep:
                 fabric.backward(model.loss(step, 0, 0))
             assert counted.get_total_flops() > 0
             if tries:
-                self._refused(lambda: model.loss(step, 1, 0))
-                self._refused(lambda: model.module.head.weight.clone())
+                self._refused(partial(model.loss, step, 1, 0))
+                self._refused(model.module.head.weight.clone)
             fabric.clip_gradients(model, optimizer, max_norm=1.0)
             other = FlopCounterMode(display=False)
             with other:
                 if tries:
-                    self._refused(torch.no_grad()(lambda: model.loss(step, 1, 0)))
+                    self._refused(torch.no_grad()(partial(model.loss, step, 1, 0)))
                 optimizer.step()
                 model.module.head.weight.clone()
             optimizer.zero_grad()
