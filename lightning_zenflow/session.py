@@ -4,7 +4,7 @@ import inspect
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -296,12 +296,9 @@ class Session(RankEnvironment):
         background, self._background = self._background, None
         if background is None or (self.zenflow_optimizer is not None and self.zenflow_optimizer.is_elsewhere):
             return
-        try:
-            background.close()
-        except Exception:
-            # The thread has logged it, and training ends with another error.
-            if self._ends_together:
-                raise
+        # Otherwise training ends with another error, and the thread has logged this one.
+        with nullcontext() if self._ends_together else suppress(Exception):
+            background.close(together=self._ends_together)
 
     def _background_of(self, path: Any) -> BackgroundSaves | None:
         """What finishes the save of a checkpoint; None: the training thread."""
@@ -371,10 +368,14 @@ class Session(RankEnvironment):
         """Saves the exact state after the last step, atomically; as `save_together`, by default of the optimizer.
 
         Raises:
-            OSError: the save failed; or the one before, in the background.
+            OSError: the save failed; or the one before, in the background, behind which this one is made.
             WorkerError: the exact state is lost, or an exception has interrupted the ranks in different steps.
         """
-        self.wait_for_checkpoint()
+        before: OSError | None = None
+        try:
+            self.wait_for_checkpoint()
+        except OSError as error:
+            before = error
         place = self.broadcast(place_of(path) if self._io_of(place_of(path)) is None else str(path))
         if self.zenflow_optimizer is not None:
             self.zenflow_optimizer.flush()
@@ -386,7 +387,7 @@ class Session(RankEnvironment):
         with (
             pickled_as_before(p for of_module in self._released for p in of_module),
             nullcontext() if state is not None else as_in_training(self._released),
-            self._optimizer_in_training(),
+            nullcontext() if self._users_optimizer is None else self._users_optimizer.in_training(),
         ):
             save_together(
                 place,
@@ -395,6 +396,5 @@ class Session(RankEnvironment):
                 sync=self.zenflow_config.sync_checkpoints,
                 background=self._background_of(path),
             )
-
-    def _optimizer_in_training(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._users_optimizer is None else self._users_optimizer.in_training()
+        if before is not None:
+            raise before
