@@ -4,7 +4,7 @@ import inspect
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -301,8 +301,7 @@ class Session(RankEnvironment):
             background.close(together=self._ends_together)
 
     def _background_of(self, path: Any) -> BackgroundSaves | None:
-        """What finishes the save of a checkpoint; None: the training thread."""
-        # A plugin of the user's decides itself when it writes.
+        """What finishes the save of a checkpoint; None: the training thread, or a user's plugin, which decides itself when it writes."""
         return self._background if self._plugin is None else None
 
     def _saves_file(self, *, weights_only: bool = False) -> bool:
@@ -357,10 +356,8 @@ class Session(RankEnvironment):
         def write(file: Path | str, put: Put) -> None:
             if self.is_global_zero:
                 whole = {**content(), **({} if state.run_state is None else {FILE_KEY: state.run_state})}
-                if io is None:
-                    put(whole, torch.save, file)
-                else:
-                    put(whole, partial(io.save_checkpoint, storage_options=storage_options), path)
+                save = torch.save if io is None else partial(io.save_checkpoint, storage_options=storage_options)
+                put(whole, save, file if io is None else path)
 
         self._save(path, write, state)
 
@@ -387,7 +384,7 @@ class Session(RankEnvironment):
         with (
             pickled_as_before(p for of_module in self._released for p in of_module),
             nullcontext() if state is not None else as_in_training(self._released),
-            nullcontext() if self._users_optimizer is None else self._users_optimizer.in_training(),
+            self._optimizer_in_training(),
         ):
             save_together(
                 place,
@@ -398,3 +395,6 @@ class Session(RankEnvironment):
             )
         if before is not None:
             raise before
+
+    def _optimizer_in_training(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._users_optimizer is None else self._users_optimizer.in_training()
