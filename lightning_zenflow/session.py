@@ -235,16 +235,16 @@ class Session(RankEnvironment):
             raise_late_read(error)
             raise
 
-    def flush(self) -> None:
+    def flush(self, *, in_save: bool = False) -> None:
         """Makes weights and optimizer states exact. After a training that ended with an exception, weights stay as they are. All ranks call
         it together.
 
         Raises:
-            OSError: a save in the background has failed.
+            OSError: a save in the background has failed; not at the begin of the next save (`in_save`), which is made before.
         """
         if self.zenflow_optimizer is not None and not self.zenflow_optimizer.closed:
             self.zenflow_optimizer.flush()
-        if self._background is not None:
+        if self._background is not None and not in_save:
             self._background.check()
 
     @abstractmethod

@@ -205,7 +205,7 @@ class TrainerCheckpoints(Session):
                 self._saves.in_batch = True
 
     @override
-    def flush(self) -> None:
+    def flush(self, *, in_save: bool = False) -> None:
         step = None if self.zenflow_optimizer is None else self.zenflow_optimizer.zenflow_step
         if step is not None and step.has_gradients and self._saves.in_batch and not self._ends_with_error:
             raise MisconfigurationException(
@@ -213,7 +213,7 @@ class TrainerCheckpoints(Session):
                 " drop: call it in `on_train_batch_end`, or behind `optimizer.step` in manual optimization"
             )
         with self._saves.undisturbed():
-            super().flush()
+            super().flush(in_save=in_save)
 
     @override
     def teardown(self) -> None:
@@ -225,7 +225,7 @@ class TrainerCheckpoints(Session):
         """The module's, exact unless the save must wait. The first call of a save: what hooks see after it is what is written."""
         if not self._saves.must_wait:
             try:
-                self.flush()
+                self.flush(in_save=True)
             except (RuntimeError, OSError, MisconfigurationException):
                 # `save_checkpoint` will say so.
                 if not self._ends_with_error:

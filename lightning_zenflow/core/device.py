@@ -273,7 +273,7 @@ class PageLocks:
             return values
         copy = new_pages(values.nbytes).view(values.dtype).view(values.shape).copy_(values)
         # Whole memory pages, which no other range shares; torch's allocator would round to powers of two.
-        self.lock(copy.data_ptr(), round_up(values.nbytes, PAGE_BYTES))
+        self.lock(copy.data_ptr(), round_up(values.nbytes, mmap.PAGESIZE))
         self._copies.append(copy)
         return copy
 

@@ -266,7 +266,7 @@ def test_the_file_is_that_of_torch_save(checksums: bool, tmp_path: Path) -> None
             assert torch.load(path)[0].tolist() == [number] * 6
     finally:
         torch.serialization.set_crc32_options(True)
-    fabric.strategy.teardown()
+        fabric.strategy.teardown()
 
 
 @pytest.mark.parametrize("format_", ["lightning", "deepspeed"])
