@@ -275,7 +275,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         return output
 
     @override
-    def flush(self) -> None:
+    def flush(self, *, in_save: bool = False) -> None:
         """Makes weights and optimizer states exact; all ranks call it together, between two steps.
 
         Raises:
@@ -287,7 +287,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
                 f"weights are read between {self.calls.backward} and optimizer.step: call `optimizer.step()` before, or"
                 " `optimizer.zero_grad()` to drop the gradients"
             )
-        super().flush()
+        super().flush(in_save=in_save)
 
     def metrics(self) -> dict[str, float]:
         """This rank's metrics of the steps since the last call, for ``fabric.log_dict(fabric.strategy.metrics())``.

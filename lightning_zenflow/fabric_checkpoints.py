@@ -46,7 +46,7 @@ class FabricCheckpoints(Session):
             OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
             MisconfigurationException: there are several models that were set up, or none; or an entry has the name of ours.
         """
-        self.flush()
+        self.flush(in_save=True)
         with all_cores(ranks_on_host=self.num_processes):
             if self._saves_file():
                 self._save_as_file(path, state, storage_options, filter or {})

@@ -4,7 +4,7 @@ import inspect
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -235,16 +235,16 @@ class Session(RankEnvironment):
             raise_late_read(error)
             raise
 
-    def flush(self) -> None:
+    def flush(self, *, in_save: bool = False) -> None:
         """Makes weights and optimizer states exact. After a training that ended with an exception, weights stay as they are. All ranks call
         it together.
 
         Raises:
-            OSError: a save in the background has failed.
+            OSError: a save in the background has failed; not at the begin of the next save (`in_save`), which is made before.
         """
         if self.zenflow_optimizer is not None and not self.zenflow_optimizer.closed:
             self.zenflow_optimizer.flush()
-        if self._background is not None:
+        if self._background is not None and not in_save:
             self._background.check()
 
     @abstractmethod
@@ -296,16 +296,12 @@ class Session(RankEnvironment):
         background, self._background = self._background, None
         if background is None or (self.zenflow_optimizer is not None and self.zenflow_optimizer.is_elsewhere):
             return
-        try:
-            background.close()
-        except Exception:
-            # The thread has logged it, and training ends with another error.
-            if self._ends_together:
-                raise
+        # Otherwise training ends with another error, and the thread has logged this one.
+        with nullcontext() if self._ends_together else suppress(Exception):
+            background.close(together=self._ends_together)
 
     def _background_of(self, path: Any) -> BackgroundSaves | None:
-        """What finishes the save of a checkpoint; None: the training thread."""
-        # A plugin of the user's decides itself when it writes.
+        """What finishes the save of a checkpoint; None: the training thread, or a user's plugin, which decides itself when it writes."""
         return self._background if self._plugin is None else None
 
     def _saves_file(self, *, weights_only: bool = False) -> bool:
@@ -360,10 +356,8 @@ class Session(RankEnvironment):
         def write(file: Path | str, put: Put) -> None:
             if self.is_global_zero:
                 whole = {**content(), **({} if state.run_state is None else {FILE_KEY: state.run_state})}
-                if io is None:
-                    put(whole, torch.save, file)
-                else:
-                    put(whole, partial(io.save_checkpoint, storage_options=storage_options), path)
+                save = torch.save if io is None else partial(io.save_checkpoint, storage_options=storage_options)
+                put(whole, save, file if io is None else path)
 
         self._save(path, write, state)
 
@@ -371,10 +365,14 @@ class Session(RankEnvironment):
         """Saves the exact state after the last step, atomically; as `save_together`, by default of the optimizer.
 
         Raises:
-            OSError: the save failed; or the one before, in the background.
+            OSError: the save failed; or the one before, in the background, behind which this one is made.
             WorkerError: the exact state is lost, or an exception has interrupted the ranks in different steps.
         """
-        self.wait_for_checkpoint()
+        before: OSError | None = None
+        try:
+            self.wait_for_checkpoint()
+        except OSError as error:
+            before = error
         place = self.broadcast(place_of(path) if self._io_of(place_of(path)) is None else str(path))
         if self.zenflow_optimizer is not None:
             self.zenflow_optimizer.flush()
@@ -395,6 +393,8 @@ class Session(RankEnvironment):
                 sync=self.zenflow_config.sync_checkpoints,
                 background=self._background_of(path),
             )
+        if before is not None:
+            raise before
 
     def _optimizer_in_training(self) -> AbstractContextManager[None]:
         return nullcontext() if self._users_optimizer is None else self._users_optimizer.in_training()

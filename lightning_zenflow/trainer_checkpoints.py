@@ -20,6 +20,7 @@ from lightning_zenflow.checkpoint.collective import all_cores, load_file_togethe
 from lightning_zenflow.checkpoint.engine import AVERAGED, CURRENT, as_lightning_saved, to_save
 from lightning_zenflow.checkpoint.files import place_of, remove
 from lightning_zenflow.checkpoint.single_file import SavedFile, WholeState
+from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.parameters import is_in_pieces, load_whole
 from lightning_zenflow.session import Session
@@ -204,7 +205,7 @@ class TrainerCheckpoints(Session):
                 self._saves.in_batch = True
 
     @override
-    def flush(self) -> None:
+    def flush(self, *, in_save: bool = False) -> None:
         step = None if self.zenflow_optimizer is None else self.zenflow_optimizer.zenflow_step
         if step is not None and step.has_gradients and self._saves.in_batch and not self._ends_with_error:
             raise MisconfigurationException(
@@ -212,7 +213,7 @@ class TrainerCheckpoints(Session):
                 " drop: call it in `on_train_batch_end`, or behind `optimizer.step` in manual optimization"
             )
         with self._saves.undisturbed():
-            super().flush()
+            super().flush(in_save=in_save)
 
     @override
     def teardown(self) -> None:
@@ -224,7 +225,7 @@ class TrainerCheckpoints(Session):
         """The module's, exact unless the save must wait. The first call of a save: what hooks see after it is what is written."""
         if not self._saves.must_wait:
             try:
-                self.flush()
+                self.flush(in_save=True)
             except (RuntimeError, OSError, MisconfigurationException):
                 # `save_checkpoint` will say so.
                 if not self._ends_with_error:
@@ -257,8 +258,8 @@ class TrainerCheckpoints(Session):
             if self.zenflow_optimizer is not None:
                 self.zenflow_optimizer.in_update.resume()
             assert self.lightning_module is not None
-            save = self.lightning_module.trainer.save_checkpoint
-            self._wait_for_save(partial(save, filepath, "optimizer_states" not in checkpoint, storage_options))
+            save = partial(self.lightning_module.trainer.save_checkpoint, place_of(filepath))
+            self._wait_for_save(partial(save, "optimizer_states" not in checkpoint, storage_options))
             rank_zero_info(
                 f"ZenFlow: {filepath} will be saved as soon as the state is whole: a batch, a save or the like is under way"
             )
@@ -383,15 +384,16 @@ class TrainerCheckpoints(Session):
     def remove_checkpoint(self, filepath: Any) -> None:
         """Removes a checkpoint: what another one replaces, only when that is complete, and not if its save has failed."""
         if self._saves.must_wait:
-            self._saves.wanted.append(partial(self.remove_checkpoint, filepath))
-        elif self._saves.is_missing or not self.is_global_zero:
-            return
-        elif self._background is None:
-            self._remove(filepath)
-        else:
-            self._background.behind(partial(self._remove, filepath))
+            self._saves.wanted.append(partial(self.remove_checkpoint, place_of(filepath)))
+        elif self._background is not None and self._background.is_under_way and not self._saves.is_missing:
+            self._background.behind(partial(self._remove, place_of(filepath)))
+        elif not self._saves.is_missing:
+            with raising_together(OSError):
+                self._remove(filepath)
 
     def _remove(self, filepath: Any) -> None:
+        if not self.is_global_zero:
+            return
         place = place_of(filepath)
         try:
             if (io := self._io_of(place)) is not None:
@@ -399,5 +401,4 @@ class TrainerCheckpoints(Session):
             else:
                 remove(Path(place))
         except IsADirectoryError as error:
-            # `ModelCheckpoint` goes on without it, and so do the other ranks.
-            rank_zero_warn(f"nothing was removed: {error}")
+            rank_zero_warn(f"nothing was removed: {error}")  # `ModelCheckpoint` goes on without it

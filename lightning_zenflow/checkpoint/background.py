@@ -1,51 +1,33 @@
-"""Saves that go on while training does: what a checkpoint's files have is copied to host memory, from which a thread writes them.
+"""Saves that go on while training does: what `torch.save` would write at the call is copied to host memory, from which a thread writes it.
 
-A second process would need memory that both share. `UncachedFile` takes a quarter of the processor time of an ordinary file, most of it for
-torch's checksums. The thread pauses instead of having a low priority, which does not count for the disk and holds up who waits for it.
+A second process would need memory that both share.
 """
 
-import copy
-import errno
-import fcntl
-import io
 import logging
-import mmap
-import os
-import threading
-import time
-from collections.abc import Callable, Iterator
+import pickle
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import suppress
+from contextvars import copy_context
 from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch import Tensor, UntypedStorage
+
+# Private: what `torch.save` consists of.
+from torch.serialization import DEFAULT_PROTOCOL, _open_zipfile_writer, _save
 from typing_extensions import override
 
-from lightning_zenflow.core.distributed import all_agree
+from lightning_zenflow.core.distributed import all_agree, raise_together
+from lightning_zenflow.core.forks import new_pages
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
-from lightning_zenflow.worker.machine import allowed_cores, cpu_limit, free_host_memory
+from lightning_zenflow.worker.machine import free_host_memory
 
 _log = logging.getLogger(__name__)
-
-_BYTES_PER_CORE_S = 20e6
-"""Bytes per second and allowed core that are written while no call waits: 4 % of the cores where a virtual disk takes 2 s of a core per GB,
-most of it in its host, which no clock here counts.
-"""
-
-_LONGEST_PAUSES_S = 300.0
-"""From the start of a save, after which it goes at full speed, as other ranks may wait for this one; at most a quarter of their limit."""
-
-_CHUNK_BYTES = 2**20
-"""Copied at once, under Python's lock."""
-
-_PIECE_BYTES = 2**24
-"""Written at once."""
 
 
 class BackgroundSaves:
@@ -64,36 +46,64 @@ class BackgroundSaves:
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._thread = ThreadPoolExecutor(1, "zenflow-save")
         self._under_way: list[Future[None]] = []
-        # Whether a call waits for the thread; when its last pause ended, and when they all end.
-        self._is_awaited, self._awake, self._last_pause = threading.Event(), 0.0, 0.0
-        # Private: an interpreter that ends waits for the thread before it calls what `atexit` has.
-        threading._register_atexit(self._is_awaited.set)  # type: ignore[attr-defined]
-        self._rate = _BYTES_PER_CORE_S * min(len(allowed_cores()), cpu_limit()) / ranks_on_host
-        self._longest_pauses_s = min(_LONGEST_PAUSES_S, (timeout or default_pg_timeout).total_seconds() / 4)
-        # By the place of the original: copies of the save before, whose memory is used again, and of the present one. Memory that is new
-        # takes four times as long to write.
-        self._before: dict[Any, Tensor] = {}
-        self._present: dict[Any, Tensor] = {}
+        # By size: memory of the save before, which is used again, and of the present one. Memory that is new takes four times as long to
+        # write.
+        self._before, self._present = defaultdict[int, list[Tensor]](list), defaultdict[int, list[Tensor]](list)
 
-    def copied(self, content: Any, on_disk: DiskCopies) -> Any:
-        """A copy of what a file has at present; None where host memory has no room for one.
+    @property
+    def is_under_way(self) -> bool:
+        """Whether there is a save whose end nothing has waited for; the same on all ranks."""
+        return bool(self._under_way)
+
+    def copied(self, content: Any, on_disk: DiskCopies) -> "Archive | None":
+        """What `torch.save` would write at present; None where host memory has no room for a copy.
 
         Args:
             content: what the file has.
-            on_disk: copies that this save has made already.
+            on_disk: copies that this save has made already, which stay where they are.
         """
-        with _HostCopies(on_disk, self._before, self._present) as copies:
-            copied = copy.deepcopy(content)
-        needed, free = self._ranks_on_host * copies.n_new_bytes, free_host_memory()
-        if needed > free.n_bytes:
-            _log.warning(
-                "ZenFlow: async_checkpoints: a copy of what a file has needs %.2f GiB of host memory for %d rank(s), but %.2f GiB are"
-                " available (%s): training waits until the file is written",
-                *(needed / 2**30, self._ranks_on_host, free.n_bytes / 2**30, free.limit),
-            )
+        sizes: dict[int, int] = {}
+
+        class Pickler(pickle.Pickler):
+            @override
+            def reducer_override(self, obj: Any) -> Any:
+                if isinstance(obj, Tensor):
+                    # What has no storage of its own, as a sparse tensor, consists of tensors that have one.
+                    with suppress(Exception):
+                        storage = obj.untyped_storage()
+                        sizes[storage.data_ptr()] = 0 if on_disk.has(storage.data_ptr()) else storage.nbytes()
+                return NotImplemented
+
+            @override
+            def dump(self, obj: Any) -> None:
+                super().dump(obj)
+                refuse_lack(sizes.values())
+
+        refuse_lack, archive = self._refuse_lack, Archive(partial(self._copy_of, on_disk))
+        try:
+            _save(content, archive, SimpleNamespace(Pickler=Pickler), DEFAULT_PROTOCOL, False)  # type: ignore[no-untyped-call]
+        except MemoryError as lack:
+            _log.warning("ZenFlow: async_checkpoints: %s: training waits until the file is written", lack)
             return None
-        copies.fill()
-        return copied
+        return archive
+
+    def _refuse_lack(self, sizes: Iterable[int]) -> None:
+        """Raises MemoryError where there is no room for copies of these sizes, before the first is made."""
+        new = Counter(sizes) - Counter({n_bytes: len(kept) for n_bytes, kept in self._before.items()})
+        needed, free = self._ranks_on_host * sum(new.elements()), free_host_memory()
+        if needed > free.n_bytes:
+            raise MemoryError(
+                f"a copy of what a file has needs {needed / 2**30:.2f} GiB of host memory for {self._ranks_on_host} rank(s), but"
+                f" {free.n_bytes / 2**30:.2f} GiB are available ({free.limit})"
+            )
+
+    def _copy_of(self, on_disk: DiskCopies, storage: UntypedStorage) -> UntypedStorage:
+        n_bytes = storage.nbytes()
+        if n_bytes == 0 or on_disk.has(storage.data_ptr()):
+            return storage
+        kept = self._before[n_bytes]
+        self._present[n_bytes].append(kept.pop() if kept else new_pages(n_bytes))
+        return self._present[n_bytes][-1].untyped_storage().copy_(storage)
 
     def start(self, finish: Callable[..., None]) -> None:
         """Begins a save, after `wait`; all ranks call it together.
@@ -102,53 +112,54 @@ class BackgroundSaves:
             finish: writes this rank's files and gives the checkpoint its name, in the thread; `group` is for its collectives.
         """
         assert not self._under_way
-        self._is_awaited.clear()
-        self._awake = time.monotonic()
-        self._last_pause = self._awake + self._longest_pauses_s
-        self._under_way.append(self._thread.submit(finish, group=self._group))
+        # torch's settings for files are variables of the context.
+        self._under_way.append(self._thread.submit(copy_context().run, finish, group=self._group))
         # At once, too: the training thread raises the error at its next save or flush only.
         self._under_way[0].add_done_callback(_log_error)
 
-    def pause(self, n_bytes: int) -> None:
-        """In the thread, behind a write: sleeps for as long as the write has to take, unless a call or another rank waits for the save."""
-        self._is_awaited.wait(min(self._awake + n_bytes / self._rate, self._last_pause) - time.monotonic())
-        self._awake = time.monotonic()
-
     def behind(self, call: Callable[[], None]) -> None:
-        """Calls a function: at once, or after the save that is under way, if that succeeds."""
-        if not self._under_way:
-            call()
-        else:
-            save = self._under_way[0]
-            self._under_way.append(self._thread.submit(lambda: call() if save.exception() is None else None))
+        """Calls a function after the save that is under way, if that succeeds."""
+        save = self._under_way[0]
+        self._under_way.append(self._thread.submit(lambda: call() if save.exception() is None else None))
 
     def wait(self) -> None:
         """Waits for the save that is under way; each save begins so. All ranks call it together.
 
         Raises:
-            OSError: the save has failed, on this rank or on another one.
+            OSError: the save, or what was to come behind it, has failed, on this rank or on another one.
         """
-        self._is_awaited.set()
+        was_under_way, error = self.is_under_way, self._end()
+        if was_under_way:
+            raise_together(error, OSError)
+
+    def _end(self) -> BaseException | None:
+        """Waits, and returns an error of this rank."""
         wait(self._under_way)
+        errors = [future.exception() for future in self._under_way]
+        self._under_way = []
         if self._present:
-            self._before, self._present = self._present, {}
-        ended, self._under_way = self._under_way, []
-        for future in ended:
-            future.result()
+            self._before, self._present = self._present, defaultdict(list)
+        return next((error for error in errors if error is not None), None)
 
     def check(self) -> None:
         """Raises what `wait` does if the save has ended on all ranks, which call it together."""
-        if self._under_way and all_agree(self._under_way[0].done()):
+        if self._under_way and all_agree(all(future.done() for future in self._under_way)):
             self.wait()
 
-    def close(self) -> None:
+    def close(self, *, together: bool) -> None:
         """Waits, and ends the thread.
+
+        Args:
+            together: whether all ranks call it together.
 
         Raises:
             OSError: as of `wait`.
         """
         try:
-            self.wait()
+            if together:
+                self.wait()
+            elif (error := self._end()) is not None:
+                raise error
         finally:
             self._thread.shutdown()
             if dist.is_initialized():
@@ -160,140 +171,23 @@ def _log_error(save: Future[None]) -> None:
         _log.error("ZenFlow: %s", error)
 
 
-class _HostCopies(TorchFunctionMode):
-    """Context in which `copy.deepcopy` gives tensors host memory, each of the size that the tensor spans, and equal ones once; `fill` then
-    copies what they have.
-
-    Tensors that are more than a view of a storage, and `torch.nn.Parameter`, are copied at once where they are. What this save has copied
-    to disk stays.
+class Archive:
+    """The records of a file of torch, which are written later. `torch.save` takes it for its `torch._C.PyTorchFileWriter`.
 
     Args:
-        on_disk: copies that this save has made already.
-        before: copies of the save before, by the place of the original; those that are used again are taken out.
-        present: those of this save.
-
-    Attributes:
-        n_new_bytes: bytes of memory that is not of the save before.
+        copy_of: copies a storage.
     """
 
-    def __init__(self, on_disk: DiskCopies, before: dict[Any, Tensor], present: dict[Any, Tensor]) -> None:
-        super().__init__()
-        self._on_disk, self._before, self._present = on_disk, before, present
-        self._to_fill: dict[Any, tuple[Tensor, Tensor]] = {}
-        self.n_new_bytes = 0
+    def __init__(self, copy_of: Callable[[UntypedStorage], UntypedStorage]) -> None:
+        self._copy_of = copy_of
+        self._records: list[tuple[str, Any, int]] = []
 
-    def fill(self) -> None:
-        for key, (memory, original) in self._to_fill.items():
-            self._present[key] = memory.copy_(original)
+    def write_record(self, name: str, data: Any, n_bytes: int) -> None:
+        """As torch's method."""
+        self._records.append((name, self._copy_of(data) if isinstance(data, UntypedStorage) else data, n_bytes))
 
-    @override
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_copy = function is Tensor.__deepcopy__
-        if not is_copy:
-            return function(*args, **(kwargs or {}))
-        tensor, memo = args
-        is_view = tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_quantized or tensor.is_conj())
-        if not is_view or is_traceable_wrapper_subclass(tensor):
-            return function(tensor, memo)
-        if id(tensor) not in memo:
-            memo[id(tensor)] = self._copy_of(tensor)
-        return memo[id(tensor)]
-
-    def _copy_of(self, tensor: Tensor) -> Tensor:
-        sizes = zip(tensor.shape, tensor.stride(), strict=True)
-        numel = 1 + sum((n - 1) * stride for n, stride in sizes) if tensor.numel() else 0
-        spanned = tensor.detach().as_strided((numel,), (1,))
-        if self._on_disk.has(spanned.data_ptr()):
-            return tensor
-        key = spanned.device, spanned.data_ptr(), spanned.dtype, numel
-        # Not in `_present`: where nothing holds an original that was copied, another one may be in its place.
-        if key not in self._to_fill:
-            if (memory := self._before.pop(key, None)) is None:
-                memory = new_pages(numel, spanned.dtype)
-                self.n_new_bytes += memory.nbytes
-            self._to_fill[key] = memory, spanned
-        memory, _ = self._to_fill[key]
-        copied = memory.as_strided(tensor.shape, tensor.stride())
-        return copied.requires_grad_(tensor.requires_grad).as_subclass(type(tensor))
-
-
-def new_pages(numel: int, dtype: torch.dtype) -> Tensor:
-    """[numel] on the CPU, which begins with a page. The kernel gives the memory when it is written first."""
-    if numel == 0:
-        return torch.empty(0, dtype=dtype, device="cpu")
-    pages = mmap.mmap(-1, dtype.itemsize * numel, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=dtype)
-
-
-@contextmanager
-def uncached(path: Any, pause: Callable[[int], None]) -> Iterator["UncachedFile"]:
-    """Context with an `UncachedFile`, in which this thread's `torch.save` has each storage begin with a page of the file."""
-    aligned: AbstractContextManager[Any] = nullcontext()
-    # Not in torch 2.6.
-    with suppress(ImportError):
-        from torch.utils.serialization import config
-
-        if hasattr(config.save, "storage_alignment"):
-            aligned = config.patch({"save.storage_alignment": mmap.PAGESIZE})  # type: ignore[attr-defined]  # torch adds it to the module
-    with aligned, UncachedFile(path, pause) as file:
-        yield file
-
-
-class UncachedFile(io.FileIO):
-    """A new file that is written past the page cache: to fill that, and to write its pages to the disk, would take cores from training.
-
-    What begins with a page, in memory (`new_pages`) and in the file (`uncached`), is written from where it is; all else is copied first.
-
-    Args:
-        path: path of the file.
-        pause: called behind each write, with its bytes.
-    """
-
-    def __init__(self, path: Any, pause: Callable[[int], None]) -> None:
-        super().__init__(path, "wb")
-        self._pause = pause
-        self._chunk = mmap.mmap(-1, _CHUNK_BYTES)
-        # File systems in memory refuse.
-        with suppress(OSError):
-            fcntl.fcntl(self, fcntl.F_SETFL, os.O_DIRECT)
-
-    @override
-    def write(self, data: Any) -> int:
-        left = memoryview(data).cast("B")
-        n_bytes = left.nbytes
-        if n_bytes >= _CHUNK_BYTES and self._chunk.tell() % mmap.PAGESIZE == 0:
-            self._write_chunk()
-            n_rest = n_bytes % mmap.PAGESIZE
-            left = left[n_bytes - n_rest - self._write_out(left[: n_bytes - n_rest]).nbytes :]
-        while left:
-            left = left[self._chunk.write(left[: _CHUNK_BYTES - self._chunk.tell()]) :]
-            if self._chunk.tell() == _CHUNK_BYTES:
-                self._write_chunk()
-        return n_bytes
-
-    @override
-    def flush(self) -> None:
-        # The rest may end within a page.
-        fcntl.fcntl(self, fcntl.F_SETFL, 0)
-        self._write_chunk()
-
-    def _write_chunk(self) -> None:
-        left = memoryview(self._chunk)[: self._chunk.tell()]
-        self._chunk.seek(0)
-        if left := self._write_out(left):
-            # Not even a chunk has the right length, or a part of one was written, so that the rest has not.
-            fcntl.fcntl(self, fcntl.F_SETFL, 0)
-            self._write_out(left)
-
-    def _write_out(self, left: memoryview) -> memoryview:
-        """Writes memory; returns what the file system refuses to write past the page cache."""
-        try:
-            while left:
-                n_bytes = super().write(left[:_PIECE_BYTES])
-                left = left[n_bytes:]
-                self._pause(n_bytes)
-        except OSError as error:
-            is_direct = fcntl.fcntl(self, fcntl.F_GETFL) & os.O_DIRECT
-            if not is_direct or error.errno not in (errno.EFAULT, errno.EINVAL, errno.ENOTSUP):
-                raise
-        return left
+    def write(self, file: Any) -> None:
+        """Writes all to an open file."""
+        with _open_zipfile_writer(file) as writer:
+            for record in self._records:
+                writer.write_record(*record)

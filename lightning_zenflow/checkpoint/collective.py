@@ -1,6 +1,7 @@
 """Collective saving and loading of checkpoints: either all ranks succeed, or all ranks raise an error."""
 
 import errno
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -13,9 +14,10 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import Tensor
 
-from lightning_zenflow.checkpoint.background import BackgroundSaves, uncached
+from lightning_zenflow.checkpoint.background import Archive, BackgroundSaves
 from lightning_zenflow.checkpoint.files import CheckpointError, StagedSave, place_of, read, recover, sync_all, verify
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint, is_part
 from lightning_zenflow.checkpoint.single_file import COUNTS, SavedFile, WholeState, restore_counts
@@ -76,16 +78,21 @@ def save_together(
         copies = DiskCopies(path.parent if isinstance(path, Path) else Path(tempfile.gettempdir()))
         ending.callback(copies.free)
 
+        is_local = isinstance(content, Path)
+
         def put(of_file: Any, write_file: Write, file: Any) -> None:
-            opening: Callable[[Any], AbstractContextManager[Any]] = nullcontext
-            if isinstance(content, Path):
-                opening = partial(open, mode="wb")
-            if background is not None and (copied := background.copied(of_file, copies)) is not None:
-                if isinstance(content, Path):
-                    opening = partial(uncached, pause=background.pause)
-                files.append(partial(_write, write_file, copied, file, opening))
+            archive = None
+            # To a store Lightning writes as `torch.save`.
+            if background is not None and (write_file is torch.save or not is_local):
+                archive = background.copied(of_file, copies)
+            if archive is not None:
+                opening = partial(open, mode="wb") if is_local else _in_store
+                files.append(partial(_write, archive, file, opening))
+            elif is_local:
+                with open(file, "wb") as opened:
+                    write_file(of_file, opened)
             else:
-                _write(write_file, of_file, file, opening)
+                write_file(of_file, file)
 
         with _saving(path):
             if isinstance(content, Path) and not isinstance(states, WholeState) and not content.is_dir():
@@ -113,9 +120,18 @@ def save_together(
         background.start(finish)
 
 
-def _write(write: Write, content: Any, path: Any, opening: Callable[[Any], AbstractContextManager[Any]]) -> None:
+def _write(archive: Archive, path: Any, opening: Callable[[Any], AbstractContextManager[Any]]) -> None:
     with opening(path) as file:
-        write(content, file)
+        archive.write(file)
+
+
+@contextmanager
+def _in_store(url: str) -> Iterator[Any]:
+    """Context with a new file of a store, which is not there unless it is complete; as Lightning's `TorchCheckpointIO`."""
+    store = get_filesystem(url)
+    store.makedirs(os.path.dirname(url), exist_ok=True)
+    with store.transaction, store.open(url, "wb") as file:
+        yield file
 
 
 @contextmanager
@@ -144,7 +160,7 @@ def _saving(path: Path | str, group: dist.ProcessGroup | None = None) -> Iterato
             advice = ""
             if cause is not None and cause.errno == errno.EFBIG:
                 advice = " Raise the limit of a file's size (`ulimit -f`), or save to another path"
-            elif cause is not None:
+            elif cause is not None and cause.errno in (errno.ENOSPC, errno.EDQUOT):
                 advice = (
                     " Delete files there, or save to another path; while a checkpoint is saved, those before it stay: keep fewer with"
                     " `ModelCheckpoint(save_top_k=...)`"

@@ -11,7 +11,9 @@ from unittest.mock import patch
 
 import deepspeed.runtime.engine as engine_module
 import lightning.pytorch as pl
+import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from typing_extensions import override
 
 from lightning_zenflow.checkpoint.collective import Put, load_together
@@ -89,7 +91,8 @@ def deepspeed_files(engine: DeepSpeedEngine, put: Put) -> Iterator[None]:
     """
     skipped = dict.fromkeys(("barrier", "all_reduce"), lambda *_, **__: None)
     comm, files = SimpleNamespace(**{**vars(engine_module.dist), **skipped}), engine.checkpoint_engine
-    write = files.save
+    is_torchs = type(files) is TorchCheckpointEngine and files.zipfile_serialization
+    write = torch.save if is_torchs else files.save
     with (
         patch.object(engine_module, "dist", comm),
         patch.object(files, "save", lambda state_dict, path: put(state_dict, write, path)),

@@ -26,13 +26,14 @@ from typing import Any
 
 import torch
 
+from lightning_zenflow.core.forks import LOCK, SAVING
 from lightning_zenflow.deepspeed.host_state import WithoutConversion
 from lightning_zenflow.offload.run_state import VERSION
 
 _OF_DEEPSPEED = re.compile(r"latest|zero_to_\w+\.py|[^/]+/[^/]+_states\.pt")
 """Files of a checkpoint; a folder in it has those of the ranks."""
 
-_SAVING, _LOCK, _REMOVED, _REPLACED = (f".zenflow-{what}" for what in ("saving", "lock", "removed", "replaced"))
+_REMOVED, _REPLACED = ".zenflow-removed", ".zenflow-replaced"
 
 
 class StagedSave:
@@ -63,11 +64,11 @@ class StagedSave:
             sync_all(folder.parent for folder in created)
         _clear(path.parent)
         recover(path)
-        self._lock_file = _beside(path, _LOCK)
+        self._lock_file = _beside(path, LOCK)
         self._lock_file.touch()
         # Without a lock no process can tell that this one has ended, and none deletes its files.
         self._lock_fd = _lock(self._lock_file, wait=True)
-        self._folder = self._lock_file.with_suffix(_SAVING)
+        self._folder = self._lock_file.with_suffix(SAVING)
         # Not the checkpoint's own name: torch refuses some, such as ".hidden".
         self.content = self._folder / "file" if is_file else self._folder
         try:
@@ -146,11 +147,15 @@ def remove(path: Path) -> None:
 
     Raises:
         IsADirectoryError: the path is of a folder that is no checkpoint.
+        OSError: it cannot be deleted.
     """
     refuse_folder(path)
-    # First what a killed save was replacing: alone, it would be taken for the checkpoint.
-    _discard(_replaced_path(path))
-    _discard(path)
+    try:
+        # First what a killed save was replacing: alone, it would be taken for the checkpoint.
+        _discard(_replaced_path(path))
+        _discard(path)
+    except OSError as error:
+        raise OSError(f"checkpoint {path} could not be removed: {error}; training can continue") from error
 
 
 def sync_all(paths: Iterable[Path]) -> None:
@@ -179,8 +184,8 @@ def _clear(folder: Path) -> None:
         with contextlib.suppress(OSError):
             if file.suffix == _REMOVED:
                 _delete(file)
-            elif file.suffix == _LOCK and (lock := _lock(file, wait=False)) is not None:
-                _delete(file.with_suffix(_SAVING))
+            elif file.suffix == LOCK and (lock := _lock(file, wait=False)) is not None:
+                _delete(file.with_suffix(SAVING))
                 file.unlink(missing_ok=True)
                 os.close(lock)
             elif (replaced := _replaced_path(file)).name in names:
@@ -231,12 +236,12 @@ def _delete(path: Path) -> None:
 
 
 def place_of(path: Any) -> Path | str:
-    """A path of the local file system; or a store's URL, which fsspec knows, as it is."""
+    """An absolute path of the local file system; or a store's URL, which fsspec knows, as it is."""
     scheme, separator, name = str(path).partition("://")
     if separator and scheme not in ("file", "local"):
         return str(path)
-    # Without a trailing slash, as the name of a file.
-    return Path(os.path.normpath(name if separator else scheme))
+    # The process may be in another folder when a thread writes. Without a trailing slash, as the name of a file.
+    return Path(os.path.abspath(name if separator else scheme))
 
 
 class CheckpointError(ValueError):

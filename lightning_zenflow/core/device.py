@@ -17,6 +17,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_zenflow.core.forks import new_pages
+
 _log = logging.getLogger(__name__)
 
 _RESERVE = 0.05
@@ -264,18 +266,14 @@ class PageLocks:
             self._addresses.append(address)
 
     def copy_of(self, values: Tensor) -> Tensor:
-        """Copies values of the host to page-locked memory of their own; where that is not needed, returns `values`.
-
-        The copy takes up to two memory pages more; torch's allocator rounds to powers of two.
+        """Copies values of the host to page-locked memory of their own, which children do not inherit; where that is not needed, returns
+        `values`.
         """
         if not self.are_needed or values.numel() == 0:
             return values
-        n_bytes = round_up(values.nbytes, PAGE_BYTES)
-        memory = torch.empty(n_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
-        # Whole memory pages, which no other range shares.
-        pages = memory[-memory.data_ptr() % PAGE_BYTES :][:n_bytes]
-        copy = pages[: values.nbytes].view(values.dtype).view(values.shape).copy_(values)
-        self.lock(pages.data_ptr(), n_bytes)
+        copy = new_pages(values.nbytes).view(values.dtype).view(values.shape).copy_(values)
+        # Whole memory pages, which no other range shares; torch's allocator would round to powers of two.
+        self.lock(copy.data_ptr(), round_up(values.nbytes, mmap.PAGESIZE))
         self._copies.append(copy)
         return copy
 

@@ -23,9 +23,9 @@ def all_agree(flag: bool) -> bool:
 
 
 def raise_together(
-    error: Exception | None, kind: Callable[[str], Exception], group: dist.ProcessGroup | None = None
+    error: BaseException | None, kind: Callable[[str], Exception], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Raises an exception on every rank if any rank has an error. A collective: all ranks must call it.
+    """Raises an exception on every rank if any rank has an error. A collective: all ranks must call it, unless their group has ended.
 
     Args:
         error: error of this rank, if any.
@@ -35,8 +35,9 @@ def raise_together(
     Raises:
         Exception: `error`, or one made by `kind`.
     """
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, None if error is None else str(error), group=group)
+    messages: list[str | None] = [None] * (dist.get_world_size() if dist.is_initialized() else 0)
+    if messages:
+        dist.all_gather_object(messages, None if error is None else str(error), group=group)
     if error is not None:
         raise error
     for rank, message in enumerate(messages):

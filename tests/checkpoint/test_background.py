@@ -1,7 +1,10 @@
 """`async_checkpoints`: a save ends before its file is written, with the same content and the same errors."""
 
 import copy
+import errno
+import io
 import logging
+import multiprocessing
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -15,18 +18,21 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor
 
 from callbacks import After, At, save
 from fabric_runs import set_up, train_step
 from harness import EVERYTHING, Case, fit, make_trainer, run_here
-from held_saves import Gate, HeldSave
+from held_saves import OPENED, HeldSave, hold
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.checkpoint import background
+from lightning_zenflow.checkpoint import files
+from lightning_zenflow.checkpoint.files import StagedSave
+from lightning_zenflow.core.forks import new_pages
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
 from lightning_zenflow.worker.machine import HOST_MEMORY
 from models import LinearLossModule
 from networks import SmallNet
-from processes import wait_for
+from processes import open_files
 from rank_processes import run_on_ranks
 from same_bits import assert_same_state, assert_same_tensors
 from side_by_side import LATE
@@ -79,11 +85,16 @@ def test_the_checkpoint_has_the_state_of_its_step(format_: str, stage: Any, keys
 def test_on_two_ranks(name: str, tmp_path: Path) -> None:
     """An error of one rank's thread is an error of both, and leaves nothing."""
     case = CASE if name == "folder" else replace(CASE, stage=3).with_keys(checkpoint_format="lightning")
+    removes = partial(cannot_remove, tmp_path)
     failing = replace(
         CASE.with_keys(async_checkpoints=True),
         # Of which each rank's file has the entries of callbacks.
         stage=3,
-        callbacks=(HeldSave(tmp_path / "failed.ckpt", 3, until=6, error="too late", failing=(1,)), After([7], raises)),
+        callbacks=(
+            HeldSave(tmp_path / "failed.ckpt", 3, until=6, error="too late", failing=(1,)),
+            After([7], raises),
+            After([7], removes),
+        ),
     )
     runs = run_on_ranks({**({"failing": failing} if name == "folder" else {}), **cases(tmp_path, name, case)})
     for rank in range(2):
@@ -116,7 +127,8 @@ def test_an_error_of_the_thread_is_raised(raised_at: str, tmp_path: Path, caplog
         trainer.fit(LinearLossModule(length=8))
     assert trainer.global_step == {"save": 5, "flush": 6, "end": 8}[raised_at]
     assert f"checkpoint {path} could not be saved: late" in caplog.text
-    assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
+    # The one behind it is made.
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.ckpt", *(["b.ckpt"] if raised_at == "save" else [])]
     fit(LinearLossModule(length=8), strategy(), steps=8, resume=path)
 
 
@@ -180,19 +192,153 @@ def test_saves_that_must_be_complete_at_once(
     assert "a copy of what a file has needs 0.00 GiB of host memory for 1 rank(s), but 0.00 GiB are" in caplog.text
 
 
-def test_memory_that_a_second_file_finds_in_the_place_of_another(tmp_path: Path) -> None:
-    """As where a file has temporaries, which are gone when the next one is copied."""
-    place, copied = torch.zeros(3), list[torch.Tensor]()
-    before, present = dict[Any, torch.Tensor](), dict[Any, torch.Tensor]()
-    for number in range(4):
-        place.fill_(number)
-        with background._HostCopies(DiskCopies(tmp_path), before, present) as copies:
-            copied.append(copy.deepcopy(place))
-        copies.fill()
-        if number == 1:
-            before, present = present, {}
-    # The third in the memory of the second, which another save has had.
-    assert [int(c[0]) for c in copied] == [0, 2, 2, 3]
+class Noted(Tensor):
+    """A subclass with attributes."""
+
+
+class Converts:
+    """Has a usual `__deepcopy__`, and converts when it is rebuilt."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def __deepcopy__(self, memo: Any) -> "Converts":
+        return Converts(copy.deepcopy(self.values, memo).clone())
+
+    def __setstate__(self, state: dict[str, Tensor]) -> None:
+        self.values = state["values"].double()
+
+
+def users_objects(number: int) -> dict[str, Any]:
+    """Of each kind that torch writes in a way of its own."""
+    matrix = torch.arange(6, dtype=torch.float32).view(2, 3) + number
+    parameter, noted = torch.nn.Parameter(matrix + 1), (matrix + 2).as_subclass(Noted)
+    parameter.note, noted.notes = torch.full((3,), number), {"of": matrix}  # type: ignore[attr-defined]
+    return {
+        "shared": (matrix, matrix[1], matrix.T, matrix[:, ::2], matrix.detach().requires_grad_()),
+        "of one element": matrix.new_full((1,), number).expand(1000),
+        "attributes": (parameter, noted),
+        "objects": [Converts(matrix), Converts(matrix.double())],
+        "generator": torch.Generator().manual_seed(number),
+        "sparse": (matrix.to_sparse(), matrix.to_sparse_csr()),
+        "nested": torch.nested.nested_tensor([matrix, matrix[:1] + 1]),
+        "complex": torch.complex(matrix, matrix + 1).conj().imag,
+        "others": (matrix.bfloat16(), matrix > 2, torch.empty(0), torch.empty(3, device="meta"), matrix.numpy()),
+        "storage": (matrix + 3).untyped_storage(),
+        "module": torch.nn.Linear(2, 3).requires_grad_(False).float().apply(lambda m: m.weight.fill_(number)),
+    }
+
+
+def write(archive: Any, path: Path, group: Any = None) -> None:
+    with path.open("wb") as file:
+        archive.write(file)
+
+
+def places(memory: dict[int, list[Tensor]]) -> set[int]:
+    return {pages.data_ptr() for of_size in memory.values() for pages in of_size}
+
+
+@pytest.mark.filterwarnings("ignore:.*(in beta state|prototype stage)")
+@pytest.mark.parametrize("checksums", [True, False])
+def test_the_file_is_that_of_torch_save(checksums: bool, tmp_path: Path) -> None:
+    """At the call, to the byte, whatever is done meanwhile to what was saved; in the memory of the save before."""
+    fabric, _, _, _ = set_up(SmallNet(), **LATE, async_checkpoints=True)
+    saves: Any = fabric.strategy._background
+    torch.serialization.set_crc32_options(checksums)
+    try:
+        for number in range(1, 5):
+            torch.manual_seed(number)
+            content, expected, path = users_objects(number), io.BytesIO(), tmp_path / f"{number}"
+            torch.save(content, expected)
+            kept = places(saves._before)
+            archive = saves.copied(content, DiskCopies(tmp_path))
+            # A second file of the save, where temporaries of the first are gone.
+            second = saves.copied([torch.full((6,), number)], DiskCopies(tmp_path))
+            assert number == 1 or places(saves._present) == kept
+            content["shared"][0].fill_(-1)
+            content["attributes"][0].data.fill_(-1)
+            hold(saves)
+            saves.start(partial(write, archive, path))
+            OPENED.set()
+            saves.wait()
+            assert path.read_bytes() == expected.getvalue()
+            write(second, path)
+            assert torch.load(path)[0].tolist() == [number] * 6
+    finally:
+        torch.serialization.set_crc32_options(True)
+        fabric.strategy.teardown()
+
+
+@pytest.mark.parametrize("format_", ["lightning", "deepspeed"])
+def test_a_checkpoint_goes_where_it_was_meant_to(format_: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the process is in another folder when it is written, and the one before is removed."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    fabric, model, optimizer, _ = set_up(SmallNet(), **LATE, async_checkpoints=True, checkpoint_format=format_)
+    train_step(fabric, model, optimizer, 0)
+    hold(fabric.strategy._background)
+    fabric.save("fabric.ckpt", {"model": model, "optimizer": optimizer})
+    monkeypatch.chdir("elsewhere")
+    OPENED.set()
+    fabric.strategy.teardown()
+    monkeypatch.chdir(tmp_path)
+
+    def removes(trainer: pl.Trainer) -> None:
+        trainer.strategy.remove_checkpoint("first.ckpt")
+        monkeypatch.chdir("elsewhere")
+
+    held, then = HeldSave(Path("second.ckpt"), 2), After([3], lambda _: OPENED.set())
+    own = ZenFlowStrategy(**LATE, async_checkpoints=True, checkpoint_format=format_)
+    fit(LinearLossModule(length=4), own, callbacks=[saves(Path("first.ckpt"), 1), held, After([2], removes), then])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["elsewhere", "fabric.ckpt", "second.ckpt"]
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_children_inherit_neither_copies_nor_files(tmp_path: Path) -> None:
+    """They would keep memory of each save, the space of files that are deleted, and the lock that a killed save leaves."""
+    memory, staged = new_pages(2**20), StagedSave(tmp_path / "a.ckpt", sync=False, is_file=True)
+    memory.fill_(1)
+
+    def child() -> None:
+        with open("/proc/self/maps") as maps:
+            ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in maps]
+        assert not any(begin <= memory.data_ptr() < end for begin, end in ranges)
+        assert not any("zenflow" in name for _, name in open_files())
+
+    with open(staged.content, "wb") as file:
+        file.write(b"first")
+        forked = multiprocessing.get_context("fork").Process(target=child)
+        forked.start()
+        forked.join()
+        file.write(b", then")
+    assert forked.exitcode == 0 and staged.content.read_bytes() == b"first, then"
+    staged.abandon()
+
+
+def cannot_remove(folder: Path, trainer: Any) -> None:
+    """At once, and behind a save, which is made."""
+    discard, path = files._discard, folder / "other.ckpt"
+
+    def refuses(discarded: Path) -> None:
+        if discarded == path:
+            raise PermissionError(errno.EACCES, "denied", str(path))
+        discard(discarded)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_discard", refuses)
+        for saved in ([], ["saved.ckpt"]):
+            for name in saved:
+                trainer.save_checkpoint(folder / name)
+            with pytest.raises(OSError, match=rf"checkpoint {path} could not be removed: .*denied"):
+                trainer.strategy.remove_checkpoint(path)
+                trainer.strategy.wait_for_checkpoint()
+        assert (folder / "saved.ckpt").exists()
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_checkpoint_that_cannot_be_removed(in_background: bool, tmp_path: Path) -> None:
+    own = ZenFlowStrategy(**LATE, async_checkpoints=in_background)
+    fit(LinearLossModule(length=2), own, callbacks=[After([1], partial(cannot_remove, tmp_path))])
 
 
 @pytest.mark.parametrize("kind", ["link", "two", "default", "again", "similar", "by epochs", "by time"])
@@ -233,7 +379,7 @@ def test_an_exception_in_training_leaves_the_save_complete(tmp_path: Path) -> No
     path = tmp_path / "a.ckpt"
 
     def fails(trainer: pl.Trainer) -> None:
-        Gate.opened.set()
+        OPENED.set()
         raise KeyError("a user's error")
 
     with pytest.raises(KeyError, match="a user's error"):
@@ -241,43 +387,19 @@ def test_an_exception_in_training_leaves_the_save_complete(tmp_path: Path) -> No
     assert torch.load(path, weights_only=True)["global_step"] == 2
 
 
-def test_a_call_that_waits_ends_all_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a rate by which the thread sleeps for a year."""
-    monkeypatch.setattr(background, "_BYTES_PER_CORE_S", 1e-4)
-    paths = [tmp_path / f"{step}.ckpt" for step in (1, 3, 5)]
-    exists: list[bool] = []
-
-    def looks(trainer: pl.Trainer) -> None:
-        exists.extend(path.exists() for path in paths)
-        if trainer.global_step == 6:
-            trainer.strategy.wait_for_checkpoint()
-
-    callbacks = [*(saves(path, step) for path, step in zip(paths, (1, 3, 5), strict=True)), After([2, 4, 6, 7], looks)]
-    fit(LinearLossModule(length=8), strategy(), steps=8, callbacks=callbacks)
-    assert exists == [*(False, False, False), *(True, False, False), *(True, True, False), *(True, True, True)]
-
-
-def test_pauses_have_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing waits for the save."""
-    monkeypatch.setattr(background, "_BYTES_PER_CORE_S", 1e-4)
-    monkeypatch.setattr(background, "_LONGEST_PAUSES_S", 0.1)
-    path = tmp_path / "a.ckpt"
-    callbacks = [saves(path, 1), After([2], lambda _: wait_for(path.exists))]
-    fit(LinearLossModule(length=3), strategy(), callbacks=callbacks)
-
-
-PAUSES_AT_ITS_END = """
+AT_ITS_END = """
+import time
 import torch.distributed as dist
 from lightning_zenflow.checkpoint.background import BackgroundSaves
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 saves = BackgroundSaves(ranks_on_host=1, timeout=None)
-saves.start(lambda group: [saves.pause(10**15), print("written")])
+saves.start(lambda group: [time.sleep(0.5), print("written")])
 """
 
 
-def test_a_program_that_ends_waits_for_the_file_but_not_for_pauses() -> None:
+def test_a_program_that_ends_waits_for_the_file() -> None:
     """As under Fabric without `teardown`."""
-    done = subprocess.run([sys.executable, "-c", PAUSES_AT_ITS_END], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", AT_ITS_END], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "written\n"), done.stderr
 
 
@@ -286,11 +408,12 @@ def test_fabric(tmp_path: Path) -> None:
     fabric, model, optimizer, _ = set_up(SmallNet(), **LATE, async_checkpoints=True)
     path, state = tmp_path / "a.ckpt", {"model": model, "optimizer": optimizer}
     train_step(fabric, model, optimizer, 0)
-    fabric.save(path, {**state, "gate": Gate()})
+    hold(fabric.strategy._background)
+    fabric.save(path, state)
     saved = {name: w.clone() for name, w in model.state_dict().items()}
     train_step(fabric, model, optimizer, 1)
     assert not path.exists()
-    Gate.opened.set()
+    OPENED.set()
     fabric.load(path, state)
     torch.testing.assert_close(dict(model.state_dict()), saved, rtol=0, atol=0)
     fabric.save(path, {"model": model})

@@ -1,5 +1,6 @@
 """A save that fails or is killed changes nothing, on any rank, and a damaged file is refused on all."""
 
+import errno
 import gc
 import json
 import os
@@ -12,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed.runtime.engine as engine_module
 import lightning.pytorch as pl
@@ -158,6 +160,18 @@ def test_one_of_two_ranks_has_a_full_disk_or_a_damaged_file(stage: int, tmp_path
             assert "CheckpointError" in run.error
     assert_same_tensors(runs["saved"][0].master, runs["saving"][0].master)
     assert not (tmp_path / "failed.ckpt").exists()
+
+
+def test_who_has_another_problem_is_not_told_to_delete_files(tmp_path: Path) -> None:
+    def refused(trainer: pl.Trainer) -> None:
+        for code in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EIO, errno.ENAMETOOLONG):
+            error = OSError(code, os.strerror(code), "file")
+            commits = patch.object(collective.StagedSave, "commit", side_effect=error)
+            with commits, pytest.raises(OSError, match=rf"a\.ckpt could not .*{error.strerror}") as caught:
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+            assert ("Delete files there" in str(caught.value)) == (code in (errno.ENOSPC, errno.EDQUOT))
+
+    run_here(replace(CASE, steps=1, callbacks=(After([1], refused),)).with_keys(checkpoint_format="lightning"))
 
 
 @pytest.mark.parametrize(("stage", "sync"), [(2, False), (3, True)])

@@ -59,16 +59,19 @@ def whole() -> list[Tensor]:
     return weights_of(fit(8)[0])
 
 
-@pytest.mark.parametrize("plugins", [[], [AsyncCheckpointIO()]], ids=["", "asynchronous"])
-def test_a_store(plugins: list[Any], whole: list[Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["", "asynchronous", "in the background"])
+def test_a_store(kind: str, whole: list[Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As under `strategy="auto"`: the callback keeps the best there, removes others, finds the last one; a run goes on bit for bit."""
     monkeypatch.chdir(tmp_path)
     root, store = "memory://bucket", fsspec.filesystem("memory")
+    plugins: list[Any] = [AsyncCheckpointIO()] if kind == "asynchronous" else []
+    keys = {**LIMIT, "async_checkpoints": kind == "in the background"}
     for steps, resume in ((4, None), (8, "last")):
         files = ModelCheckpoint(
             dirpath=f"{root}/runs", every_n_train_steps=2, save_last=True, enable_version_counter=False
         )
-        rest, trainer = fit(steps, resume=resume, enable_checkpointing=True, callbacks=[files], plugins=plugins)
+        options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [files], "plugins": plugins}
+        rest, trainer = fit(steps, resume=resume, strategy=ZenFlowStrategy(**keys), **options)
         left = {p.rpartition("/")[2] for p in store.ls(f"{root}/runs", detail=False)}
         assert left == {f"epoch=0-step={steps}.ckpt", "last.ckpt"}
     torch.testing.assert_close(weights_of(rest), whole, rtol=0, atol=0)

@@ -1,44 +1,41 @@
-"""An entry of a checkpoint that is pickled when a test says so: the save in the background stays under way until then."""
+"""Saves in the background that stay under way until a test says so."""
 
 import threading
-from collections import OrderedDict
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from lightning_zenflow.checkpoint.background import Archive, BackgroundSaves
+
 _TIMEOUT_S = 120
 
+OPENED = threading.Event()
+"""Set when the one save that is held may go on; other processes have their own."""
 
-class Gate:
-    """Holds whoever pickles it until it is open, and may then fail him; a deep copy of it is the gate itself."""
 
-    opened = threading.Event()
-    """Of the one save that is held; other processes have their own."""
+def hold(background: BackgroundSaves, error: str = "") -> None:
+    """Has the thread write what it is given from now on when `OPENED` is set, or fail then."""
+    OPENED.clear()
+    background._thread.submit(_wait, error)
 
-    def __init__(self, error: str = "") -> None:
-        self._error = error
-        self.opened.clear()
 
-    def __deepcopy__(self, memo: Any) -> "Gate":
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        assert self.opened.wait(_TIMEOUT_S)
-        if self._error:
-            raise ValueError(self._error)
-        return OrderedDict, ()
+def _wait(error: str) -> None:
+    assert OPENED.wait(_TIMEOUT_S)
+    if error:
+        patch.object(Archive, "write", side_effect=ValueError(error)).start()
 
 
 class HeldSave(pl.Callback):
-    """Saves after a step, counted from 1, and opens the gate when a later step begins.
+    """Saves after a step, counted from 1, and lets the thread go on when a later step begins.
 
     Args:
         path: of the checkpoint.
         step: after which it is saved.
-        until: step that begins when the gate opens; None: a test opens it.
+        until: step that begins when the thread goes on; None: a test says so.
         error: with which the save then fails on the ranks in `failing`; empty: it succeeds.
         failing: these ranks.
     """
@@ -54,7 +51,8 @@ class HeldSave(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if trainer.global_step == self._step:
-            checkpoint["gate"] = Gate(self._error if trainer.global_rank in self._failing else "")
+            strategy: Any = trainer.strategy
+            hold(strategy._background, self._error if trainer.global_rank in self._failing else "")
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -67,11 +65,12 @@ class HeldSave(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step + 1 == self._until:
             assert _inode(self._path) == self._before
-            Gate.opened.set()
+            OPENED.set()
             if self._error:
                 # A flush raises it when the thread has ended.
                 strategy: Any = trainer.strategy
                 wait(strategy._background._under_way)
+                patch.stopall()
 
 
 def _inode(path: Path) -> int | None:

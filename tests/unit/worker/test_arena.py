@@ -166,7 +166,7 @@ def test_copies_are_page_locked_on_pages_of_their_own(recording: type[Recording]
     for numel in (1, 2047, 2048, 2049, 300_001):
         values = torch.randn(numel).bfloat16()
         copy = arena.page_locked_copy(values)
-        assert torch.equal(copy, values) and copy.data_ptr() % device.PAGE_BYTES == 0
+        assert torch.equal(copy, values) and copy.data_ptr() % mmap.PAGESIZE == 0
         assert copy.untyped_storage().nbytes() <= values.nbytes + 2 * device.PAGE_BYTES
         ranges.append((copy.data_ptr(), copy.data_ptr() + copy.untyped_storage().nbytes()))
     locked = [arena._address() + offset for call, offset in recording.calls if call == "lock"]
