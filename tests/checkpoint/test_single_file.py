@@ -167,13 +167,24 @@ def limit() -> ZenFlowStrategy:
     return ZenFlowStrategy(**LIMIT, overlap_step=False, worker_cores=1)
 
 
-def test_adamw_continues_ours_and_we_continue_adamws(tmp_path: Path) -> None:
+class Thawed(Noted):
+    """Its first layer is thawed before the save, its last one frozen around it; AdamW's counts are 2, 3 and 6 there, and 1 of a bias."""
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.hidden.requires_grad_(self.global_step >= 4)
+        self.head.requires_grad_(not 3 <= self.global_step < 8)
+        self.hidden.bias.requires_grad_(self.global_step >= 5)
+
+
+@pytest.mark.parametrize("make", [Noted, Thawed])
+def test_adamw_continues_ours_and_we_continue_adamws(make: type[Noted], tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours.ckpt", tmp_path / "theirs.ckpt"
-    whole = train("auto", STEPS)
-    train("auto", SAVED, save=theirs)
-    train(limit(), SAVED, save=ours)
+    whole = train("auto", STEPS, make=make)
+    train("auto", SAVED, save=theirs, make=make)
+    train(limit(), SAVED, save=ours, make=make)
     for strategy, path in ((limit(), theirs), ("auto", ours), (limit(), ours)):
-        rest = train(strategy, STEPS, resume=path)
+        rest = train(strategy, STEPS, resume=path, make=make)
         torch.testing.assert_close(rest.losses, whole.losses[SAVED:], rtol=3e-6, atol=1e-6)
         torch.testing.assert_close(rest.state_dict(), whole.state_dict(), rtol=1e-5, atol=2e-6)
     # In torch's own words.
@@ -333,10 +344,6 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "amsgrad": (
         edited(lambda c: c["optimizer_states"][0]["param_groups"][1].update(amsgrad=True)),
         "parameter group 1: amsgrad must be False, got True",
-    ),
-    "several counts": (
-        edited(lambda c: c["optimizer_states"][0]["state"][1].update(step=torch.tensor(2.0))),
-        "must have been trained for the same number of steps, got {",
     ),
     "another version": (
         edited(lambda c: c[FILE_KEY]["ranks"][0].update(version=0)),
