@@ -213,7 +213,8 @@ class Freezing:
 
     def slices(self, trained: Trained) -> dict[int, int]:
         """Slices of the parameters that are trained, each with the steps that it has missed."""
-        of_slices = enumerate(trained.n_missed[s.parameter] for s in self._partition.slices)
+        n_missed = trained.n_missed
+        of_slices = enumerate(n_missed[s.parameter] for s in self._partition.slices)
         return {index: n for index, n in of_slices if n is not None}
 
     def of_slices(self, columns: Sequence[Columns | None] | None) -> list[Columns | None]:

@@ -168,13 +168,13 @@ def limit() -> ZenFlowStrategy:
 
 
 class Thawed(Noted):
-    """Its first layer is thawed before the save, its last one frozen around it; AdamW's counts are 2, 3 and 6 there, and 1 of a bias."""
+    """One layer is thawed before the save, its bias behind it, and another one is frozen around it: AdamW's counts are 2, 0, 3 and 6."""
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.hidden.requires_grad_(self.global_step >= 4)
         self.head.requires_grad_(not 3 <= self.global_step < 8)
-        self.hidden.bias.requires_grad_(self.global_step >= 5)
+        self.hidden.bias.requires_grad_(self.global_step >= 7)
 
 
 @pytest.mark.parametrize("make", [Noted, Thawed])
@@ -192,7 +192,9 @@ def test_adamw_continues_ours_and_we_continue_adamws(make: type[Noted], tmp_path
     assert mine.keys() == plain.keys() | {FILE_KEY}
     (mine,), (plain,) = mine["optimizer_states"], plain["optimizer_states"]
     assert mine["param_groups"] == plain["param_groups"]
-    torch.testing.assert_close(mine["state"], plain["state"], rtol=1e-5, atol=1e-6)
+    # torch has no state of a parameter without a step.
+    assert make is Thawed or mine["state"].keys() == plain["state"].keys()
+    torch.testing.assert_close({i: mine["state"][i] for i in plain["state"]}, plain["state"], rtol=1e-5, atol=1e-6)
 
 
 def open_best(trainer: Any) -> None:
