@@ -18,7 +18,7 @@ import torch
 
 MAGIC: Final = 0x574F4C464E455A31
 
-VERSION: Final = 17
+VERSION: Final = 18
 
 HEADER_BYTES: Final = 4096
 
@@ -71,9 +71,9 @@ class ArenaHeader(Structure):
 
 
 class Range(Structure):
-    """``zenflow::Range``: elements of the partition that belong to one parameter group."""
+    """``zenflow::Range``: elements of the partition that belong to one parameter group, with one step count."""
 
-    _fields_ = fields((c_uint64, "begin end"), (c_uint32, "param_group first_scale"))
+    _fields_ = fields((c_uint64, "begin end"), (c_uint32, "param_group first_scale"), (c_int64, "n_missed"))
 
 
 class MomentScales(Structure):

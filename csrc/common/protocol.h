@@ -91,7 +91,7 @@
 namespace zenflow {
 
 constexpr uint64_t kMagic = 0x574f4c464e455a31ull;  // "1ZENFLOW" in memory order
-constexpr uint64_t kVersion = 17;
+constexpr uint64_t kVersion = 18;
 constexpr size_t kHeaderBytes = 4096;
 constexpr size_t kMaxMessageBytes = 16384;
 constexpr size_t kTileElements = 128;  // updated together by the replay kernel
@@ -167,12 +167,13 @@ static_assert(sizeof(ArenaHeader) <= kHeaderBytes, "the header must fit into its
 
 // Elements [begin, end) of the partition belong to `param_group`. Alignment padding is in no range and is never touched. Where
 // moments have scales, a range lies within one block, and the tile that begins at begin + i * kTileElements has the scales
-// first_scale + i.
+// first_scale + i. AdamW's count for the range is that of applied steps less `n_missed`, those in which it was frozen.
 struct Range {
     uint64_t begin;
     uint64_t end;
     uint32_t param_group;
     uint32_t first_scale;
+    int64_t n_missed;  // less than the count of every step that a job names
 };
 
 // Of a tile: its largest exp_avg / sqrt(exp_avg_sq), rounded, and its largest exp_avg_sq (moments_in_8_bits.h).

@@ -140,6 +140,7 @@ void Arena::check_tables() const {
         check_order("ranges", i, ranges_, header_.numel);
         require(ranges_[i].param_group < header_.n_param_groups, "arena: ranges[", i,
                 "].param_group must be below n_param_groups = ", header_.n_param_groups, ", got ", ranges_[i].param_group);
+        require(ranges_[i].n_missed >= 0, "arena: ranges[", i, "].n_missed must be at least 0, got ", ranges_[i].n_missed);
     }
     for (size_t i = 0; i < blocks_.size(); ++i) {
         check_order("blocks", i, blocks_, header_.numel);

@@ -21,8 +21,7 @@ BlockReplay::BlockReplay(const Arena& arena, const StepRecords& records)
       records_(records),
       kernel_(replay_kernel(arena.model_dtype(), arena.moments_dtype(), best_instruction_set())),
       journal_(arena),
-      segments_(arena.blocks().size()),
-      coefficients_(arena.header().n_param_groups) {
+      segments_(arena.blocks().size()) {
     // Both tables ascend, so one pass over them finds all overlapping pairs.
     auto range = arena.ranges().begin();
     for (size_t b = 0; b < segments_.size(); ++b) {
@@ -30,12 +29,24 @@ BlockReplay::BlockReplay(const Arena& arena, const StepRecords& records)
         while (range != arena.ranges().end() && range->end <= block.begin) ++range;
         for (auto r = range; r != arena.ranges().end() && r->begin < block.end; ++r) {
             const uint64_t end = std::min(r->end, block.end);
+            const size_t group = group_of(*r);
             for (uint64_t begin = std::max(r->begin, block.begin); begin < end; begin += kSegmentElements) {
                 const uint64_t scale = r->first_scale + (begin - r->begin) / kTileElements;
-                segments_[b].push_back({begin, std::min(begin + kSegmentElements, end), r->param_group, scale});
+                segments_[b].push_back({begin, std::min(begin + kSegmentElements, end), group, scale});
             }
         }
     }
+    coefficients_.resize(groups_.size());
+}
+
+// The group of a range; adds it if it is new.
+size_t BlockReplay::group_of(const Range& range) {
+    const auto found = std::find_if(groups_.begin(), groups_.end(), [&](const Group& group) {
+        return group.param_group == range.param_group && group.n_missed == range.n_missed;
+    });
+    const auto index = static_cast<size_t>(found - groups_.begin());
+    if (found == groups_.end()) groups_.push_back({range.param_group, range.n_missed});
+    return index;
 }
 
 void BlockReplay::check(const UpdateJob& job, const uint32_t* slots) const {
@@ -90,9 +101,10 @@ bool BlockReplay::is_shown(const UpdateJob& job, const BlockShown& wanted) const
     if (shown.is_true != 0) return true;
     // Left out in both cases, with any hyperparameters.
     if (!std::isfinite(wanted.factor)) return !std::isfinite(shown.factor);
-    const Hyperparameters *const sets = &arena_.hyperparameters(wanted.step, 0), *const second = sets + coefficients_.size();
+    const size_t n = arena_.header().n_param_groups;
+    const Hyperparameters* const sets = &arena_.hyperparameters(wanted.step, 0);
     return std::memcmp(&shown.factor, &wanted.factor, sizeof(float)) == 0 &&
-           std::memcmp(sets, second, coefficients_.size() * sizeof(Hyperparameters)) == 0;
+           std::memcmp(sets, sets + n, n * sizeof(Hyperparameters)) == 0;
 }
 
 void BlockReplay::collect_coefficients(const UpdateJob& job, const uint32_t* slots, const BlockShown& shown) {
@@ -100,9 +112,12 @@ void BlockReplay::collect_coefficients(const UpdateJob& job, const uint32_t* slo
     for (auto& group : coefficients_) group.clear();
     const auto add = [&](uint32_t i, const StepRecords::Step& step, bool of_second_set) {
         slots_.push_back(arena_.slot(slots[i]));
-        for (uint32_t group = 0; group < coefficients_.size(); ++group) {
-            const Hyperparameters& hyperparameters = arena_.hyperparameters(job.first_step + i, group, of_second_set);
-            coefficients_[group].push_back(step_coefficients(hyperparameters, step.count, step.clip));
+        for (size_t group = 0; group < groups_.size(); ++group) {
+            const auto& [param_group, n_missed] = groups_[group];
+            require(step.count > n_missed, "job: the count of step ", job.first_step + i, " must be more than the ", n_missed,
+                    " steps that ranges have missed, got ", step.count);
+            const Hyperparameters& hyperparameters = arena_.hyperparameters(job.first_step + i, param_group, of_second_set);
+            coefficients_[group].push_back(step_coefficients(hyperparameters, step.count - n_missed, step.clip));
         }
     };
     for (uint32_t i = 0; i < job.n_committed; ++i) {
@@ -149,7 +164,7 @@ void BlockReplay::run_share(size_t share, const UpdateJob& job) {
         const uint64_t begin = entry.position, in_block = begin - block_begin;
         for (size_t s = 0; s < slots_.size(); ++s) gradients[s] = slots_[s] + in_block * model_bytes;
         const bool has_tentative = slots_.size() > n_committed_;
-        const WindowView window{n_committed_,         gradients,     coefficients_[segment->param_group].data(),
+        const WindowView window{n_committed_,         gradients,     coefficients_[segment->group].data(),
                                 job.prediction_steps, has_tentative, {seed, static_cast<uint32_t>(begin)}};
         const uint64_t scale = segment->first_scale + (begin - segment->begin) / kTileElements;
         kernel_(arena_.state(begin, scale), segment->end - begin, window, published + in_block * model_bytes, entry);

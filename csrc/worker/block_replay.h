@@ -35,14 +35,21 @@ class BlockReplay {
     void run(const UpdateJob& job, const uint32_t* slots);
 
   private:
-    // Consecutive elements of one block and one parameter group, at most kSegmentElements of them.
+    // What has the same coefficients: ranges of one parameter group that have missed as many steps.
+    struct Group {
+        uint32_t param_group;
+        int64_t n_missed;
+    };
+
+    // Consecutive elements of one block and one group, at most kSegmentElements of them.
     struct Segment {
         uint64_t begin;  // in the partition
         uint64_t end;
-        uint32_t param_group;
+        size_t group;          // index into groups_
         uint64_t first_scale;  // of the tile that begins with the segment, if moments have scales
     };
 
+    size_t group_of(const Range& range);
     bool is_shown(const UpdateJob& job, const BlockShown& wanted) const;
     void collect_coefficients(const UpdateJob& job, const uint32_t* slots, const BlockShown& shown);
     std::vector<Journal::Share> shares(uint32_t block) const;
@@ -53,12 +60,13 @@ class BlockReplay {
     const ReplayKernel kernel_;
     Journal journal_;
     std::vector<std::vector<Segment>> segments_;  // per block
+    std::vector<Group> groups_;
 
     // Of the current job; members so that their memory is reused. Applied steps are those that are not left out, the tentative
     // one last.
     size_t n_committed_ = 0;                                   // of the applied steps
     std::vector<const std::byte*> slots_;                      // of the applied steps
-    std::vector<std::vector<StepCoefficients>> coefficients_;  // per parameter group, of the applied steps
+    std::vector<std::vector<StepCoefficients>> coefficients_;  // per group, of the applied steps
     std::vector<const void*> gradients_;                       // per share, of the applied steps in the current segment
 };
 

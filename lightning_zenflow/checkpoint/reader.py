@@ -295,6 +295,8 @@ class SavedCheckpoint:
         return {
             "partitions": partitions,
             "count": int(base["state"][_keys_of(base)[0]]["step"]),
+            # Earlier checkpoints, and those of plain DeepSpeed, do not have them.
+            "counts": (ours or {}).get("counts", {}),
             "groups": base["param_groups"],
             "attributes": {name: own[name] for name in _ATTRIBUTES if name in own},
             CHECKPOINT_KEY: ours,

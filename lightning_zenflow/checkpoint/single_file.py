@@ -9,6 +9,7 @@ Under the Trainer::
         ranks             [rank] `ZenFlowStep.state_dict`
         loss_scaler       attributes of DeepSpeed's
         clip_grad         largest gradient norm
+        count             applied steps; each parameter's own, without those in which it was frozen, are in its state
         counts            of DeepSpeed's engine
         entries           in the state dict, of parameters whose entries have other names
         masters           by name, where the model is in 16 bits and a hook has made something else of the entry
@@ -179,6 +180,7 @@ class WholeState:
                 "ranks": of_ranks,
                 "loss_scaler": dict(vars(self._optimizer.loss_scaler)),
                 "clip_grad": self._optimizer.clip_grad,
+                "count": int(self._optimizer.zenflow_step.count),
                 "counts": {name: getattr(self._engine, name) for name in COUNTS},
             }
         shown = dict(self.weights)
@@ -219,10 +221,13 @@ class WholeState:
         rounded = [n for n in self._exact - entries.keys() if self._parameters[n].dtype != torch.float32]
         self.run_state["masters"] = {name: masters[name] for name in sorted(rounded)}
         numbers = {name: i for i, name in enumerate(n for of_group in self._order for n in of_group)}
-        step = torch.tensor(float(self._optimizer.zenflow_step.count), dtype=torch.float32, device="cpu")
+        counts = self.run_state["ranks"][0]["counts"]
         self.optimizer_state = {
             "state": {
-                numbers[name]: {"step": step.clone(), **{key: copies[key][name] for key in MOMENTS}}
+                numbers[name]: {
+                    "step": torch.tensor(float(counts[name]), dtype=torch.float32, device="cpu"),
+                    **{key: copies[key][name] for key in MOMENTS},
+                }
                 for name in sorted(self._shapes, key=numbers.__getitem__)
             },
             "param_groups": [
@@ -343,23 +348,17 @@ class SavedFile:
                         self.path, f"parameter group {index}: {option} must be {required}, got {group[option]!r}"
                     )
         # None of a parameter that has never had a gradient.
-        states = {name: found[name] for name in shapes if name in found}
-        counts: dict[int, str] = {}
+        states, counts = {name: found[name] for name in shapes if name in found}, dict.fromkeys(shapes, 0)
         for name, of_one in states.items():
             for key in ("step", *MOMENTS):
                 if key not in of_one or (key in MOMENTS and of_one[key].shape != shapes[name]):
                     got = f"one of {list(of_one[key].shape)}" if key in of_one else f"no {key}"
                     must = f"the state of AdamW or Adam for {list(shapes[name])}"
                     raise refusal(self.path, f"{name} must have {must}, got {got}")
-            counts.setdefault(int(of_one["step"]), name)
-        if len(counts) > 1:
-            raise refusal(
-                self.path,
-                f"all parameters must have been trained for the same number of steps, got {counts}: one was frozen or had no gradient for a"
-                f" while, and ZenFlow has one count; take the weights only, {_WEIGHTS_ONLY}",
-            )
+            counts[name] = int(of_one["step"])
         return {
-            "count": next(iter(counts), 0),
+            "count": max([(self._run_state or {}).get("count", 0), *counts.values()]),
+            "counts": counts,
             "groups": groups,
             "moments": {key: {name: of_one[key] for name, of_one in states.items()} for key in MOMENTS},
             CHECKPOINT_KEY: self._run_state_of_rank(),

@@ -248,8 +248,9 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
 
         Args:
             weights: master weights by name, [*shape of the parameter], any type; those of all trained parameters, perhaps of others.
-            saved: "count" of applied steps; "groups" of hyperparameters; "moments" by key and name, 0 where there is none; and "zenflow",
-                this rank's `ZenFlowStep.state_dict` or None. None: weights only.
+            saved: "count" of applied steps, and "counts" of each parameter's own by name, the same where there is none; "groups" of
+                hyperparameters; "moments" by key and name, 0 where there is none; and "zenflow", this rank's `ZenFlowStep.state_dict` or
+                None. None: weights only.
         """
         for name, shape in self.full_state.shapes.items():
             self.full_state.write(name, weights[name])
@@ -326,14 +327,15 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
 
     def _continue_from(self, saved: Mapping[str, Any] | None) -> None:
         """Continues the run of a checkpoint, whose weights and moments are in the arena; see `load_full_state`."""
-        count = int(self.zenflow_step.count)
+        count, counts = int(self.zenflow_step.count), None
         if saved is not None:
-            count = saved["count"]
+            count, counts = saved["count"], saved["counts"]
             for group, values in zip(self.optimizer.param_groups, saved["groups"], strict=True):
                 # Copied: a tensor may be a view of a mapped file, and would keep it open.
                 group.update(deepcopy({key: value for key, value in values.items() if key != "params"}))
         self._host_state.write_count(count)
-        difference = self.zenflow_step.load_state_dict(None if saved is None else saved.get(CHECKPOINT_KEY), count)
+        run_state = None if saved is None else saved.get(CHECKPOINT_KEY)
+        difference = self.zenflow_step.load_state_dict(run_state, count, counts)
         if difference:
             rank_zero_info(
                 f"ZenFlow: the checkpoint has AdamW's exact state after {count} steps, but {difference}: the schedule,"

@@ -118,7 +118,7 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         self.zenflow_step = ZenFlowStep(
             self.zenflow_config,
             parts,
-            Freezing(self._rank.partition, parameters),
+            Freezing(self._rank.partition, {name: p for p, name in names.items()}),
             self.dp_process_group,
             read_inputs=self._read_inputs,
             gather_weights=self._weights_change,

@@ -13,8 +13,8 @@ columns, then its state: 12 bytes for each entry that the block can own at most.
 """
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -42,13 +42,30 @@ class Columns:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Grouping:
+    """What one call of AdamW updates: entries of one parameter group whose parameters have been frozen for as many steps."""
+
+    groups: Sequence[tuple[int, int]]
+    """Parameter group, and the applied steps of the run that AdamW's count lacks."""
+    of_slice: Mapping[int, int]
+    """For each trained slice, the index of its group."""
+
+    @classmethod
+    def of(cls, partition: Partition, slices: Mapping[int, int]) -> "Grouping":
+        """Of trained slices, each with the applied steps that it has missed."""
+        of_slice = {index: (partition.slices[index].param_group, n_missed) for index, n_missed in slices.items()}
+        numbers = {group: number for number, group in enumerate(sorted(set(of_slice.values())))}
+        return cls(groups=list(numbers), of_slice={index: numbers[group] for index, group in of_slice.items()})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OwnedTile:
-    """Device-owned entries of one tile, [rows, k], which begin at `begin` among those of the tile's parameter group in its block."""
+    """Device-owned entries of one tile, [rows, k], which begin at `begin` among those of its group (`Grouping`) in its block."""
 
     tile: Tile
     number: int
     """Of the tile."""
-    param_group: int
+    group: int
     begin: int
     columns: Columns | None
     """Relative to the tile's first column; None if all of its columns are owned."""
@@ -68,8 +85,8 @@ class OwnedTile:
 class RegionSize:
     """Most that a block can own, and the places of its parts of a region, in bytes."""
 
-    of_groups: tuple[int, ...]
-    """Entries of each parameter group."""
+    of_slices: Mapping[int, int]
+    """Entries of each slice."""
     columns_offset: int
     """Behind the table of tiles."""
     state_offset: int
@@ -80,20 +97,20 @@ class RegionSize:
     @classmethod
     def of_block(cls, partition: Partition, block: int, topk_ratio: float) -> "RegionSize":
         """Counts the columns of matrices that `topk_ratio` allows, and all elements of vectors."""
-        n_columns, of_groups = 0, [0] * len(partition.group_begins)
+        n_columns, of_slices = 0, dict[int, int]()
         tiles = partition.blocks[block].tiles
         for tile in (partition.tiles[index] for index in tiles):
             s = partition.slices[tile.slice]
             k = min(tile.width, column_count(s.columns, topk_ratio) if s.is_matrix else s.columns)
             n_columns += k
-            of_groups[s.param_group] += tile.rows * k
+            of_slices[tile.slice] = of_slices.get(tile.slice, 0) + tile.rows * k
         columns_offset = len(tiles) * ctypes.sizeof(native.ExportTile)
         state_offset = align(columns_offset + n_columns * _COLUMN_BYTES)
         return cls(
-            of_groups=tuple(of_groups),
+            of_slices=of_slices,
             columns_offset=columns_offset,
             state_offset=state_offset,
-            n_bytes=align(state_offset + sum(of_groups) * STATE_BYTES),
+            n_bytes=align(state_offset + sum(of_slices.values()) * STATE_BYTES),
         )
 
 
@@ -152,9 +169,10 @@ class DeviceColumns:
         block: index into `Partition.blocks`.
         columns: for each slice, the device-owned columns over the whole row; None where the device owns all of them.
         region: where their exact state comes from.
-        states: for each parameter group the block's segment, [3, capacity] float32 on the device: master weights and moments.
-        staging: for each parameter group what the entries' gradients are gathered into, [capacity], model dtype. After `step` or `load` it
-            has the new weights, until the next gradient.
+        grouping: of the entries.
+        states: for each group the block's segment, [3, capacity] float32 on the device: master weights and moments.
+        staging: for each group what the entries' gradients are gathered into, [capacity], model dtype. After `step` or `load` it has the
+            new weights, until the next gradient.
 
     Attributes:
         selections: for each tile with such columns, what AdamW needs of its gradient.
@@ -167,6 +185,7 @@ class DeviceColumns:
         block: int,
         columns: Sequence[Columns | None],
         region: ExportRegion,
+        grouping: Grouping,
         *,
         states: Sequence[Tensor],
         staging: Sequence[Tensor],
@@ -174,17 +193,18 @@ class DeviceColumns:
         partition = rank.partition
         self._rank = rank
         self._region = region
+        self._groups = grouping.groups
         # Steps that the requested state does not have.
         self._later: list[tuple[Sequence[GroupHyperparameters], StepScale, list[Tensor]]] = []
         self._tiles: list[OwnedTile] = []
-        self._numels = [0] * len(partition.group_begins)
+        self._numels = [0] * len(self._groups)
         for tile_index in partition.blocks[block].tiles:
             tile = partition.tiles[tile_index]
             of_tile, k = _within(columns[tile.slice], tile, partition.slices[tile.slice].columns)
             if k > 0:
-                group = partition.slices[tile.slice].param_group
+                group = grouping.of_slice[tile.slice]
                 begin = self._numels[group]
-                owned = OwnedTile(tile=tile, number=tile_index, param_group=group, begin=begin, columns=of_tile, k=k)
+                owned = OwnedTile(tile=tile, number=tile_index, group=group, begin=begin, columns=of_tile, k=k)
                 self._tiles.append(owned)
                 self._numels[group] += owned.numel
         self._states = [of_group.narrow(1, 0, n) for of_group, n in zip(states, self._numels, strict=True)]
@@ -198,8 +218,9 @@ class DeviceColumns:
         self.writes: list[ColumnWrite] = []
         for owned in self._tiles:
             tile, on_device = owned.tile, None if owned.columns is None else owned.columns.device
-            entries = owned.of_group(self._staging[owned.param_group])
-            matrix = self._rank.weights_at(owned.param_group, tile.begin, tile.numel).view(tile.rows, tile.width)
+            entries = owned.of_group(self._staging[owned.group])
+            param_group, _ = self._groups[owned.group]
+            matrix = self._rank.weights_at(param_group, tile.begin, tile.numel).view(tile.rows, tile.width)
             self.selections[owned.number] = selection = Selection(columns=on_device, entries=entries)
             self.writes.append((matrix, selection))
 
@@ -222,7 +243,7 @@ class DeviceColumns:
         entries = (native.ExportTile * len(self._tiles))()
         n_columns = 0
         for entry, owned in zip(entries, self._tiles, strict=True):
-            tile, group = owned.tile, owned.param_group
+            tile, group = owned.tile, owned.group
             entry.begin, entry.rows, entry.width, entry.n_columns = tile.begin, tile.rows, tile.width, owned.k
             entry.first_scale = rank.arena.first_scales[owned.number]
             if owned.columns is not None:
@@ -254,22 +275,24 @@ class DeviceColumns:
         for state, staging in zip(self._states, self._staging, strict=True):
             staging.copy_(state[0])
         for groups, scale, gradients in self._later:
-            adamw(self._rank, self._states, gradients, self._staging, groups, scale)
+            adamw(self._rank, self._groups, self._states, gradients, self._staging, groups, scale)
         self._later.clear()
 
 
 def adamw(
     rank: RankState,
+    groups: Sequence[tuple[int, int]],
     states: Sequence[Tensor],
     gradients: Sequence[Tensor],
     weights: Sequence[Tensor],
-    groups: Sequence[GroupHyperparameters],
+    hyperparameters: Sequence[GroupHyperparameters],
     scale: StepScale,
 ) -> None:
-    """`Kernels.adamw_` for each parameter group that has entries."""
-    for state, gradient, of_group, h in zip(states, gradients, weights, groups, strict=True):
+    """`Kernels.adamw_` for each group (`Grouping`) that has entries; hyperparameters are those of each parameter group."""
+    for (param_group, n_missed), state, gradient, of_group in zip(groups, states, gradients, weights, strict=True):
         if gradient.numel():
-            rank.kernels.adamw_(state, gradient, of_group, h, scale)
+            own = replace(scale, count=scale.count - n_missed) if n_missed else scale
+            rank.kernels.adamw_(state, gradient, of_group, hyperparameters[param_group], own)
 
 
 def _within(columns: Columns | None, tile: Tile, row_length: int) -> tuple[Columns | None, int]:

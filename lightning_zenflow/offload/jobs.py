@@ -1,7 +1,7 @@
 """The asynchronous protocol between the training thread and the worker, from the trainer's side."""
 
 import dataclasses
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -289,8 +289,8 @@ class JobQueue:
         answered = map(self.in_flight.has_answers, self._rank.blocks.of_slice[index])
         return not self.verification.is_in_doubt and all(answered)
 
-    def change_trained(self, slices: Container[int]) -> None:
-        """Updates and publishes these slices from now on; right after a flush only."""
+    def change_trained(self, slices: Mapping[int, int]) -> None:
+        """Updates and publishes these slices from now on, each with the applied steps that it has missed; right after a flush only."""
         self._check_integrity()
         self._rank.arena.write_trained(slices)
         self._worker.restart()

@@ -1,12 +1,13 @@
 """Columns that the device owns: when columns are selected, and which ones; their ownership by blocks, which changes while training goes on;
-and the record of the parameters that are trained.
+and the record of the parameters that are trained, with the steps in which they were.
 
 A column's importance is the squared norm of its gradient (ZenFlow, arXiv 2505.12242, section 3). Partitions hold row ranges, so each rank
 sums over its own rows, and the sums are added over the ranks: one float per column instead of the gradient itself.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from lightning_zenflow.core.device import AsyncHostCopy, DeviceNumber
 from lightning_zenflow.core.partition import Partition, column_count
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
-from lightning_zenflow.offload.columns import Columns, DeviceColumns, ExportRegion, adamw, region_sizes
+from lightning_zenflow.offload.columns import Columns, DeviceColumns, ExportRegion, Grouping, adamw, region_sizes
 from lightning_zenflow.offload.rank_state import Block, Owned, RankState
 
 AUTO_INTERVAL = 512
@@ -162,28 +163,59 @@ def _of_parameters(flat: Tensor, columns: Sequence[int], numbers: Sequence[int])
     return dict(zip(order, torch.split(flat, [numbers[parameter] for parameter in order]), strict=True))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """Which parameters are trained between two changes of that, each list in the order in which `Slice.parameter` counts them."""
+
+    flags: list[bool]
+    """Whether it is trained."""
+    since: int
+    """Applied steps of the run before."""
+    counts: list[int]
+    """Those in which it was trained."""
+
+    @property
+    def n_missed(self) -> list[int | None]:
+        """Applied steps of the run that AdamW's own count lacks; None of a frozen parameter, whose count stands still."""
+        return [self.since - n if is_trained else None for is_trained, n in zip(self.flags, self.counts, strict=True)]
+
+
 class Freezing:
-    """Record of the parameters that are trained at present. As under plain torch, a frozen parameter and its moments do not change.
+    """Record of the parameters that are trained at present. As under plain torch, a frozen parameter and its moments do not change, and
+    AdamW's step count, which its bias correction depends on, is each parameter's own.
 
     Args:
-        parameters: parameters of the model that required gradients at setup, in the order in which `Slice.parameter` counts them.
+        parameters: parameters of the model that required gradients at setup, by name, in the order in which `Slice.parameter` counts them.
 
     Attributes:
-        trained: for each parameter, whether it is trained, as everything else follows it.
+        now: which are trained, as everything else follows it.
     """
 
-    def __init__(self, partition: Partition, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, partition: Partition, parameters: Mapping[str, Tensor]) -> None:
         self._partition = partition
         self._parameters = parameters
-        self.trained = [True] * len(parameters)
+        self.now = Trained(flags=[True] * len(parameters), since=0, counts=[0] * len(parameters))
 
     def present(self) -> list[bool]:
-        """What `trained` should be by `requires_grad`, alike on every rank."""
-        return [p.requires_grad for p in self._parameters]
+        """What `Trained.flags` should be by `requires_grad`, alike on every rank."""
+        return [p.requires_grad for p in self._parameters.values()]
 
-    def slices(self, trained: Sequence[bool]) -> Set[int]:
-        """Slices of the parameters that are trained by these flags."""
-        return frozenset(index for index, s in enumerate(self._partition.slices) if trained[s.parameter])
+    def counts(self, count: int) -> dict[str, int]:
+        """AdamW's own count of each parameter by name, after `count` applied steps of the run."""
+        now = self.now
+        own = (n + is_trained * (count - now.since) for is_trained, n in zip(now.flags, now.counts, strict=True))
+        return dict(zip(self._parameters, own, strict=True))
+
+    def trained(self, flags: list[bool], counts: Mapping[str, int] | None, count: int) -> Trained:
+        """What is trained from `count` applied steps on. `counts` are as above, those of the run where missing; None: of this run."""
+        own = self.counts(count) if counts is None else counts
+        return Trained(flags=flags, since=count, counts=[own.get(name, count) for name in self._parameters])
+
+    def slices(self, trained: Trained) -> dict[int, int]:
+        """Slices of the parameters that are trained, each with the steps that it has missed."""
+        n_missed = trained.n_missed
+        of_slices = enumerate(n_missed[s.parameter] for s in self._partition.slices)
+        return {index: n for index, n in of_slices if n is not None}
 
     def of_slices(self, columns: Sequence[Columns | None] | None) -> list[Columns | None]:
         """For each slice the columns of its parameter; no columns where it is frozen.
@@ -192,17 +224,17 @@ class Freezing:
             columns: for each parameter, columns over the whole row, None for all; or None, for no columns of any parameter.
         """
         empty = torch.empty(0, dtype=torch.int64, device="cpu")
-        none = Columns(device=empty.to(self._parameters[0].device), host=empty)
+        none = Columns(device=empty.to(next(iter(self._parameters.values())).device), host=empty)
         numbers = [s.parameter for s in self._partition.slices]
-        return [none if columns is None or not self.trained[number] else columns[number] for number in numbers]
+        return [none if columns is None or not self.now.flags[number] else columns[number] for number in numbers]
 
 
 class Ownership:
     """Owner of all device-owned entries of a rank: 12 bytes an entry, and the gradient in the model's type.
 
-    Each block has a segment of each parameter group's arrays, as long as what it can own at most. What is unused is zero, or of columns
-    before, and AdamW passes over it. So AdamW is one call for a parameter group, and the write of the weights one for the rank, whatever
-    the number of blocks.
+    Each block has a segment of each group's arrays (`Grouping`), as long as what it can own at most. What is unused is zero, or of columns
+    before, and AdamW passes over it. So AdamW is one call for a group, and the write of the weights one for the rank, whatever the number
+    of blocks.
 
     A new selection reaches each block at that block's own window boundary, in two phases:
 
@@ -226,11 +258,22 @@ class Ownership:
         begins = accumulate((size.n_bytes for size in self._sizes), initial=0)
         places = zip(begins, self._sizes, strict=False)
         self._regions = [ExportRegion(rank, begin=begin, size=size) for begin, size in places]
-        # For each parameter group [3, n] float32 and [n] in the model's type (`DeviceColumns`), while columns are owned.
+        # For each group [3, n] float32 and [n] in the model's type (`DeviceColumns`), while columns are owned.
         self._states: list[Tensor] = []
         self._staging: list[Tensor] = []
         self._write: Callable[[], None] | None = None  # made anew when blocks have changed their columns
         self.selections: dict[int, Sequence[Columns | None]] = {}
+        self.follow(dict.fromkeys(range(len(rank.partition.slices)), 0))
+
+    def follow(self, slices: Mapping[int, int]) -> None:
+        """Makes nothing device-owned, and later entries of these slices only, each with the applied steps that it has missed."""
+        self.clear()
+        self._grouping = Grouping.of(self._rank.partition, slices)
+        # For each group the entries of each block.
+        self._numels = [[0] * len(self._sizes) for _ in self._grouping.groups]
+        for block, size in enumerate(self._sizes):
+            for index in size.of_slices.keys() & slices.keys():
+                self._numels[self._grouping.of_slice[index]][block] += size.of_slices[index]
 
     @property
     def numel(self) -> int:
@@ -297,7 +340,7 @@ class Ownership:
     def step(self, groups: Sequence[GroupHyperparameters], scale: StepScale) -> None:
         """One exact AdamW step of every owned entry; columns to come record it."""
         if self._current:
-            adamw(self._rank, self._states, self._staging, self._staging, groups, scale)
+            adamw(self._rank, self._grouping.groups, self._states, self._staging, self._staging, groups, scale)
         for block in self._rank.blocks:
             if (incoming := block.owned.incoming) is not None:
                 incoming.record(groups, scale)
@@ -340,17 +383,17 @@ class Ownership:
         block.owned.current, block.owned.incoming = incoming, None
 
     def _segments(self, block: Block) -> tuple[list[Tensor], list[Tensor]]:
-        """The block's segments of states and staging, for each parameter group; makes the arrays first if there are none."""
-        of_groups = [list(n) for n in zip(*(size.of_groups for size in self._sizes), strict=True)]
+        """The block's segments of states and staging, for each group; makes the arrays first if there are none."""
         if not self._states:
-            numels = [sum(of_blocks) for of_blocks in of_groups]
-            self._staging = [w.new_zeros(n) for n, w in zip(numels, self._rank.weights, strict=True)]
+            numels = [sum(of_blocks) for of_blocks in self._numels]
+            self._staging = [self._rank.weights[0].new_zeros(n) for n in numels]
             self._states = [torch.zeros(3, n, dtype=torch.float32, device=self._rank.device) for n in numels]
-        states = [torch.split(state, n, dim=1)[block.number] for state, n in zip(self._states, of_groups, strict=True)]
-        return states, [torch.split(t, n)[block.number] for t, n in zip(self._staging, of_groups, strict=True)]
+        places = list(zip(self._states, self._staging, self._numels, strict=True))
+        states = [torch.split(state, of_blocks, dim=1)[block.number] for state, _, of_blocks in places]
+        return states, [torch.split(staging, of_blocks)[block.number] for _, staging, of_blocks in places]
 
     def _columns_of(
         self, block: Block, selection: int, states: Sequence[Tensor], staging: Sequence[Tensor]
     ) -> DeviceColumns:
         columns, region = self.selections[selection], self._regions[block.number]
-        return DeviceColumns(self._rank, block.number, columns, region, states=states, staging=staging)
+        return DeviceColumns(self._rank, block.number, columns, region, self._grouping, states=states, staging=staging)

@@ -12,7 +12,8 @@ applies every gradient once, in order. Its state after step t is the *exact* sta
     w_t = (1 - lr lambda) w_(t-1) - lr (m_t / (1 - beta1^n)) / (sqrt(v_t / (1 - beta2^n)) + eps)
 
 n counts the steps whose norm is finite; the other steps change nothing. Adam adds lambda w_(t-1) to c_t g_t instead of decaying the
-weight. A frozen parameter has no gradient and keeps its state. The paper instead applies the mean of S gradients as one update.
+weight. A frozen parameter has no gradient and keeps its state; its n does not count the step. The paper instead applies the mean of S
+gradients as one update.
 
 **The shown weights.** ZenFlow decides only which step's exact weight the model shows, for each element:
 
@@ -64,8 +65,10 @@ class AdamWState:
     weights: list[Tensor]
     exp_avg: list[Tensor]
     exp_avg_sq: list[Tensor]
+    counts: list[int]
+    """n of each parameter."""
     count: int = 0
-    """n: steps that were applied."""
+    """Steps that were applied, whatever was frozen in them."""
     skipped: int = 0
     """Steps whose norm was not finite."""
 
@@ -74,7 +77,7 @@ class AdamWState:
         """Zero moments, and copies of the weights in `dtype`."""
         copies = [w.detach().to(dtype, copy=True) for w in weights]
         exp_avg, exp_avg_sq = ([torch.zeros_like(w) for w in copies] for _ in range(2))
-        return cls(weights=copies, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+        return cls(weights=copies, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, counts=[0] * len(copies))
 
     def step(self, gradients: Gradients, groups: Groups, *, max_norm: float = 0.0) -> float:
         """One step; `max_norm` 0 means no clipping. Returns c_t, or NaN where the norm is not finite."""
@@ -85,18 +88,18 @@ class AdamWState:
         factor = 1 / max(1.0, (norm + 1e-6) / max_norm) if max_norm else 1.0
         self.weights, self.exp_avg, self.exp_avg_sq = self.updated(gradients, groups, [factor] * len(gradients))
         self.count += 1
+        self.counts = [n + (g is not None) for n, g in zip(self.counts, gradients, strict=True)]
         return factor
 
     def updated(
         self, gradients: Gradients, groups: Groups, factors: Sequence[Tensor | float]
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Weights, first and second moments after a step with given factors, one a parameter or one an element; changes nothing."""
-        n = self.count + 1
         weights, exp_avg, exp_avg_sq = list(self.weights), list(self.exp_avg), list(self.exp_avg_sq)
         for i, (gradient, h, factor) in enumerate(zip(gradients, groups, factors, strict=True)):
             if gradient is None:
                 continue
-            w, m, v = weights[i], exp_avg[i], exp_avg_sq[i]
+            w, m, v, n = weights[i], exp_avg[i], exp_avg_sq[i], self.counts[i] + 1
             g = gradient.to(w.dtype) * factor
             if h.decoupled:
                 w = w - h.lr * h.weight_decay * w

@@ -10,6 +10,7 @@ Layout 5, of plain numbers, lists and CPU tensors::
         block_length    of the `Partition`, where its blocks have one length
     step, skipped       steps done, and how many of them were not finite
     trained             [parameter] whether it was trained, not frozen, in the last step
+    counts              {name of a parameter: applied steps in which it was trained}
     ownership
         selections      {number: [slice] columns, None for all}
         of_block        [block] number of the selection that it has, None before the first one

@@ -236,11 +236,11 @@ class ZenFlowStep:
 
     def follow_freezing(self) -> None:
         """Follows changes of `requires_grad`; between steps, alike on all ranks."""
-        trained = self._freezing.present()
-        if trained == self._freezing.trained and not self._refreezing.is_broken:
+        flags = self._freezing.present()
+        if flags == self._freezing.now.flags and not self._refreezing.is_broken:
             return
         self.flush()
-        self._change_trained(trained)
+        self._change_trained(flags, None)
         # Who does so in every batch reads it once.
         if self.number >= self._silent_until:
             rank_zero_info(
@@ -305,46 +305,49 @@ class ZenFlowStep:
             "layout": self.layout,
             "step": self.number,
             "skipped": int(self._telemetry.skipped),
-            "trained": self._freezing.trained,
+            "trained": self._freezing.now.flags,
+            "counts": self._freezing.counts(int(self.count)),
             **self._parts.state_dict(),
         }
 
-    def load_state_dict(self, saved: Mapping[str, Any] | None, count: int) -> str:
+    def load_state_dict(self, saved: Mapping[str, Any] | None, count: int, counts: Mapping[str, int] | None) -> str:
         """Continues a run; AdamW's state has been loaded into the arena.
 
         Args:
             saved: a `state_dict`; None: the checkpoint has none.
             count: number of applied steps.
+            counts: as of `Freezing.trained`.
 
         Returns:
             Reason why the run does not continue bit for bit; empty if it does.
         """
         self.count = torch.full_like(self.count, count)
-        difference = "it is not one of ZenFlow"
+        flags, difference = self._freezing.now.flags, "it is not one of ZenFlow"
         if saved is not None:
             difference = difference_of(saved, self.layout, len(self._rank.blocks))
             self.number = self._flushed_number = saved["step"]
             self._telemetry.skipped.fill_(saved["skipped"])
+            # Columns are restored for the parameters that were trained at the save; `follow_freezing` compares `requires_grad` with them.
+            flags = flags if difference else saved["trained"]
         self._rank.arena.resolved = (self.number, count)
-        if saved is None or difference:
-            self.start_over(count)
-            return difference
-        # Columns are restored for the parameters that were trained at the save; `follow_freezing` compares `requires_grad` with them.
-        if saved["trained"] != self._freezing.trained or self._refreezing.is_broken:
-            self._change_trained(saved["trained"])
+        self._change_trained(flags, counts)
         self.start_over(count)
-        self._parts.load_state_dict(saved)
-        return ""
+        if saved is not None and not difference:
+            self._parts.load_state_dict(saved)
+        return difference
 
-    def _change_trained(self, trained: list[bool]) -> None:
-        """Updates other parameters from now on; right after a flush only. If that is interrupted, `follow_freezing` does it again."""
-        slices = self._freezing.slices(trained)
+    def _change_trained(self, flags: list[bool], counts: Mapping[str, int] | None) -> None:
+        """Updates other parameters, or with other counts; right after a flush only. `follow_freezing` repeats it if it is interrupted."""
+        trained = self._freezing.trained(flags, counts, count=int(self.count))
+        is_other = trained.n_missed != self._freezing.now.n_missed or self._refreezing.is_broken
         with self._refreezing:
-            self._jobs.change_trained(slices)
-            self._fill.trained = slices
-            # Those who freeze in turns do so in each step, behind the forward pass perhaps, whose weights the flush must not change.
-            self.start_over(int(self.count), shows_exact=True)
-            self._freezing.trained = trained
+            if is_other:
+                self._jobs.change_trained(slices := self._freezing.slices(trained))
+                self._fill.trained = frozenset(slices)
+                self._ownership.follow(slices)
+                # Those who freeze in turns do so in each step, behind the forward pass perhaps, whose weights the flush must not change.
+                self.start_over(trained.since, shows_exact=True)
+            self._freezing.now = trained
         self._refreezing.repaired()
 
     def _reduce(self, context: StepContext) -> Tensor:

@@ -10,7 +10,7 @@ import fcntl
 import math
 import mmap
 import os
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -150,7 +150,7 @@ class Arena:
 
         self.first_scales = first_scales(partition.tiles)
         self._partition = partition
-        self.write_trained(range(len(partition.slices)))
+        self.write_trained(dict.fromkeys(range(len(partition.slices)), 0))
         blocks = (native.Block * header.n_blocks).from_buffer(self._memory, header.blocks_offset)
         blocks[:] = [native.Block(begin=block.begin, end=block.end) for block in partition.blocks]
 
@@ -284,11 +284,17 @@ class Arena:
         entries = (native.Hyperparameters * len(groups)).from_buffer(self._memory, begin)
         entries[:] = [native.Hyperparameters(**vars(group)) for group in groups]
 
-    def write_trained(self, slices: Container[int]) -> None:
-        """Sets the slices of the partition that workers update which start later."""
+    def write_trained(self, slices: Mapping[int, int]) -> None:
+        """Sets the slices of the partition that workers update which start later, each with the applied steps that it has missed."""
         tiles, groups = self._partition.tiles, [s.param_group for s in self._partition.slices]
         ranges = [
-            native.Range(begin=tile.begin, end=tile.end, param_group=groups[tile.slice], first_scale=scale)
+            native.Range(
+                begin=tile.begin,
+                end=tile.end,
+                param_group=groups[tile.slice],
+                first_scale=scale,
+                n_missed=slices[tile.slice],
+            )
             for tile, scale in zip(tiles, self.first_scales[:-1], strict=True)
             if tile.slice in slices
         ]

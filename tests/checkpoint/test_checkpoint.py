@@ -102,13 +102,15 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 def test_another_configuration_starts_over_from_adamws_state(tmp_path: Path) -> None:
-    whole = run_here(saving(EXACT, 6, path := tmp_path / "half.ckpt"))
+    """In which each parameter has its own step count."""
+    case = replace(EXACT, **FREEZING)
+    whole = run_here(saving(case, 6, path := tmp_path / "half.ckpt"))
     # Gradients do not depend on weights, so the exact state is the same whatever the configuration.
-    assert_same_state(run_here(resuming(replace(EXACT, topk_ratio=0.1, update_interval=2), path)), whole)
+    assert_same_state(run_here(resuming(replace(case, topk_ratio=0.1, update_interval=2), path)), whole)
     # Of a former release, with a key that no longer exists.
     of_config = "optimizer_state_dict", "zenflow", "layout", "config"
     edit(RANK_FILE, lambda content: reduce(getitem, of_config, content).update(tail="auto"))(path)
-    assert_same_state(run_here(resuming(EXACT, path)), whole)
+    assert_same_state(run_here(resuming(case, path)), whole)
 
 
 def test_other_blocks_start_over_from_adamws_state(
@@ -194,7 +196,7 @@ LIMIT = Case(topk_ratio=0.0, update_interval=1, publish_lag=0, steps=FEW_STEPS, 
 """The settings at which training is AdamW's, so that only the order of sums depends on the number of ranks."""
 ON_OTHER_RANKS = {
     "limit": LIMIT,
-    "everything": Case(topk_ratio=0.3, max_norm=1.0, steps=FEW_STEPS, strategy_options=EVERYTHING),
+    "everything": Case(**FREEZING, topk_ratio=0.3, max_norm=1.0, steps=FEW_STEPS, strategy_options=EVERYTHING),
     "bf16": Case(topk_ratio=0.3, precision="bf16-true", steps=FEW_STEPS, strategy_options=EVERYTHING),
 }
 
@@ -216,7 +218,8 @@ def test_other_ranks(names: Sequence[str], before: int, after: int, tmp_path: Pa
     loading: dict[str, Case] = {}
     for name in names:
         # The same data on every rank: then the gradient's mean does not depend on how many there are.
-        case = replace(ON_OTHER_RANKS[name], model_options={"ranks_differ": False})
+        case = ON_OTHER_RANKS[name]
+        case = replace(case, model_options={**case.model_options, "ranks_differ": False})
         path = str(tmp_path / f"{name}.ckpt")
         saving[f"{name}, saved"] = replace(case, steps=5, save_at=5, checkpoint=path)
         saving[f"{name}, the same ranks"] = replace(case, checkpoint=path)

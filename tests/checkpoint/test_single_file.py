@@ -167,13 +167,24 @@ def limit() -> ZenFlowStrategy:
     return ZenFlowStrategy(**LIMIT, overlap_step=False, worker_cores=1)
 
 
-def test_adamw_continues_ours_and_we_continue_adamws(tmp_path: Path) -> None:
+class Thawed(Noted):
+    """One layer is thawed before the save, its bias behind it, and another one is frozen around it: AdamW's counts are 2, 0, 3 and 6."""
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.hidden.requires_grad_(self.global_step >= 4)
+        self.head.requires_grad_(not 3 <= self.global_step < 8)
+        self.hidden.bias.requires_grad_(self.global_step >= 7)
+
+
+@pytest.mark.parametrize("make", [Noted, Thawed])
+def test_adamw_continues_ours_and_we_continue_adamws(make: type[Noted], tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours.ckpt", tmp_path / "theirs.ckpt"
-    whole = train("auto", STEPS)
-    train("auto", SAVED, save=theirs)
-    train(limit(), SAVED, save=ours)
+    whole = train("auto", STEPS, make=make)
+    train("auto", SAVED, save=theirs, make=make)
+    train(limit(), SAVED, save=ours, make=make)
     for strategy, path in ((limit(), theirs), ("auto", ours), (limit(), ours)):
-        rest = train(strategy, STEPS, resume=path)
+        rest = train(strategy, STEPS, resume=path, make=make)
         torch.testing.assert_close(rest.losses, whole.losses[SAVED:], rtol=3e-6, atol=1e-6)
         torch.testing.assert_close(rest.state_dict(), whole.state_dict(), rtol=1e-5, atol=2e-6)
     # In torch's own words.
@@ -181,7 +192,9 @@ def test_adamw_continues_ours_and_we_continue_adamws(tmp_path: Path) -> None:
     assert mine.keys() == plain.keys() | {FILE_KEY}
     (mine,), (plain,) = mine["optimizer_states"], plain["optimizer_states"]
     assert mine["param_groups"] == plain["param_groups"]
-    torch.testing.assert_close(mine["state"], plain["state"], rtol=1e-5, atol=1e-6)
+    # torch has no state of a parameter without a step.
+    assert make is Thawed or mine["state"].keys() == plain["state"].keys()
+    torch.testing.assert_close({i: mine["state"][i] for i in plain["state"]}, plain["state"], rtol=1e-5, atol=1e-6)
 
 
 def open_best(trainer: Any) -> None:
@@ -333,10 +346,6 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "amsgrad": (
         edited(lambda c: c["optimizer_states"][0]["param_groups"][1].update(amsgrad=True)),
         "parameter group 1: amsgrad must be False, got True",
-    ),
-    "several counts": (
-        edited(lambda c: c["optimizer_states"][0]["state"][1].update(step=torch.tensor(2.0))),
-        "must have been trained for the same number of steps, got {",
     ),
     "another version": (
         edited(lambda c: c[FILE_KEY]["ranks"][0].update(version=0)),

@@ -48,7 +48,7 @@ struct Fixture {
 // Ranges larger and smaller than a segment, cut by block borders, with padding between them and at the end.
 ArenaSpec awkward_spec(DataType type) {
     ArenaSpec spec;
-    spec.ranges = {{3, 40000, 0, 0}, {40001, 40002, 1, 0}, {40064, 40064, 0, 0}, {40064, 90001, 1, 0}};
+    spec.ranges = {{3, 40000, 0, 0, 0}, {40001, 40002, 1, 0, 0}, {40064, 40064, 0, 0, 0}, {40064, 90001, 1, 0, 0}};
     spec.blocks = {{0, 20000}, {20000, 20003}, {20003, 70000}, {80000, 90112}};
     spec.numel = 90112;
     spec.n_step_records = 8;
@@ -170,6 +170,45 @@ TEST(block_replay, publishes_again_only_what_was_predicted_wrongly) {
         trainer.expect_step(expected, 0, 1, gradient, 1, c.clip);
         trainer.check_published(0, 0, expected);
     }
+}
+
+// Ranges of one parameter group, some of which have been frozen for some of the five steps before.
+TEST(block_replay, ranges_count_the_steps_in_which_they_were_trained) {
+    ArenaSpec spec;
+    spec.ranges = {{0, 10, 0, 0, 0}, {10, 20, 0, 0, 5}, {20, 40, 0, 0, 3}, {48, 64, 1, 0, 0}, {64, 100, 1, 0, 3}};
+    for (const DataType moments : {DataType::kFloat32, DataType::kInt8}) {
+        spec.moments_dtype = moments;
+        Fixture fixture(spec);
+        TrainerArena& trainer = fixture.trainer;
+        trainer.record(0).count = 5;
+        trainer.set_state(test::random_state(spec.numel, 7));
+        State committed = trainer.read_state();
+        for (const int64_t step : {1, 2}) trainer.set_hyperparameters(step, {kDecoupled, test::kGradientDecay});
+        trainer.write_word(1, 0.5f);
+        for (const uint32_t b : {0u, 1u}) {
+            const std::vector<float> gradient = test::random_gradient(spec.blocks[b].end - spec.blocks[b].begin, 8 + b);
+            trainer.set_gradient(0, gradient);
+            trainer.write_block_word(b, 2, 0.25f);
+            fixture.run(tentative(job_of(b, b + 1, 1, 2)), {0, 0});
+            trainer.expect_step(committed, b, 1, gradient, 6, 0.5f);
+            State shown = committed;
+            trainer.expect_step(shown, b, 2, gradient, 7, 0.25f);
+            trainer.expect_rounded(committed, b, 1);
+            trainer.check_published(b, 0, shown);
+            test::check_same_state("block " + std::to_string(b), trainer.read_state().view(), committed);
+        }
+    }
+}
+
+TEST(block_replay, rejects_ranges_that_have_missed_all_steps) {
+    ArenaSpec spec;
+    spec.ranges[0].n_missed = 1;
+    Fixture fixture(spec);
+    fixture.trainer.set_hyperparameters(1, {kDecoupled, kDecoupled});
+    fixture.trainer.write_word(1, 1.0f);
+    CHECK_CONTAINS(error_of([&] { fixture.run(job_of(0, 1, 1, 1), {0}); }),
+                   "the count of step 1 must be more than the 1 steps that ranges have missed, got 1");
+    CHECK_EQ(fixture.replay.job_in_progress(), 0);
 }
 
 // The caller's writes before a job and its reads after it are ordered with the threads' work. Everything uses one mapping, so

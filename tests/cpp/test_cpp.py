@@ -104,6 +104,7 @@ INVALID = {
     "ranges[0].begin = ranges[0].end + 1": r"ranges\[0\] must have ascending",
     "ranges[-1].end = header.numel + 1": r"ranges\[\d\] must have ascending",
     "ranges[1].param_group = 2": r"ranges\[1\].param_group must",
+    "ranges[1].n_missed = -1": r"ranges\[1\].n_missed must",
     "blocks[1].begin = blocks[0].end - 1": r"blocks\[1\] must have ascending",
     "blocks[1].end = header.numel + 1": r"blocks\[1\] must have ascending",
     "blocks[1].begin, blocks[1].end = header.numel, header.numel - 1": r"blocks\[1\] must have ascending",

@@ -45,7 +45,7 @@ struct Scenario {
 ArenaSpec small_spec(DataType moments) {
     ArenaSpec spec;
     spec.moments_dtype = moments;
-    spec.ranges = {{0, 150, 0, 0}, {160, 290, 1, 0}};
+    spec.ranges = {{0, 150, 0, 0, 0}, {160, 290, 1, 0, 0}};
     spec.blocks = {{0, 170}, {170, 290}};
     spec.numel = 320;
     spec.n_step_records = 8;

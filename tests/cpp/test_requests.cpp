@@ -73,7 +73,7 @@ class Case {
     static ArenaSpec spec(DataType moments) {
         ArenaSpec spec;
         spec.moments_dtype = moments;
-        spec.ranges = {{7, 12307, 0, 0}, {12400, 12430, 0, 0}, {12500, 12509, 0, 0}};
+        spec.ranges = {{7, 12307, 0, 0, 0}, {12400, 12430, 0, 0, 0}, {12500, 12509, 0, 0, 0}};
         spec.blocks = {{0, 12600}};
         spec.numel = 12600;
         spec.export_bytes = kStateAt + 3 * 1830 * 4 + 3 * 2 * 4;
@@ -134,7 +134,7 @@ const size_t kPage = static_cast<size_t>(sysconf(_SC_PAGESIZE));
 // Blocks of many pages of memory; one in no range, and one too small for all threads.
 ArenaSpec large_spec() {
     ArenaSpec spec;
-    spec.ranges = {{0, 400000, 0, 0}, {600000, 600100, 1, 0}};
+    spec.ranges = {{0, 400000, 0, 0, 0}, {600000, 600100, 1, 0, 0}};
     spec.blocks = {{0, 300000}, {300000, 400000}, {400000, 600000}, {600000, 600100}};
     spec.numel = 600100;
     return spec;

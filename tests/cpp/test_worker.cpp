@@ -31,7 +31,7 @@ using test::WorkerProcess;
 // test_kill.cpp.
 void train(DataType type) {
     ArenaSpec spec;
-    spec.ranges = {{0, 30000, 0, 0}, {30016, 50001, 1, 0}};
+    spec.ranges = {{0, 30000, 0, 0, 0}, {30016, 50001, 1, 0, 0}};
     spec.blocks = {{0, 33000}, {33000, 50048}};
     spec.numel = 50048;
     spec.n_slots = 8;
@@ -120,7 +120,7 @@ TEST(worker, replays_jobs) {
 TEST(worker, takes_the_newest_job_first) {
     ArenaSpec spec;
     spec.numel = 192;
-    spec.ranges = {{0, 192, 0, 0}};
+    spec.ranges = {{0, 192, 0, 0, 0}};
     spec.blocks = {{0, 64}, {64, 128}, {128, 192}};
     spec.n_slots = 6;
     TrainerArena arena(spec);

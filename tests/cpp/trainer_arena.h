@@ -18,7 +18,7 @@
 namespace zenflow::test {
 
 struct ArenaSpec {
-    std::vector<Range> ranges = {{0, 40, 0, 0}, {48, 100, 1, 0}};
+    std::vector<Range> ranges = {{0, 40, 0, 0, 0}, {48, 100, 1, 0, 0}};
     std::vector<Block> blocks = {{0, 64}, {64, 100}};
     uint64_t numel = 100;
     uint32_t n_param_groups = 2;
@@ -35,7 +35,7 @@ struct ArenaSpec {
         std::vector<Range> result;
         for (const Range& range : ranges) {
             const uint64_t begin = std::max(range.begin, block.begin), end = std::min(range.end, block.end);
-            if (begin < end) result.push_back({begin, end, range.param_group, range.first_scale});
+            if (begin < end) result.push_back({begin, end, range.param_group, range.first_scale, range.n_missed});
         }
         return result;
     }
@@ -187,9 +187,10 @@ class TrainerArena {
     void expect_step(State& expected, uint32_t block, int64_t step, const std::vector<float>& gradient, int64_t count, float clip,
                      bool tentative = false) {
         const auto rounded = decode(encode(gradient, spec_.model_dtype).data(), gradient.size(), spec_.model_dtype);
-        for (const auto& [begin, end, group, _] : ranges_of(block)) {
+        for (const auto& [begin, end, group, _, n_missed] : ranges_of(block)) {
             const Hyperparameters& h = tentative ? tentative_hyperparameters(step, group) : hyperparameters(step, group);
-            reference_step(expected, rounded.data() + (begin - spec_.blocks[block].begin), h, count, clip, begin, end);
+            const float* const of_range = rounded.data() + (begin - spec_.blocks[block].begin);
+            reference_step(expected, of_range, h, count - n_missed, clip, begin, end);
         }
     }
 

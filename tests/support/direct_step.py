@@ -82,7 +82,7 @@ class DirectStep:
         if in_place:
             self._show(self.parts.rank.weights)
         self.loss_scale, self.max_norm = loss_scale, max_norm
-        freezing = Freezing(self.parts.rank.partition, self.parameters)
+        freezing = Freezing(self.parts.rank.partition, {str(index): p for index, p in enumerate(self.parameters)})
         self.step = ZenFlowStep(
             config,
             self.parts,
@@ -148,7 +148,7 @@ class DirectStep:
                 moment.write(begin, values)
         for weights, saved in zip(self.shown, shown, strict=True):
             weights.copy_(saved)
-        assert self.step.load_state_dict(step, int(count)) == ""
+        assert self.step.load_state_dict(step, int(count), step["counts"]) == ""
 
     def close(self) -> None:
         """Ends the worker and frees the memory; the weights remain."""

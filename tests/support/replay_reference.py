@@ -76,26 +76,26 @@ class ReplayedAdamW:
     exp_avg_sq: list[Tensor] = field(init=False)
     is_slow: list[bool] = field(init=False)
     """Whether a first moment changes by less than half of bfloat16's spacing in a step."""
-    count: int = 0
-    """Steps that were applied."""
+    counts: list[int] = field(init=False)
+    """For each parameter the steps that were applied to it."""
 
     def __post_init__(self) -> None:
         # Until a step is applied, weights that are float32 already would else be the caller's own.
         self.master = [w.detach().to(torch.float32, copy=True) for w in self.master]
         self.exp_avg, self.exp_avg_sq = ([torch.zeros_like(w) for w in self.master] for _ in range(2))
-        self.is_slow = [False] * len(self.master)
+        self.is_slow, self.counts = [False] * len(self.master), [0] * len(self.master)
 
     def step(self, gradients: Gradients, groups: Groups, factor: float) -> None:
         """Applies one gradient and one group a parameter, in 32 bits; nothing, if `factor` is not finite."""
         if not math.isfinite(factor):
             return
-        self.count += 1
         for i, (gradient, h) in enumerate(zip(gradients, groups, strict=True)):
             if gradient is None:
                 continue
             w = self.master[i]
-            step_size = -h.lr / (1 - h.beta1**self.count)
-            inv_sqrt = 1 / math.sqrt(1 - h.beta2**self.count)
+            self.counts[i] += 1
+            step_size = -h.lr / (1 - h.beta1 ** self.counts[i])
+            inv_sqrt = 1 / math.sqrt(1 - h.beta2 ** self.counts[i])
             g = gradient.float() * _float32(factor)
             if h.weight_decay and not h.decoupled:
                 g = fma(w, h.weight_decay, g)

@@ -227,12 +227,16 @@ def test_deepspeeds_offload_does_the_same(factor: float) -> None:
 
 
 NETWORK = Case(model="SmallNet", optimizer=OptimizerOptions(lr=3e-3), steps=14, topk_ratio=0.3, loop="direct")
+FROZEN_IN = {0: (4, 8), 2: (0, 5), 3: (6, 12), 4: (6, 20)}
+FREEZING = replace(NETWORK, model="LinearLossModule", model_options={"frozen_in": FROZEN_IN})
 STEP_BY_STEP = {
     "defaults": replace(NETWORK, topk_ratio=0.05),
     "long windows": replace(NETWORK, topk_ratio=0.5, update_interval=7, publish_lag=3),
     "in backward": replace(NETWORK, update_interval=2, publish_lag=0),
     "flushes": replace(NETWORK, publish_lag=3, warm_up=2, flush_after=(3, 9, 10)),
     "accumulated, clipped": replace(NETWORK, topk_ratio=0.2, accumulate=3, max_norm=0.5),
+    # Of what is thawed, device-owned or not, AdamW counts the steps anew, or on.
+    "frozen and thawed": replace(FREEZING, update_interval=2),
     # Of the step that decides the selection; the next one that is finite does instead. Of the last one a vector alone is not.
     **{
         f"steps {steps} are not finite": Case(
@@ -248,7 +252,6 @@ STEP_BY_STEP = {
 for name, precision in (("defaults", "bf16-true"), ("flushes", "bf16-mixed")):
     STEP_BY_STEP[f"{name}, {precision}"] = replace(STEP_BY_STEP[name], precision=precision)
 """What lies between these, tests/fuzz draws."""
-FREEZING = replace(NETWORK, model="LinearLossModule", model_options={"frozen_in": {0: (4, 8), 3: (6, 12), 4: (6, 20)}})
 NOT_FINITE = {"not_finite": {(3, 0): math.inf, (6, 0): math.nan}, "not_finite_in": 2}
 CLIPPED = {
     "clipped": replace(NETWORK, update_interval=2, publish_lag=0, max_norm=0.5),

@@ -150,7 +150,7 @@ def test_written_state_is_what_training_goes_on_with(name: str, accumulate: int)
     reads = At("on_train_end", lambda _: states.extend(read([*model.parameters()])))
     options = {"callbacks": [At("on_train_batch_end", write), reads], "accumulate_grad_batches": accumulate}
     fit(model, ZenFlowStrategy(**KEYS[name]), steps=6, **options)
-    exact = AdamWState(weights=value, exp_avg=[0 * v for v in value], exp_avg_sq=value, count=5)
+    exact = AdamWState(weights=value, exp_avg=[0 * v for v in value], exp_avg_sq=value, counts=[5] * len(value))
     gradients = []
     for i, v in enumerate(value):
         of_micro = [model.gradient(i, 5, micro, 0) for micro in range(accumulate)]
