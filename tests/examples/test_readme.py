@@ -243,8 +243,12 @@ def test_torchrun(tmp_path: Path) -> None:
                 text=True,
             )
         )
-    for process in processes:
-        output, _ = process.communicate(timeout=200)
+    try:
+        outputs = [process.communicate(timeout=200)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output
         assert "ranks: 2" in output
 
