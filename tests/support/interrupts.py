@@ -51,12 +51,6 @@ class Interrupt:
     def cut_records(self) -> bool:
         return (self._place, self._time) in self.cuts
 
-    @property
-    def share_of_cuts(self) -> float:
-        """Of all places, which depend on the version of Python."""
-        times = self.times(stride=1)
-        return len(self.cuts.intersection(times)) / len(times)
-
     def times(self, *, stride: int) -> list[tuple[Place, int]]:
         """Every stride'th of the places, each for the first, the second and the last time that it is passed."""
         every = [(place, time) for place, n in sorted(self.counts.items()) for time in sorted({1, min(2, n), n})]
