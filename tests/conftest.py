@@ -3,7 +3,7 @@
 import functools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +90,9 @@ _FAILED = pytest.StashKey[bool]()
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     """Notes that a test has failed, for its fixtures."""
-    report: Any = yield
+    report = yield
     item.stash[_FAILED] = item.stash.get(_FAILED, False) or report.failed
     return report
 
