@@ -9,7 +9,7 @@ from benchmarks.common.results import RESULTS, markdown
 from benchmarks.convergence.records import read
 from benchmarks.convergence.report import tables_of
 from benchmarks.glue.__main__ import stored
-from benchmarks.glue.report import group, table
+from benchmarks.glue.report import group_by_task, summary, table
 from benchmarks.step_time.report import tables
 from benchmarks.step_time.run import results_of
 
@@ -23,9 +23,9 @@ class Quote:
     document: Path
     table: str
     """Between `<!-- table TABLE -->` and `<!-- end -->` in the document; of `benchmarks.convergence` the table's name, of
-    `benchmarks.glue` the task."""
+    `benchmarks.glue` the task, or GLUE for all."""
     record: str
-    """File or folder in benchmarks/results/."""
+    """File in benchmarks/results/, or "glue" for the folders of that name."""
     columns: tuple[str, ...] = ()
     """Empty: all columns."""
     rows: tuple[str, ...] = ()
@@ -52,19 +52,22 @@ QUOTES = (
         Quote(
             document=CONVERGENCE,
             table=task,
-            record=record,
-            columns=("method", "mean at each lr", "best lr", "min..max", "seeds", "clipped", "steps by schedule"),
+            record="glue",
+            columns=("method", "mean at each lr (runs)", "min..max", "beside AdamW", "clipped", "steps by schedule"),
         )
-        for task, record in (("SST-2", "gpu_h200/glue"), ("CoLA", "glue"), ("RTE", "glue"))
+        for task in ("SST-2", "CoLA", "RTE")
     ),
+    Quote(document=README, table="GLUE", record="glue"),
 )
+GLUE = ("glue", "gpu_h200/glue")
 
 
 def table_of(quote: Quote) -> str:
     """The whole Markdown table of a record."""
     path = RESULTS / quote.record
-    if path.is_dir():
-        return table(group(run for run in stored(path) if run.task == quote.table))
+    if quote.record == "glue":
+        by_task = group_by_task([run for folder in GLUE for run in stored(RESULTS / folder)])
+        return summary(by_task) if quote.table == "GLUE" else table(by_task[quote.table])
     if path.suffix == ".jsonl":
         return tables_of(read(path))[quote.table]
     return tables(results_of(json.loads(path.read_text())))

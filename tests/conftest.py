@@ -3,13 +3,13 @@
 import functools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from processes import workers
+from processes import end_workers
 
 # The models are tiny and the worker's cores are the trainer's: threads that wait for each other actively only slow one another down.
 # Set before torch is imported; where it is not set, Lightning chooses more.
@@ -86,11 +86,22 @@ def torchs_own_linear() -> None:
     torch.nn.functional.linear = _LINEAR
 
 
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Notes that a test has failed, for its fixtures."""
+    report = yield
+    item.stash[_FAILED] = item.stash.get(_FAILED, False) or report.failed
+    return report
+
+
 @pytest.fixture(autouse=True)
 def no_worker_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test after which a worker process of this process remains; a pure one starts none."""
+    """Fails a test after which a worker process of this process remains; a pure one starts none. Those of a test that failed are ended."""
     yield
-    assert _subject(request.path) == "unit" or workers() == []
+    assert _subject(request.path) == "unit" or end_workers() == [] or request.node.stash[_FAILED]
 
 
 @pytest.fixture(scope="session")

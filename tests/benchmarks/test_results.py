@@ -79,8 +79,10 @@ def test_a_process_ends_with_a_benchmark_that_is_killed(forks: bool) -> None:
     call = f"import os; from benchmarks.common.processes import run_process; {call}"
     benchmark = subprocess.Popen([sys.executable, "-c", call], cwd=ROOT)
     children = partial(psutil.Process(benchmark.pid).children, recursive=True)
-    wait_for(lambda: any(child.cmdline() == ["sleep", "100"] for child in children()))
-    (child,) = (child for child in children() if child.cmdline() == ["sleep", "100"])
-    benchmark.kill()
-    benchmark.wait()
+    try:
+        wait_for(lambda: any(child.cmdline() == ["sleep", "100"] for child in children()))
+        (child,) = (child for child in children() if child.cmdline() == ["sleep", "100"])
+    finally:
+        benchmark.kill()
+        benchmark.wait()
     wait_for(lambda: not is_alive(child.pid))

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from typing_extensions import override
 
 from benchmarks.common.processes import fresh_environment
+from benchmarks.common.results import RESULTS
 from docs import draw_pictures, quote_tables, release, versions
 from docs.release import with_absolute_links, with_addresses
 from example_runs import ROOT
@@ -187,6 +188,16 @@ def test_readme_is_short_and_quoted_tables_are_new() -> None:
         assert quote_tables.with_quotes(document) == document.read_text(), "run `python -m docs.quote_tables`"
 
 
+def test_numbers_of_a_gpu_have_the_commit_of_their_record() -> None:
+    """How many commits it is behind, which the text says too, `git rev-list --count` tells."""
+    of_glue, *others = (
+        re.search(r'"commit": "(\w+)"', (RESULTS / "gpu_h200" / name).read_text())
+        for name in ("glue/SST-2_auto_0.0003_1.json", "bench.json", "tests.json")
+    )
+    for record, document in ((of_glue, "convergence.md"), *((record, "performance.md") for record in others)):
+        assert record and re.search(rf"{record[1]}\W+\d+\s+commits\s+before", (ROOT / "docs" / document).read_text())
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=short)
 def test_links_and_paths(document: Path) -> None:
     """Paths: of source files, documents and folders, below the root, the package, the tests or the document's own folder."""
@@ -243,8 +254,12 @@ def test_torchrun(tmp_path: Path) -> None:
                 text=True,
             )
         )
-    for process in processes:
-        output, _ = process.communicate(timeout=200)
+    try:
+        outputs = [process.communicate(timeout=200)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output
         assert "ranks: 2" in output
 

@@ -8,6 +8,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import lightning_zenflow
+from lightning_zenflow.worker.supervisor import Transaction
 
 _PACKAGE = str(Path(lightning_zenflow.__file__).parent)
 
@@ -32,6 +33,10 @@ class Interrupt:
         self.counts: Counter[Place] = Counter()
         self._place, self._time = place, time
         self._raised = False
+        self.records: Transaction | None = None
+        """Of what is interrupted, whose exact state is lost where a change of them is cut, and nowhere else."""
+        self.cuts: set[tuple[Place, int]] = set()
+        """Places, and which time, at which they are under change."""
 
     def __enter__(self) -> "Interrupt":
         self._before = sys.gettrace()
@@ -41,6 +46,10 @@ class Interrupt:
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> bool:
         sys.settrace(self._before)
         return self._raised and kind is KeyboardInterrupt
+
+    @property
+    def cut_records(self) -> bool:
+        return (self._place, self._time) in self.cuts
 
     def times(self, *, stride: int) -> list[tuple[Place, int]]:
         """Every stride'th of the places, each for the first, the second and the last time that it is passed."""
@@ -53,6 +62,8 @@ class Interrupt:
         place = frame.f_code.co_filename[len(_PACKAGE) + 1 :], frame.f_lineno, event
         if event in ("line", "return") and self._place in (None, place):
             self.counts[place] += 1
+            if self.records is not None and self.records.is_broken:
+                self.cuts.add((place, self.counts[place]))
             if place == self._place and self.counts[place] == self._time:
                 self._raised = True
                 raise KeyboardInterrupt

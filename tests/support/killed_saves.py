@@ -90,7 +90,10 @@ def run_child(function: Callable[..., object], *arguments: Any, exit_code: int =
     os.environ["MASTER_PORT"] = str(free_port())
     child = multiprocessing.get_context("fork").Process(target=function, args=arguments)
     child.start()
-    child.join()
+    try:
+        child.join()
+    finally:
+        child.kill()  # of a test whose time is up
     assert child.exitcode == exit_code
 
 

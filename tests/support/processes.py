@@ -25,6 +25,17 @@ def workers() -> list[int]:
     return found
 
 
+def end_workers() -> list[int]:
+    """Kills this process' workers; which there were."""
+    left = workers()
+    for pid in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            process.kill()
+            process.wait(10)
+    return left
+
+
 def wait_for(condition: Callable[[], bool], timeout_s: float = 120) -> None:
     """Waits until `condition()` is true. The timeout only ends a test that has failed."""
     deadline = time.monotonic() + timeout_s

@@ -115,16 +115,18 @@ def _start_and_wait(cases: dict[str, Case], folder: Path, ranks: int, deadline: 
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", **variables):
         for process in processes:
             process.start()
-    while (left := deadline - time.monotonic()) > 0 and (
-        running := [p.sentinel for p in processes if p.exitcode is None]
-    ):
-        wait(running, left)
-        if any(p.exitcode == _FAILED for p in processes):
-            deadline = min(deadline, time.monotonic() + _GRACE_S)
-    for process in processes:
-        # What is missing then says so itself.
-        process.kill()
-        process.join()
+    try:
+        while (left := deadline - time.monotonic()) > 0 and (
+            running := [p.sentinel for p in processes if p.exitcode is None]
+        ):
+            wait(running, left)
+            if any(p.exitcode == _FAILED for p in processes):
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+    finally:
+        for process in processes:
+            # What is missing then says so itself.
+            process.kill()
+            process.join()
 
 
 def _collect(folder: Path, name: str, case: Case, ranks: int) -> list[Run]:

@@ -207,7 +207,8 @@ class Interrupted(Deep):
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if batch_idx < STEPS - 1:
-            self.step = optimizer_of(self.trainer).zenflow_step
+            optimizer = optimizer_of(self.trainer)
+            self.step, self.context.records = optimizer.zenflow_step, optimizer.parts.rank.records
             return super().training_step(batch, batch_idx)
         with self.context:
             super().training_step(batch, batch_idx)
@@ -226,18 +227,18 @@ def test_interrupted_forward_passes(stride: int) -> None:
     expected = before_the_last_step()
 
     def interrupted(context: Interrupt) -> bool:
-        """Whether the state is whole."""
+        """Whether the state is whole, as it is but where records were cut."""
         model = Interrupted(context)
         with pytest.raises(SystemExit):
             fit(model=model)
-        is_exact = model.step.is_exact
-        assert all(map(torch.equal, weights_of(model), expected)) or not is_exact
-        return is_exact
+        assert model.step.is_exact == (not context.cut_records)
+        assert all(map(torch.equal, weights_of(model), expected)) or context.cut_records
+        return not context.cut_records
 
     passed = Interrupt()
     assert interrupted(passed)
     whole = [interrupted(Interrupt(place, time)) for place, time in passed.times(stride=stride)]
-    assert sum(whole) > 0.8 * len(whole) > 100 / stride
+    assert len(whole) > 100 / stride
 
 
 class Fails(Deep):

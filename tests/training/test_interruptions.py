@@ -45,24 +45,29 @@ EXACT = {"update_interval": 1, "publish_lag": 0, "overlap_step": False, "topk_ra
 BEFORE = 3
 """Steps before each interrupted one, so that windows are open and jobs in flight."""
 MOST_LOST = 0.2
-"""Share of the lines at which the state may be lost: those of changes of records, during which nothing waits."""
+"""Share of all places at which the state may be lost, those of changes of records, during which nothing waits: docs/reliability.md."""
 
 
 random = functools.partial(random_tensors, shapes=SHAPES)
 
 
 def sweep(outcome_of: Callable[[Interrupt], str], *, stride: int) -> int:
-    """Interrupts runs at every stride'th place that one passes, each at one time; how often the state was whole."""
+    """Interrupts runs at every stride'th place that one passes, each at one time; how many. Where no records are cut the state is whole."""
     passed, counts = Interrupt(), Counter[str]()
     assert outcome_of(passed) == "whole"
     for place, time in passed.times(stride=stride):
+        context = Interrupt(place, time)
         try:
-            counts[outcome_of(Interrupt(place, time))] += 1
+            outcome = outcome_of(context)
+            assert outcome == ("lost" if context.cut_records else "whole")
         except Exception as error:
             raise AssertionError(f"interrupted at {place}, time {time}") from error
-    # A small sample may have more of them by chance: which places it meets depends on the version of Python.
-    assert counts["lost"] <= MOST_LOST * counts["whole"] + 2, counts
-    return counts["whole"]
+        counts[outcome] += 1
+    places = passed.times(stride=1)
+    share = len(passed.cuts.intersection(places)) / len(places)
+    print(f"lost at {share:.1%} of {len(places)} places; of those tried: {counts}")
+    assert stride > 1 or share < MOST_LOST
+    return counts.total()
 
 
 def strides(fast: int, slow: int) -> pytest.MarkDecorator:
@@ -97,6 +102,7 @@ class Twins:
         for _ in range(BEFORE):
             self.train(direct)
         count = int(direct.step.count)
+        context.records = direct.parts.rank.records
         with context:
             self.train(direct)
             direct.step.flush()
@@ -127,8 +133,10 @@ def test_whole_or_said_to_be_lost(name: str, stride: int) -> None:
             twins.append(Twins(**DIRECT[name]))
         return outcome
 
-    assert sweep(interrupted, stride=stride) > 1000 / stride
-    twins.pop().close()
+    try:
+        assert sweep(interrupted, stride=stride) > 1000 / stride
+    finally:
+        twins.pop().close()
 
 
 FIT = Case(steps=8, model_options={"shapes": TINY}, max_norm=1.0)
@@ -146,6 +154,7 @@ class Interrupted(LinearLossModule):
         if self.trainer.global_step + 1 < STEP:
             super().optimizer_step(*args, **kwargs)
             return
+        self.context.records = self.trainer.strategy.zenflow_optimizer.parts.rank.records
         with self.context:
             super().optimizer_step(*args, **kwargs)
             self.trainer.strategy.flush()
@@ -199,6 +208,7 @@ def loop(name: str, context: Interrupt | None = None) -> Tensor | None:
                 train_step(fabric, model, optimizer, done, max_norm=FIT.max_norm)
                 continue
             fabric.backward(model.loss(done, 0, 0))
+            context.records = optimizer.parts.rank.records
             with context:
                 fabric.clip_gradients(model, optimizer, max_norm=FIT.max_norm)
                 optimizer.step()

@@ -219,27 +219,26 @@ def test_a_stop(name: str, every: bool, tmp_path: Path) -> None:
         trainer.should_stop = True
 
     def leave(trainer: pl.Trainer) -> None:
+        cut.append(trainer.strategy.zenflow_optimizer.parts.rank.records.is_broken)
         trainer.save_checkpoint(tmp_path / "handler.ckpt")
         sys.exit(7)
 
     for step in (FIRST, FIRST + 1):
         fit(name, saves(tmp_path, step), max_epochs=None, max_steps=step)
-    n_rung = n_saved = 0
     for point in calls_of(name, every, sample=2):
+        cut: list[bool] = []
         rings = Rings({FIRST: point}, stop)
         assert fit(name, rings).global_step == (FIRST + 1 if rings.n_rung else BATCHES)
         rings = Rings({FIRST: point}, leave)
         with suppress(SystemExit):
             fit(name, rings)
             assert not rings.n_rung
-        n_rung += rings.n_rung
         # An exception may come between two records of what the worker has been given: the state is lost, and a warning says so.
-        if (tmp_path / "handler.ckpt").exists():
-            n_saved += 1
+        assert (tmp_path / "handler.ckpt").exists() == (cut == [False])
+        if cut == [False]:
             step, state = state_of(tmp_path / "handler.ckpt", after_exception=True)
             torch.testing.assert_close((step, state), state_of(tmp_path / f"{step}.ckpt"), rtol=0, atol=0)
             (tmp_path / "handler.ckpt").unlink()
-    assert n_rung - n_saved <= 0.2 * n_rung + 1
 
 
 def test_hooks_run_for_the_call_and_for_the_file(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from lightning_zenflow.worker.arena import Arena, arena_bytes
 from lightning_zenflow.worker.machine import allowed_cores, running_on
 from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
 from lightning_zenflow.worker.supervisor import SupervisedWorker
-from processes import arena_mappings, leaves_no_file_open
+from processes import arena_mappings, end_workers, leaves_no_file_open, workers
 from small_arena import SIZES, make_arena, make_partition
 
 
@@ -47,6 +47,11 @@ def test_more_messages_than_the_socket_holds(worker: Worker) -> None:
     for job_id in range(1, n + 1):
         worker.submit(JobMessage(job_id=job_id, block=0, first_step=1, slots=[], publish_buffer=0))
     assert [worker.wait().job_id for _ in range(n)] == list(range(1, n + 1))
+
+
+def test_what_a_failed_test_leaves_is_ended(worker: Worker) -> None:
+    assert end_workers() == [worker.pid]
+    assert workers() == []
 
 
 @pytest.fixture
