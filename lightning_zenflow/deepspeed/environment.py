@@ -25,6 +25,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
+from lightning_zenflow.core.autocast import complete_autocast
 from lightning_zenflow.core.errors import MisconfigurationException, OtherBases
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.removal import note_users_flags, remove_hooks
@@ -203,9 +204,19 @@ class PlainPrecision(OtherBases):  # type: ignore[misc]
     def convert_input(self, data: Any) -> Any:
         return data if self.precision == "32-true" else super().convert_input(data)
 
+    @override
+    def forward_context(self) -> AbstractContextManager[None]:
+        """With mixed precision `torch.autocast`, which Fabric's plugin lacks; weights have 16 bits, and buffers their own types."""
+        if "mixed" not in self.precision:
+            context: AbstractContextManager[None] = super().forward_context()
+            return context
+        dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
+        complete_autocast(device := get_accelerator().device_name())
+        return torch.autocast(device, dtype=dtype, cache_enabled=False)
+
 
 class TrainerPrecision(PlainPrecision):
-    """With mixed precision batches stay as they are as well, and operations choose their type by `torch.autocast`; weights have 16 bits.
+    """With mixed precision batches stay as they are as well.
 
     Attributes:
         max_norm: DeepSpeed's `gradient_clipping`, of steps for which the Trainer and the module clip nothing.
@@ -218,14 +229,6 @@ class TrainerPrecision(PlainPrecision):
     @override
     def convert_input(self, data: Any) -> Any:
         return data if "mixed" in self.precision else super().convert_input(data)
-
-    @override
-    def forward_context(self) -> AbstractContextManager[None]:
-        if "mixed" not in self.precision:
-            context: AbstractContextManager[None] = super().forward_context()
-            return context
-        dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
-        return torch.autocast(get_accelerator().device_name(), dtype=dtype, cache_enabled=False)
 
     @override
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
