@@ -4,11 +4,12 @@ engines' construction: with ZenFlow's optimizer in the place of DeepSpeed's, and
 """
 
 import argparse
+import io
 import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from typing import Any, ClassVar
 
 import deepspeed
@@ -343,13 +344,12 @@ def inference_engine(module: Module, config: Mapping[str, Any], device: torch.de
     note_users_flags(module)
     keys = ("fp16", "bf16", *(["zero_optimization"] if config["zero_optimization"]["stage"] == 3 else []))
     settings = {"train_micro_batch_size_per_gpu": 1, **{key: config[key] for key in keys if key in config}}
-    engine, *_ = deepspeed.initialize(
-        args=argparse.Namespace(device_rank=device.index or 0),
-        config=settings,
-        model=module,
-        model_parameters=[],
-        dist_init_required=False,
-    )
+    arguments = argparse.Namespace(device_rank=device.index or 0)
+    # In bf16 it prints the memory in use, on six lines.
+    with redirect_stdout(io.StringIO()):
+        engine, *_ = deepspeed.initialize(
+            args=arguments, config=settings, model=module, model_parameters=[], dist_init_required=False
+        )
     return engine
 
 
