@@ -24,8 +24,8 @@ class StallMonitoring(OtherBases):  # type: ignore[misc]
     """Logs stall, overlap, traffic, selection and memory metrics through the trainer's loggers, every `log_every_n_steps` steps.
 
     `ZenFlowStrategy` adds one unless `stall_monitor` is false. docs/tuning.md lists all metrics. They are those of rank zero; the callback
-    does nothing on other ranks. It never synchronises the device, whose times are read a step or more later. At the end of fit,
-    `trainer.callback_metrics` gets those of all steps but the first.
+    does nothing on other ranks. It never synchronises the device, whose times are read a step or more later. At the end of a
+    fit of `log_every_n_steps` steps or more, `trainer.callback_metrics` gets those of all steps but the first.
 
     Args:
         progress_bar: show the device's idle time in percent in the progress bar, updated at most once a second.
@@ -97,10 +97,13 @@ class StallMonitoring(OtherBases):  # type: ignore[misc]
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._meter is None:
             return
-        # For programs that read them behind `fit`. Before, the callbacks that monitor the model's own results would find them there.
-        averages = self._meter.averages().items()
-        trainer.callback_metrics.update({name: torch.tensor(value, dtype=torch.float32) for name, value in averages})
-        if len(self._meter.step_s) >= self._summary_from and (said := self._meter.summary()):
+        n: int = len(self._meter.step_s)
+        interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # see above
+        if n >= min(interval if interval > 0 else math.inf, self._summary_from):
+            # Not before: the callbacks that monitor the model's own results would find them there.
+            of_fit = self._meter.averages().items()
+            trainer.callback_metrics.update({name: torch.tensor(value, dtype=torch.float32) for name, value in of_fit})
+        if n >= self._summary_from and (said := self._meter.summary()):
             rank_zero_info(said)
         self._meter = None
 
