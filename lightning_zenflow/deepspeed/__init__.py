@@ -30,18 +30,14 @@ with contextlib.redirect_stdout(sys.stderr):
 _logger.removeFilter(_is_of_use)
 
 
-def _compile_when_called() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator as `torch.compile`, which itself imports torch's compilers at once."""
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        compiled = functools.cache(lambda: torch.compile(function))
-        return functools.wraps(function)(lambda *args, **keywords: compiled()(*args, **keywords))
-
-    return decorate
+def _compile_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As `torch.compile`, which itself imports torch's compilers at once."""
+    compiled = functools.cache(lambda: torch.compile(function))
+    return functools.wraps(function)(lambda *args, **keywords: compiled()(*args, **keywords))
 
 
 # Private: every engine asks whether its optimizer is Muon, whose module compiles functions where it is imported: seconds of a first fit.
-_compile, deepspeed.runtime.compiler.compile = deepspeed.runtime.compiler.compile, _compile_when_called
+_compile, deepspeed.runtime.compiler.compile = deepspeed.runtime.compiler.compile, lambda: _compile_when_called
 import deepspeed.runtime.zero.muon.original_muon  # noqa: E402
 
 deepspeed.runtime.compiler.compile = _compile

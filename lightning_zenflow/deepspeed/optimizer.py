@@ -255,9 +255,7 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         if self._written.follows(self.zenflow_step.number):
             self.telemetry.followed_steps += 1
             if self.telemetry.followed_steps == FOLLOWED + 1:
-                rank_zero_info(
-                    "ZenFlow: weights are written in place time and again: the updates of each step are completed at its end"
-                )
+                rank_zero_info("ZenFlow: weights are written in place time and again: each step waits for its updates")
             self.flush()
         self._written.note(self.zenflow_step.number)
         self._is_behind_step = True

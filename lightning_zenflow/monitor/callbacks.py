@@ -24,8 +24,8 @@ class StallMonitoring(OtherBases):  # type: ignore[misc]
     """Logs stall, overlap, traffic, selection and memory metrics through the trainer's loggers, every `log_every_n_steps` steps.
 
     `ZenFlowStrategy` adds one unless `stall_monitor` is false. docs/tuning.md lists all metrics. They are those of rank zero; the callback
-    does nothing on other ranks. It never synchronises the device, whose times are read a step or more later. At the end of a
-    fit of `log_every_n_steps` steps or more, `trainer.callback_metrics` gets those of all steps but the first.
+    does nothing on other ranks. It never synchronises the device, whose times are read a step or more later. At the end of fit, averages
+    go to `trainer.callback_metrics`, after `log_every_n_steps` steps or more.
 
     Args:
         progress_bar: show the device's idle time in percent in the progress bar, updated at most once a second.

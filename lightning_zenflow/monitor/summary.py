@@ -154,9 +154,8 @@ class StepMeter:
 
     def averages(self) -> dict[str, float]:
         """As `metrics`, of all steps that the summary is about."""
-        now = self._optimizer.parts.read_counters()
-        seconds = sum(self.step_s[self._n_first :])
-        return interval_metrics(self._before, now, seconds=seconds) if now.steps > self._before.steps else {}
+        now, step_s = self._optimizer.parts.read_counters(), self.step_s[self._n_first :]
+        return interval_metrics(self._before, now, seconds=sum(step_s)) if step_s else {}
 
     def summary(self) -> str | None:
         """Times, waits and advice; None before the second call of `end_step`."""
@@ -278,8 +277,7 @@ def advice(
         if cause in _WORKER:
             load = worker / max(1.0 - sum(waits.values()), 1e-9)
             if load < _SHOWN:
-                # No work of the worker's, nor what keeps it from its cores, explains these waits.
-                continue
+                continue  # its work does not explain them
             if load > HIDDEN:
                 remedy = "give the worker more cores"
                 if longest or config.update_interval != "auto":
