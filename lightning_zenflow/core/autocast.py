@@ -7,23 +7,21 @@ import torch
 from torch.library import Library
 
 _WIDENED: dict[str, tuple[int, ...]] = {
-    **{"batch_norm": (1, 2), "instance_norm": (1, 2), "layer_norm": (2, 3), "group_norm": (2, 3)},
+    "batch_norm": (1, 2), "instance_norm": (1, 2), "layer_norm": (2, 3), "group_norm": (2, 3),
+    "addmv": (0, 1, 2), "bilinear": (0, 1, 2, 3), "lerp.Tensor": (0, 1, 2), "embedding_bag.padding_idx": (0, 6),
     **dict.fromkeys(("dot", "inner", "linalg_cross", "mv", "tensordot", "vdot", "lerp.Scalar"), (0, 1)),
-    **{"addmv": (0, 1, 2), "bilinear": (0, 1, 2, 3), "lerp.Tensor": (0, 1, 2), "embedding_bag.padding_idx": (0, 6)},
     # What is written into another tensor; each also in place.
     **{f"{name}{end}": (2,) for name in ("index_put", "masked_scatter") for end in ("", "_")},
-    **{
-        f"{name}{end}": (3,) for name in ("index_add", "index_copy", "index_reduce", "scatter_add") for end in ("", "_")
-    },
+    **{f"{name}{end}": (3,) for name in ("index_add", "index_copy", "index_reduce", "scatter_add") for end in ("", "_")},
     **{f"scatter{end}": (3,) for end in (".src", "_.src", "_reduce.two", "_reduce_.two")},
-}
+}  # fmt: skip
 """Operation of torch -> places of the arguments that become float32 where another one is."""
 
 
 @cache
 def complete_autocast(device: str) -> Library:
-    """Makes these operations run under `torch.autocast` on a type of device with arguments of 16 bits beside float32, as with all of them in
-    float32. Torch has an error there, or a rule of its own, which stays. For the life of the process.
+    """Makes these operations run under `torch.autocast` on a type of device with arguments of 16 bits beside float32, as with all of them
+    in float32. Torch has an error there, or a rule of its own, which stays. For the life of the process.
     """
     library, key = Library("aten", "IMPL"), f"Autocast{device.upper()}"  # type: ignore[no-untyped-call]
     for name, places in _WIDENED.items():
