@@ -198,8 +198,9 @@ class TrainerStrategy(TrainerCheckpoints):
                 )
             if trainer.state.fn == TrainerFn.FITTING:
                 self._check_checkpoint_callbacks(trainer.checkpoint_callbacks)
-                # Private: of `sync_batchnorm`, or a plugin. Lightning's strategy for DDP asks it, that for DeepSpeed does not.
-                if (plugin := self._layer_sync) is not None and not self.is_alone:
+                # Private: of `sync_batchnorm`, or a plugin. Lightning's strategy would never apply it, and revert it on DeepSpeed's engine.
+                plugin, self._layer_sync = trainer._accelerator_connector._layer_sync, None
+                if plugin is not None and not self.is_alone:
                     self.model = plugin.apply(self.model)
                     self._ending.callback(plugin.revert, self.model)
             insert_first(trainer.callbacks, self._exact_weights)  # type: ignore[attr-defined]  # set where mypy does not see it
@@ -358,8 +359,7 @@ class TrainerStrategy(TrainerCheckpoints):
             return output
 
         output = super().optimizer_step(optimizer, complete, *args, **kwargs)
-        # In manual optimization another step may begin in the same batch.
-        set_boundary(False)
+        set_boundary(False)  # in manual optimization another step may begin in the same batch
         return output
 
     @override
