@@ -19,7 +19,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -185,7 +184,7 @@ _RULES = (
     Rule("zero_optimization.offload_optimizer.device", lambda device: device in ("cpu", "none"), "'cpu'"),
     Rule("gradient_accumulation_steps", lambda steps: type(steps) is int and steps >= 1,
          "an integer >= 1 that equals the Trainer's accumulate_grad_batches"),
-    Rule("gradient_clipping", lambda norm: isinstance(norm, Real) and not isinstance(norm, bool) and 0 <= float(norm) < math.inf,
+    Rule("gradient_clipping", lambda norm: type(norm) in (int, float) and 0 <= norm < math.inf,
          "a finite number >= 0 (0: off)"),
     Rule("optimizer.type", lambda name: isinstance(name, str) and name.lower() in ("adamw", "adam"), "'AdamW' or 'Adam'"),
     Rule("optimizer", lambda optimizer: "type" in optimizer, "a mapping with a type, 'AdamW' or 'Adam'"),
@@ -212,11 +211,7 @@ _OPTIONS_OF = {
 
 # Lightning takes any number and never ends a step with some. A negative norm would not clip.
 _TRAINER_RULES = (
-    Rule(
-        "accumulate_grad_batches",
-        lambda batches: isinstance(batches, Integral) and int(batches) >= 1,
-        "an integer >= 1",
-    ),
+    Rule("accumulate_grad_batches", lambda batches: isinstance(batches, int) and batches >= 1, "an integer >= 1"),
     Rule("gradient_clip_val", lambda norm: norm >= 0, "a number >= 0"),
 )
 
