@@ -297,6 +297,7 @@ def check_keys(keys: Iterable[object], known: Collection[str], where: str) -> No
             continue
         if key in _REMOVED:
             raise MisconfigurationException(f"{where}: key {key!r} was removed: {_REMOVED[str(key)]}")
-        near = difflib.get_close_matches(str(key), known, n=1)
+        # "topk_ratio" is near to "ratio", and something else.
+        near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.7)
         suggestion = f" (did you mean {near[0]!r}?)" if near else ""
         raise MisconfigurationException(f"{where}: unknown key {key!r}{suggestion}; keys are {', '.join(known)}")

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -236,7 +237,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
             RuntimeError: no backward pass was before.
         """
         call = self.calls.clip
-        if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0:
+        if isinstance(max_norm, bool) or not isinstance(max_norm, Real) or not max_norm > 0:
             raise MisconfigurationException(f"{call}: max_norm must be a number > 0, got {max_norm!r}")
         if float(norm_type) != 2.0:
             raise MisconfigurationException(f"{call}: norm_type must be 2 under ZenFlow, got {norm_type!r}")

@@ -5,6 +5,7 @@ The header documents units, ownership and ordering. A test compares constants, t
 
 import ctypes
 import enum
+import errno
 import os
 import platform
 import sys
@@ -233,6 +234,8 @@ def worker_executable() -> Path:
 
 def cannot_run(path: Path, reason: object) -> str:
     """The message for a compiled file that this machine cannot run, or that is missing, with what to do."""
+    if os.strerror(errno.EMFILE) in str(reason):
+        return f"{path} cannot be opened: {reason}; raise the limit of open files (`ulimit -n`), or close some"
     machine = " ".join(filter(None, (platform.machine(), *platform.libc_ver())))
     return (
         f"{path} cannot run on this machine ({machine}): {reason}; install a wheel of lightning-zenflow for this machine, or build it here:"

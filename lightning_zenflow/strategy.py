@@ -198,6 +198,11 @@ class TrainerStrategy(TrainerCheckpoints):
                 )
             if trainer.state.fn == TrainerFn.FITTING:
                 self._check_checkpoint_callbacks(trainer.checkpoint_callbacks)
+                # Private: of `sync_batchnorm`, or a plugin. Lightning's strategy would never apply it, and revert it on DeepSpeed's engine.
+                plugin, self._layer_sync = trainer._accelerator_connector._layer_sync, None
+                if plugin is not None and not self.is_alone:
+                    self.model = plugin.apply(self.model)
+                    self._ending.callback(plugin.revert, self.model)
             insert_first(trainer.callbacks, self._exact_weights)  # type: ignore[attr-defined]  # set where mypy does not see it
             super().setup(trainer)
 
@@ -228,9 +233,8 @@ class TrainerStrategy(TrainerCheckpoints):
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
-        made = (
-            self.lightning.core.optimizer
-        )  # private: calls the user's method; DeepSpeed replaces its result afterwards
+        # Private: calls the user's method; DeepSpeed replaces its result afterwards.
+        made = self.lightning.core.optimizer
         several = "configure_optimizers must return one optimizer, got several (use its groups), or schedulers beside a DeepSpeed config's"
         try:
             optimizers, schedulers = made._init_optimizers_and_lr_schedulers(self.lightning_module)
@@ -355,8 +359,7 @@ class TrainerStrategy(TrainerCheckpoints):
             return output
 
         output = super().optimizer_step(optimizer, complete, *args, **kwargs)
-        # In manual optimization another step may begin in the same batch.
-        set_boundary(False)
+        set_boundary(False)  # in manual optimization another step may begin in the same batch
         return output
 
     @override
@@ -367,10 +370,8 @@ class TrainerStrategy(TrainerCheckpoints):
         is_automatic = self.lightning_module.automatic_optimization
         if isinstance(plugin, TrainerPrecision) and optimizer is not None and is_automatic:
             # What the backward pass predicts clip factors from; in manual optimization the norm that was given last.
-            if self._clips_itself:
-                optimizer.clip_grad = optimizer.clip_grad or math.inf
-            else:
-                optimizer.clip_grad = trainer.gradient_clip_val or plugin.max_norm
+            given = optimizer.clip_grad or math.inf if self._clips_itself else trainer.gradient_clip_val
+            optimizer.clip_grad = given or plugin.max_norm
         # In manual optimization the backward pass may come before or behind what the user does with `grad`.
         self._begin_micro_batch(hides_gradients=is_automatic)
         self.start_epoch(trainer.current_epoch)

@@ -61,6 +61,8 @@ class Telemetry:
         """On the device: those of them that changed nothing because their gradient norm was not finite."""
         self._n_skipped = DeviceNumber()
         self._has_warned = False
+        self.followed_steps = 0
+        """Steps with a flush behind them because the user had written weights in place shortly before."""
         self.worker_restarts = 0
         """Restarts of a worker that a signal had killed."""
         # Bytes since the start. On a CPU device: bytes that would cross PCIe beside a GPU.
@@ -137,6 +139,7 @@ class Reading:
     device_stall_s: Mapping[str, float]
     worker_busy_s: float
     worker_restarts: int
+    followed_steps: int
     skipped_steps: int
     d2h_bytes: int
     h2d_bytes: int
@@ -168,7 +171,7 @@ class Reading:
         counted = "steps", "worker_busy_s", "d2h_bytes", "h2d_bytes", "in_backward_jobs", "late_jobs"
         changes: dict[str, Any] = {
             name: getattr(self, name) - getattr(before, name)
-            for name in (*counted, "steps_in_backward", "corrected_steps")
+            for name in (*counted, "steps_in_backward", "corrected_steps", "followed_steps")
         }
         for name in ("host_stall_s", "device_stall_s"):
             now, then = getattr(self, name), getattr(before, name)

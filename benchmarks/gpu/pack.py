@@ -40,11 +40,14 @@ def pack(python: str) -> None:
         python: version of the bare machine's Python, such as 3.12.
     """
     shutil.rmtree(PACK, ignore_errors=True)
+    print(f"builds {_BUILT}'s wheel", flush=True)
     pinned = ["--no-deps", "--constraint", str(ROOT / "constraints.txt")]
     _pip("wheel", *pinned, "--no-build-isolation", "--wheel-dir", str(PACK), _BUILT, DS_BUILD_OPS="0")
+    print(f"downloads {len(_DOWNLOADED)} wheels", flush=True)
     platforms = [word for name in _PLATFORMS for word in ("--platform", name)]
     target = ["--only-binary=:all:", "--implementation", "cp", "--python-version", python, *platforms]
     _pip("download", *pinned, *target, "--dest", str(PACK), *_DOWNLOADED)
+    print("builds the worker", flush=True)
     built = build_worker()
     for name in (_WORKER, _LIBRARY):
         shutil.copy2(built.with_name(name), PACK)

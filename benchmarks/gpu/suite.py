@@ -63,6 +63,9 @@ def run_tests(options: argparse.Namespace, calls: Calls) -> int:
     )
     any_failed = False
     for arguments in _parts(options.device, options.arguments):
+        print(
+            f"runs pytest {' '.join(arguments or FILES)}; its first line comes when the tests are collected", flush=True
+        )
         status = run_command(command_of(options.device, arguments), timeout=calls.left(), environment=environment)
         # No tests are collected where nothing is left to be run.
         complete = status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from statistics import fmean
 from typing import Any
 
@@ -50,7 +51,7 @@ def read_hyperparameters(optimizer: Optimizer) -> list[GroupHyperparameters]:
             is_read = isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1
             number = value.item() if is_read else value
             # NaN fails every comparison.
-            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < below:
+            if isinstance(number, bool) or not isinstance(number, Real) or not 0 <= float(number) < below:
                 must = f"a number >= 0 and < {below:g}, or a CPU tensor of one element with it"
                 raise ValueError(f"{place_of(optimizer, index)}{key} must be {must}, got {value!r}")
             numbers[key] = float(number)

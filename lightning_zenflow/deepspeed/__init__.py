@@ -6,9 +6,14 @@ comment that says which and why.
 """
 
 import contextlib
+import functools
 import logging
 import sys
 import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
@@ -20,8 +25,22 @@ def _is_of_use(record: logging.LogRecord) -> bool:
 _logger = logging.getLogger("DeepSpeed")
 _logger.addFilter(_is_of_use)
 with contextlib.redirect_stdout(sys.stderr):
-    import deepspeed  # noqa: F401
+    import deepspeed
+    import deepspeed.runtime.compiler
 _logger.removeFilter(_is_of_use)
+
+
+def _compile_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As `torch.compile`, which itself imports torch's compilers at once."""
+    compiled = functools.cache(lambda: torch.compile(function))
+    return functools.wraps(function)(lambda *args, **keywords: compiled()(*args, **keywords))
+
+
+# Private: every engine asks whether its optimizer is Muon, whose module compiles functions where it is imported: seconds of a first fit.
+_compile, deepspeed.runtime.compiler.compile = deepspeed.runtime.compiler.compile, lambda: _compile_when_called
+import deepspeed.runtime.zero.muon.original_muon  # noqa: E402
+
+deepspeed.runtime.compiler.compile = _compile
 # From torch 2.13 on it warns of the names by which DeepSpeed's stage 3 calls collectives, in every step.
 warnings.filterwarnings(
     "ignore", r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated", FutureWarning

@@ -197,7 +197,7 @@ _OPTION_RULES = (
     Rule("offload_parameters", lambda value: isinstance(value, bool), "True, False or absent"),
     _only("offload_params_device", "cpu", _NOT_ON_DISK),
     _only("remote_device", None, "a model is made where its parameters are trained"),
-    _only("load_full_weights", False, "checkpoints are folders"),
+    _only("load_full_weights", False, "a checkpoint in one file is known as such when it is loaded"),
 )
 
 # Those that are keys of a DeepSpeed config; the last two of ZeRO's are what `offload_parameters` is there.

@@ -4,11 +4,12 @@ engines' construction: with ZenFlow's optimizer in the place of DeepSpeed's, and
 """
 
 import argparse
+import io
 import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from typing import Any, ClassVar
 
 import deepspeed
@@ -25,6 +26,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
+from lightning_zenflow.core.autocast import complete_autocast
 from lightning_zenflow.core.errors import MisconfigurationException, OtherBases
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.removal import note_users_flags, remove_hooks
@@ -203,9 +205,19 @@ class PlainPrecision(OtherBases):  # type: ignore[misc]
     def convert_input(self, data: Any) -> Any:
         return data if self.precision == "32-true" else super().convert_input(data)
 
+    @override
+    def forward_context(self) -> AbstractContextManager[None]:
+        """With mixed precision `torch.autocast`, which Fabric's plugin lacks; weights have 16 bits, and buffers their own types."""
+        if "mixed" not in self.precision:
+            context: AbstractContextManager[None] = super().forward_context()
+            return context
+        dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
+        complete_autocast(device := get_accelerator().device_name())
+        return torch.autocast(device, dtype=dtype, cache_enabled=False)
+
 
 class TrainerPrecision(PlainPrecision):
-    """With mixed precision batches stay as they are as well, and operations choose their type by `torch.autocast`; weights have 16 bits.
+    """With mixed precision batches stay as they are as well.
 
     Attributes:
         max_norm: DeepSpeed's `gradient_clipping`, of steps for which the Trainer and the module clip nothing.
@@ -218,14 +230,6 @@ class TrainerPrecision(PlainPrecision):
     @override
     def convert_input(self, data: Any) -> Any:
         return data if "mixed" in self.precision else super().convert_input(data)
-
-    @override
-    def forward_context(self) -> AbstractContextManager[None]:
-        if "mixed" not in self.precision:
-            context: AbstractContextManager[None] = super().forward_context()
-            return context
-        dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
-        return torch.autocast(get_accelerator().device_name(), dtype=dtype, cache_enabled=False)
 
     @override
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -340,13 +344,12 @@ def inference_engine(module: Module, config: Mapping[str, Any], device: torch.de
     note_users_flags(module)
     keys = ("fp16", "bf16", *(["zero_optimization"] if config["zero_optimization"]["stage"] == 3 else []))
     settings = {"train_micro_batch_size_per_gpu": 1, **{key: config[key] for key in keys if key in config}}
-    engine, *_ = deepspeed.initialize(
-        args=argparse.Namespace(device_rank=device.index or 0),
-        config=settings,
-        model=module,
-        model_parameters=[],
-        dist_init_required=False,
-    )
+    arguments = argparse.Namespace(device_rank=device.index or 0)
+    # In bf16 it prints the memory in use, on six lines.
+    with redirect_stdout(io.StringIO()):
+        engine, *_ = deepspeed.initialize(
+            args=arguments, config=settings, model=module, model_parameters=[], dist_init_required=False
+        )
     return engine
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch.distributed as dist
 from deepspeed.runtime.utils import is_optimized_parameter
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -18,7 +19,7 @@ from lightning_zenflow.core.device import Stream, runtime_of
 from lightning_zenflow.core.distributed import raise_together
 from lightning_zenflow.core.errors import MisconfigurationException, other_backward
 from lightning_zenflow.core.step_inputs import read_hyperparameters
-from lightning_zenflow.deepspeed.between_steps import TakenGradients, WrittenWeights
+from lightning_zenflow.deepspeed.between_steps import FOLLOWED, TakenGradients, WrittenWeights
 from lightning_zenflow.deepspeed.build import RankResources, ZeroPartition, build
 from lightning_zenflow.deepspeed.flat_buffers import slices_of
 from lightning_zenflow.deepspeed.host_state import Checkpointing
@@ -291,6 +292,9 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
             # Private: the loss scaler's own rule, which DeepSpeed's `step` calls.
             self._update_scale(self.overflow)
         if self._written.follows(self.zenflow_step.number):
+            self.telemetry.followed_steps += 1
+            if self.telemetry.followed_steps == FOLLOWED + 1:
+                rank_zero_info("ZenFlow: weights are written in place time and again: each step waits for its updates")
             self.flush()
         self._written.note(self.zenflow_step.number)
         self._is_behind_step = True

@@ -4,6 +4,7 @@ import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
@@ -23,7 +24,8 @@ class StallMonitoring(OtherBases):  # type: ignore[misc]
     """Logs stall, overlap, traffic, selection and memory metrics through the trainer's loggers, every `log_every_n_steps` steps.
 
     `ZenFlowStrategy` adds one unless `stall_monitor` is false. docs/tuning.md lists all metrics. They are those of rank zero; the callback
-    does nothing on other ranks. It never synchronises the device, whose times are read a step or more later.
+    does nothing on other ranks. It never synchronises the device, whose times are read a step or more later. At the end of fit, averages
+    go to `trainer.callback_metrics`, after `log_every_n_steps` steps or more.
 
     Args:
         progress_bar: show the device's idle time in percent in the progress bar, updated at most once a second.
@@ -93,11 +95,15 @@ class StallMonitoring(OtherBases):  # type: ignore[misc]
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if (
-            self._meter is not None
-            and len(self._meter.step_s) >= self._summary_from
-            and (said := self._meter.summary())
-        ):
+        if self._meter is None:
+            return
+        n: int = len(self._meter.step_s)
+        interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # see above
+        if n >= min(interval if interval > 0 else math.inf, self._summary_from):
+            # Not before: the callbacks that monitor the model's own results would find them there.
+            of_fit = self._meter.averages().items()
+            trainer.callback_metrics.update({name: torch.tensor(value, dtype=torch.float32) for name, value in of_fit})
+        if n >= self._summary_from and (said := self._meter.summary()):
             rank_zero_info(said)
         self._meter = None
 

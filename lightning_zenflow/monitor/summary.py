@@ -152,6 +152,11 @@ class StepMeter:
         self._n_read = len(self.step_s)
         return interval_metrics(before, self._last_read, seconds=seconds)
 
+    def averages(self) -> dict[str, float]:
+        """As `metrics`, of all steps that the summary is about."""
+        now, step_s = self._optimizer.parts.read_counters(), self.step_s[self._n_first :]
+        return interval_metrics(self._before, now, seconds=sum(step_s)) if step_s else {}
+
     def summary(self) -> str | None:
         """Times, waits and advice; None before the second call of `end_step`."""
         if len(self.step_s) == self._n_first:
@@ -212,6 +217,7 @@ def summary(
         worker=busy_s / seconds,
         skipped=(now.skipped_steps - before.skipped_steps) / n,
         at_end=1.0 - in_time / n if speculates else 0.0,
+        followed=run.followed_steps / n,
         longest=at_most,
         fp16=fp16,
         clips=clips,
@@ -232,6 +238,7 @@ def advice(
     worker: float,
     skipped: float,
     at_end: float = 0.0,
+    followed: float = 0.0,
     longest: bool = False,
     fp16: bool = False,
     clips: bool = False,
@@ -244,6 +251,7 @@ def advice(
         worker: the worker's computation, as a share of the time.
         skipped: share of the steps that were skipped because the gradient norm was not finite.
         at_end: share of the steps whose update began at their end, at least for a part of the weights.
+        followed: share of the steps that were flushed because weights had been written in place.
         longest: whether `update_interval: auto` has reached `max_update_interval`.
         fp16: whether the model's type is float16.
         clips: whether gradients are clipped.
@@ -268,6 +276,8 @@ def advice(
             )
         if cause in _WORKER:
             load = worker / max(1.0 - sum(waits.values()), 1e-9)
+            if load < _SHOWN:
+                continue  # its work does not explain them
             if load > HIDDEN:
                 remedy = "give the worker more cores"
                 if longest or config.update_interval != "auto":
@@ -278,6 +288,8 @@ def advice(
                 remedy += ", or raise publish_lag"
             load_is_small = f"although it needs only {load:.1f} steps per update"
             return f"{share:.0%} of the time is spent waiting for the CPU, {load_is_small}: {remedy}."
+        if cause == "flush" and followed > _MANY_AT_END:
+            return f"{share:.0%} of the time is spent completing updates, as weights are written in place: write them in fewer steps."
         if cause in _REMEDIES:
             return f"{share:.0%} of the time is spent {_REMEDIES[cause]}."
     return None

@@ -74,6 +74,7 @@ class StepParts:
             device_stall_s=telemetry.device_seconds,
             worker_busy_s=telemetry.worker_busy_s,
             worker_restarts=telemetry.worker_restarts,
+            followed_steps=telemetry.followed_steps,
             skipped_steps=telemetry.read_skipped(),
             d2h_bytes=telemetry.d2h_bytes,
             h2d_bytes=telemetry.h2d_bytes,

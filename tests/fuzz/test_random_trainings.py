@@ -16,7 +16,7 @@ from lightning_zenflow.core.schedule import LARGEST_LAG
 from models import SHAPES, OptimizerOptions, decay, hyperparameters
 from networks import TIED_NETS
 from processes import shared_bytes
-from random_modules import FLOAT32_ONLY, LAYERS, NO_WIDER_BUFFERS, PARTS, Part, RandomNet
+from random_modules import FLOAT32_ONLY, LAYERS, PARTS, Part, RandomNet
 from same_bits import assert_is_adamw, compare_with_oracle
 
 GROUPS = st.builds(
@@ -48,8 +48,6 @@ def trainings(draw: st.DrawFn) -> Case:
     layers = {part.kind for part in drawn}
     if layers & FLOAT32_ONLY:
         precision = "32-true"
-    elif layers & NO_WIDER_BUFFERS and precision == "bf16-mixed":
-        precision = "bf16-true"
     return Case(
         model=RandomNet,
         model_options={"parts": drawn, "seed": draw(st.integers(0, 1000))},

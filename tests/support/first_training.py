@@ -1,6 +1,7 @@
 """A user's first script, without anything of the tests: trains a small model on the CPU. `python first_training.py DEVICES`."""
 
 import sys
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -32,19 +33,21 @@ class Model(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def main(devices: int) -> None:
+def main(devices: int, strategy: Any = "zenflow") -> None:
     pl.seed_everything(1)
     model = Model()
     x, y = model.train_dataloader().dataset.tensors  # type: ignore[attr-defined]
     before = nn.functional.mse_loss(model.net(x), y).item()
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=devices, strategy="zenflow", max_epochs=2, logger=False, enable_checkpointing=False
-    )
+    options: dict[str, Any] = {"max_epochs": 2, "logger": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **options)
     trainer.fit(model)
+    # DeepSpeed's Muon would compile its functions, for seconds.
+    assert "torch._inductor.compile_fx" not in sys.modules
     after = nn.functional.mse_loss(model.net(x), y).item()
     assert trainer.world_size == devices
     assert after < before / 4, (before, after)
     if trainer.is_global_zero:
+        assert trainer.callback_metrics["zenflow/overlap/step_ms"] > 0
         where = lightning_zenflow.__file__
         print(f"trained in {trainer.world_size} process(es), loss {before:.3f} to {after:.3f}, package {where}")
 

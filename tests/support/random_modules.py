@@ -137,8 +137,6 @@ FLOAT32_ONLY = {"orthogonal"}
 """Layers that torch has no bfloat16 operations for."""
 OF_MODULES = {"attention", "orthogonal", "spectral norm", "weight norm"}
 """Layers of several modules, between which torch converts nothing: what is frozen keeps its type, in "32-true", beside trained float32."""
-NO_WIDER_BUFFERS = {"batch norm", "spectral norm"}
-"""Layers that torch does not do on the CPU with weights in bfloat16 and buffers in float32, as with the precision "bf16-mixed"."""
 
 
 def raw(m: Any, x: Inputs, a: int, b: int) -> Tensor:

@@ -98,8 +98,7 @@ def test_unused_parameters_that_deepspeeds_configuration_does_not_allow() -> Non
 def test_the_progress_bars_stall_is_no_metric_of_the_model(tmp_path: Path) -> None:
     model = LinearLossModule(shapes=TINY)
     trainer = fit(model, steps=5, enable_progress_bar=True, logger=CSVLogger(tmp_path), log_every_n_steps=1)
-    assert trainer.callback_metrics == {}
-    assert "stall_%" in trainer.progress_bar_metrics
+    assert "stall_%" in trainer.progress_bar_metrics and "stall_%" not in trainer.callback_metrics
 
 
 class Mistaken(LinearLossModule):

@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
@@ -61,6 +62,41 @@ def test_the_documented_names_are_those_that_are_logged(rows: list[dict[str, flo
     assert [name for name, _ in table] == list(METRICS)
     assert {name for row in rows for name in row} - {"step"} == set(METRICS) - IN_BACKWARD
     assert [row["step"] for row in rows] == [9, 19, 29, 39]
+
+
+class SeesCallbackMetrics(pl.Callback):
+    """Keeps those of each step, and of what runs behind the last one."""
+
+    def __init__(self) -> None:
+        self.seen: list[set[str]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.seen.append(set(trainer.callback_metrics))
+
+
+def test_a_program_reads_the_metrics_behind_fit() -> None:
+    """Without logger and progress bar. What monitors the model's own results in training does not see them."""
+    sees = SeesCallbackMetrics()
+    trainer = fit(SmallNet(length=6), fixed(), steps=6, callbacks=[sees], log_every_n_steps=6)
+    assert sees.seen == [set()] * 6
+    ours = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert set(ours) == set(METRICS) - IN_BACKWARD
+    assert ours["zenflow/overlap/update_interval_steps"] == 4 and ours["zenflow/overlap/step_ms"] > 0
+
+
+def test_weights_that_are_written_time_and_again(caplog: pytest.LogCaptureFixture) -> None:
+    """A line says why each step waits for its updates, and the summary takes it for the cause."""
+
+    class Clamps(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+            with torch.no_grad():
+                next(pl_module.parameters()).clamp_(-0.01, 0.01)
+
+    strategy = ZenFlowStrategy(update_interval=1, publish_lag=0, worker_cores=1)
+    with caplog.at_level(logging.INFO):
+        trainer = fit(SmallNet(length=20), strategy, steps=20, callbacks=[Clamps()])
+    assert caplog.text.count("weights are written in place time and again") == 1
+    assert trainer.strategy.zenflow_optimizer.telemetry.followed_steps >= 17
 
 
 def test_values(rows: list[dict[str, float]]) -> None:

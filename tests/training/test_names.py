@@ -9,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric import Fabric, seed_everything
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins import DeepSpeedPrecision
+from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException as LightningsException
 from omegaconf import OmegaConf
@@ -46,6 +48,68 @@ class Wrapped(Net):
     @override
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         assert optimizer is self.trainer.optimizers[0]
+
+
+class Synchronises(LayerSync):
+    """Puts other layers into the model, as `TorchSyncBatchNorm` does, and takes them out again."""
+
+    def apply(self, model: torch.nn.Module) -> torch.nn.Module:
+        assert not hasattr(model, "synchronised")
+        model.add_module("synchronised", torch.nn.Identity())
+        return model
+
+    def revert(self, model: torch.nn.Module) -> torch.nn.Module:
+        del model.synchronised
+        return model
+
+
+def test_layers_are_synchronised_where_there_are_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """During the fit, before the optimizer is made; not by a rank that is alone."""
+    seen = []
+
+    class Sees(Net):
+        @override
+        def configure_optimizers(self) -> Any:
+            seen.append(hasattr(self, "synchronised"))
+            return super().configure_optimizers()
+
+    for is_alone in (True, False):
+        monkeypatch.setattr(ZenFlowStrategy, "is_alone", is_alone)
+        model = Sees()
+        fit(model, ZenFlowStrategy(**NOTHING_LATE), plugins=[Synchronises()])
+        assert not hasattr(model, "synchronised")
+    assert seen == [False, True]
+
+
+class OfNumber(Net):
+    """Has its learning rate from a class of numbers."""
+
+    def __init__(self, number: Any) -> None:
+        super().__init__()
+        self.number = number
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.number(0.5**7))
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """As learning rate, from a table of a scheduler, and as a norm; the same as Python's."""
+    ends = []
+    for number in (float, np.float32):
+        model = OfNumber(number)
+        fit(model, ZenFlowStrategy(**NOTHING_LATE))
+        ends.append(weights_of(model))
+        fabric = Fabric(accelerator="cpu", devices=1, strategy=FabricStrategy())
+        fabric.launch()
+        wrapped, optimizer = fabric.setup(
+            layer := torch.nn.Linear(2, 1), torch.optim.AdamW(layer.parameters(), lr=number(0.5))
+        )
+        fabric.backward(wrapped(torch.ones(3, 2)).sum())
+        assert fabric.clip_gradients(wrapped, optimizer, max_norm=number(1)) > 0
+        optimizer.step()
+        fabric.strategy.teardown()
+    torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 
 def losses(strategy: Any, *, noise: float = 0.0) -> Tensor:

@@ -1,6 +1,7 @@
 """The worker process with the real executable: its start, or why it cannot, in words; its end, privileges and leftovers; memory."""
 
 import ctypes
+import errno
 import gc
 import mmap
 import multiprocessing
@@ -24,7 +25,7 @@ from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.deepspeed import build as assembly
 from lightning_zenflow.deepspeed.host_state import HostState
 from lightning_zenflow.kernels import cpu
-from lightning_zenflow.native import worker_executable
+from lightning_zenflow.native import cannot_run, worker_executable
 from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena, arena_bytes
 from lightning_zenflow.worker.machine import allowed_cores, running_on
@@ -243,6 +244,11 @@ def test_a_library_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.Mon
     message = "libzenflow-device.so cannot run on this machine .*: .*file too short.*; install a wheel"
     with pytest.raises(RuntimeError, match=message):
         cpu._library.__wrapped__()
+
+
+def test_too_few_files_may_be_open() -> None:
+    message = cannot_run(worker_executable(), OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+    assert "raise the limit of open files (`ulimit -n`)" in message and "wheel" not in message
 
 
 FEW_THREADS = """#!{python}

@@ -123,6 +123,8 @@ def test_keywords_override_the_file(strategy: Any, tmp_path: Path) -> None:
     path.write_text("zenflow: {publish_lag: 2, topk_ratio: 0.3}")
     assert strategy(config=path, publish_lag=1).zenflow_config == ZenFlowConfig(publish_lag=1, topk_ratio=0.3)
     assert strategy(config=path, topk_ratio=None).zenflow_config == ZenFlowConfig(publish_lag=2, topk_ratio=0.3)
+    with pytest.raises(MisconfigurationException, match=r"unknown key 'ratio'; keys are"):
+        ZenFlowConfig(ratio=0.5)
     with pytest.raises(MisconfigurationException, match=r"unknown key 'topk_ration' \(did you mean 'topk_ratio'\?\)"):
         strategy(topk_ration=0.1)
 

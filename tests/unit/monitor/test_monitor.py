@@ -92,6 +92,15 @@ MORE_CORES, ALONE = "give the worker more cores", "keep other processes off the 
             "20% of the time is spent completing updates before validations and checkpoints: have fewer of them.",
         ),
         (
+            {"flush": 0.2},
+            0.5,
+            {"followed": 0.9},
+            AUTO,
+            "20% of the time is spent completing updates, as weights are written in place: write them in fewer steps.",
+        ),
+        # A worker that computes next to nothing does not lack cores.
+        ({"publish_wait": 0.2}, 0.0004, {}, FIXED, None),
+        (
             {"publish_wait": 0.1, "correction": 0.2},
             0.5,
             {"at_end": 0.4, "clips": True},
