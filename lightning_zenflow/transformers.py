@@ -8,13 +8,18 @@ from functools import partial
 from typing import Any, ClassVar
 from unittest.mock import patch
 
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DummyScheduler
 from torch import Tensor
 from torch.nn import Module
-from transformers import Trainer
+from torch.optim import Optimizer
+from transformers import Trainer, TrainingArguments
+from transformers.integrations.deepspeed import deepspeed_optim_sched
 from typing_extensions import override
 
 from lightning_zenflow.accelerate import ZenFlowAccelerator
-from lightning_zenflow.core.errors import OtherBases
+from lightning_zenflow.core.errors import MisconfigurationException, OtherBases
 
 _LOGGED = ("stall/device_percent", "stall/host_percent", "overlap/worker_busy_percent", "overlap/late_blocks_percent")
 
@@ -56,6 +61,13 @@ class ZenFlowTraining(OtherBases):  # type: ignore[misc]
         return output
 
     @override
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        set_up = partial(_keep_given, self.optimizer)
+        # Private: what `deepspeed_init` calls, which drops both.
+        with patch("transformers.integrations.deepspeed.deepspeed_optim_sched", set_up):
+            return super()._prepare_for_training(*args, **kwargs)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if (strategy := self.accelerator.strategy) is not None:
             strategy.start_epoch(int(self.state.epoch or 0))
@@ -92,6 +104,52 @@ class ZenFlowTraining(OtherBases):  # type: ignore[misc]
     def _get_grad_norm(self, model: Module, grad_norm: Tensor | None = None) -> Tensor:
         # Under DeepSpeed the Trainer reads the norm on the host in each step, which waits for the device.
         return self.accelerator.clip_grad_norm_(model.parameters(), float("inf")) if grad_norm is None else grad_norm
+
+
+_OF_BLOCKS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+"""Names in transformers of DeepSpeed's schedulers."""
+
+
+def _keep_given(optimizer: Any, trainer: Any, config: Any, args: TrainingArguments, steps: int, *rest: Any) -> Any:
+    """`deepspeed_optim_sched` of transformers, with the optimizer and the scheduler that the Trainer has, which DeepSpeed's set-up drops.
+
+    Args:
+        optimizer: the Trainer's before the set-up: the user's, that of a training before, or None.
+        trainer, config, args, steps, rest: of transformers' function.
+
+    Raises:
+        MisconfigurationException: a block of DeepSpeed's configuration would take the place of what the user has given.
+    """
+    blocks, scheduler = config.config, trainer.lr_scheduler
+    is_wrapper = isinstance(scheduler, AcceleratedScheduler | DummyScheduler)
+    scheduler = None if is_wrapper else scheduler
+    has_trained = isinstance(optimizer, AcceleratedOptimizer)
+    of_block = blocks.get("scheduler", {}).get("type")
+    optimizers, other_type = "Trainer(optimizers=...)", args.lr_scheduler_type not in ("linear", _OF_BLOCKS.get(of_block))
+    for block, name, is_given in (
+        ("optimizer", optimizers, (isinstance(optimizer, Optimizer) and not has_trained) or scheduler is not None),
+        ("optimizer", "Trainer(optimizer_cls_and_kwargs=...)", trainer.optimizer_cls_and_kwargs is not None),
+        ("optimizer", f"TrainingArguments(optim={args.optim!r})", not args.optim.startswith("adamw_torch")),
+        ("scheduler", optimizers, scheduler is not None),
+        ("scheduler", f"TrainingArguments(lr_scheduler_type={args.lr_scheduler_type!r})", other_type),
+        ("scheduler", "TrainingArguments(lr_scheduler_kwargs=...)", bool(args.lr_scheduler_kwargs)),
+    ):
+        if is_given and block in blocks:
+            raise MisconfigurationException(
+                f"ZenFlowTrainer: {name} must be absent where DeepSpeed's configuration has a block `{block}`, got both: leave the block out"
+            )
+    # transformers compares what a block says with the arguments, and leaves to DeepSpeed's defaults what it does not say.
+    betas = [args.adam_beta1, args.adam_beta2]
+    adam = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay}
+    warmup: dict[str, Any] = {"warmup_num_steps": max(1, args.get_warmup_steps(steps))}
+    if of_block in ("WarmupLR", "WarmupDecayLR"):
+        warmup["warmup_max_lr"] = args.learning_rate
+    for block, values in (("optimizer", adam), ("scheduler", warmup if of_block in _OF_BLOCKS else {})):
+        if block in blocks:
+            blocks[block]["params"] = {**values, **blocks[block].get("params", {})}
+    trainer.optimizer = optimizer.optimizer.optimizer if has_trained else optimizer
+    prepared, of_blocks = deepspeed_optim_sched(trainer, config, args, steps, *rest)
+    return prepared, scheduler if of_blocks is None else of_blocks
 
 
 class ZenFlowTrainer(ZenFlowTraining, Trainer):
