@@ -25,7 +25,7 @@ from lightning_zenflow.checkpoint.files import place_of
 from lightning_zenflow.checkpoint.single_file import FILE_KEY, WholeState
 from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
 from lightning_zenflow.core.distributed import in_common
-from lightning_zenflow.core.errors import MisconfigurationException, raise_late_read
+from lightning_zenflow.core.errors import Calls, MisconfigurationException, raise_late_read
 from lightning_zenflow.deepspeed.build import rank_resources
 from lightning_zenflow.deepspeed.config import (
     ConfigSource,
@@ -75,6 +75,7 @@ class Session(RankEnvironment):
     zenflow_config: ZenFlowConfig
     zenflow_optimizer: ZenFlowOptimizer | None
     accelerator = FromTrainer()
+    calls = Calls()
     # As the device of modules on it: `module.to` with an index would give weights other memory.
     _cpu = torch.device("cpu")
 
@@ -157,7 +158,7 @@ class Session(RankEnvironment):
         if self.root_device.type == "cpu":
             self._ending.callback(torch.set_num_threads, threads := torch.get_num_threads())
             torch.set_num_threads(min(resources.cores.trainer_threads, threads))
-        self._users_optimizer = None if optimizer is None else UsersOptimizer(optimizer)
+        self._users_optimizer = None if optimizer is None else UsersOptimizer(optimizer, self.calls)
         if optimizer is not None:
             named = {id(p): (name, p) for name, p in model.named_parameters()}
             optimized = [[named[id(p)] for p in group["params"]] for group in optimizer.param_groups]
@@ -172,7 +173,7 @@ class Session(RankEnvironment):
         kind: type[ZenFlowOptimizer] = ZenFlowZero3Optimizer if is_3 else ZenFlowZeroOptimizer
         self._cpu = RankEnvironment._cpu
         try:
-            factory = partial(kind, zenflow=self.zenflow_config, resources=resources)
+            factory = partial(kind, zenflow=self.zenflow_config, resources=resources, calls=self.calls)
             with in_place_of_deepspeeds(kind, factory, model) as optimizers:
                 built = initialize()
         finally:
@@ -211,7 +212,7 @@ class Session(RankEnvironment):
                 if parameter.requires_grad:
                     raise MisconfigurationException(
                         f"{name}.requires_grad must be False, got True: DeepSpeed trains only parameters that required gradients at setup;"
-                        " set it up trainable and freeze it after that, with the Trainer in `on_train_start`"
+                        " set it up trainable and freeze it after that, before the first step"
                     )
             step.follow_freezing()
 

@@ -18,10 +18,25 @@ from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import deepspeed_optim_sched
 from typing_extensions import override
 
-from lightning_zenflow.accelerate import ZenFlowAccelerator
+from lightning_zenflow.accelerate import CALLS, ZenFlowAccelerator
 from lightning_zenflow.core.errors import MisconfigurationException, OtherBases
 
 _LOGGED = ("stall/device_percent", "stall/host_percent", "overlap/worker_busy_percent", "overlap/late_blocks_percent")
+
+
+class _Accelerator(ZenFlowAccelerator):
+    calls = CALLS._replace(
+        accumulate="set `TrainingArguments(gradient_accumulation_steps=...)`",
+        front="ZenFlowTrainer",
+        read="in `on_pre_optimizer_step` of a callback",
+        clip_by="`TrainingArguments(max_grad_norm=...)`",
+        write="in `on_step_begin` or `on_step_end` of a callback",
+        strategy="trainer.accelerator.strategy",
+        anew=(
+            "unless a checkpoint is loaded (resume_from_checkpoint). It has trained before, and the Trainer of transformers would continue"
+            " its own; make another Trainer to begin anew"
+        ),
+    )
 
 
 class ZenFlowTraining(OtherBases):  # type: ignore[misc]
@@ -43,8 +58,13 @@ class ZenFlowTraining(OtherBases):  # type: ignore[misc]
 
     @override
     def create_accelerator_and_postprocess(self) -> None:
-        with patch("transformers.trainer.Accelerator", partial(ZenFlowAccelerator, **self.zenflow)):
+        with patch("transformers.trainer.Accelerator", partial(_Accelerator, **self.zenflow)):
             super().create_accelerator_and_postprocess()
+        config = self.accelerator.deepspeed_plugin.deepspeed_config
+        # TRL has DeepSpeed build the engine of a reference model with this configuration.
+        config.setdefault("train_micro_batch_size_per_gpu", self.args.per_device_train_batch_size)
+        # Accelerate warns of a difference, and the Trainer has told it 1.
+        self.accelerator.gradient_accumulation_steps = config["gradient_accumulation_steps"]
         # Private: as the Trainer sets it for a model that is not replicated. A process has one device.
         self.args._n_gpu = 1
 
@@ -113,9 +133,7 @@ _OF_BLOCKS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "Wa
 def _keep_given(optimizer: Any, trainer: Any, config: Any, args: TrainingArguments, steps: int, *rest: Any) -> Any:
     """`deepspeed_optim_sched` of transformers, with the optimizer and the scheduler that the Trainer has, which DeepSpeed's set-up drops.
 
-    Args:
-        optimizer: the Trainer's before the set-up: the user's, that of a training before, or None.
-        trainer, config, args, steps, rest: of transformers' function.
+    The first argument is the Trainer's before the set-up: the user's, that of a training before, or None.
 
     Raises:
         MisconfigurationException: a block of DeepSpeed's configuration would take the place of what the user has given.
@@ -125,7 +143,10 @@ def _keep_given(optimizer: Any, trainer: Any, config: Any, args: TrainingArgumen
     scheduler = None if is_wrapper else scheduler
     has_trained = isinstance(optimizer, AcceleratedOptimizer)
     of_block = blocks.get("scheduler", {}).get("type")
-    optimizers, other_type = "Trainer(optimizers=...)", args.lr_scheduler_type not in ("linear", _OF_BLOCKS.get(of_block))
+    optimizers, other_type = (
+        "Trainer(optimizers=...)",
+        args.lr_scheduler_type not in ("linear", _OF_BLOCKS.get(of_block)),
+    )
     for block, name, is_given in (
         ("optimizer", optimizers, (isinstance(optimizer, Optimizer) and not has_trained) or scheduler is not None),
         ("optimizer", "Trainer(optimizer_cls_and_kwargs=...)", trainer.optimizer_cls_and_kwargs is not None),
@@ -136,7 +157,8 @@ def _keep_given(optimizer: Any, trainer: Any, config: Any, args: TrainingArgumen
     ):
         if is_given and block in blocks:
             raise MisconfigurationException(
-                f"ZenFlowTrainer: {name} must be absent where DeepSpeed's configuration has a block `{block}`, got both: leave the block out"
+                f"ZenFlowTrainer: {name} must be absent where DeepSpeed's configuration has a block `{block}`, got both:"
+                " leave the block out"
             )
     # transformers compares what a block says with the arguments, and leaves to DeepSpeed's defaults what it does not say.
     betas = [args.adam_beta1, args.adam_beta2]

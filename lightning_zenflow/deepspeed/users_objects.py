@@ -21,7 +21,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.errors import Calls, MisconfigurationException
 from lightning_zenflow.core.step_inputs import name_of, place_of, read_hyperparameters
 from lightning_zenflow.deepspeed.parameters import is_in_pieces, whole_shape
 
@@ -74,14 +74,12 @@ class UsersOptimizer:
 
     Args:
         optimizer: before DeepSpeed's set-up.
+        calls: the front's, for the warning.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, calls: Calls) -> None:
         if optimizer.state or optimizer in _trained:
-            rank_zero_warn(
-                "ZenFlow: the optimizer's moments and step count start at zero, unless a checkpoint is loaded (ckpt_path). It has"
-                " trained before, and strategy='auto' would continue its own; make it in configure_optimizers to begin anew"
-            )
+            rank_zero_warn(f"ZenFlow: the optimizer's moments and step count start at zero, {calls.anew}")
         self._optimizer, groups = optimizer, optimizer.param_groups
         self._is_given_back = False
         # What the other side has as groups, in them, and as the state: nothing is left for the user.
