@@ -46,14 +46,8 @@ CALLS = Calls(
     clip="accelerator.clip_grad_norm_",
     accumulate="run the micro-batches of a step under `accelerator.accumulate(model)`",
     front="ZenFlowAccelerator",
-    loss="`accelerator.backward` gets",
-    zero_grad="the loop",
     read="behind `accelerator.backward`",
-    clip_by="`accelerator.clip_grad_norm_(model.parameters(), max_norm)`",
     write="before the forward pass or behind `optimizer.step`",
-    strategy="accelerator.strategy",
-    at_end="",
-    anew="unless a checkpoint is loaded (accelerator.load_state). It has trained before; make another one to begin anew",
 )
 
 
@@ -255,9 +249,12 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
 
     @override
     def end_training(self) -> None:
-        """`free_memory`, and Accelerate's own."""
+        """`free_memory`, and Accelerate's own; a further Accelerator or Trainer of this process may be a plain one."""
         self.free_memory()
         super().end_training()
+        # All accelerators of a process share their state; this one keeps what it has.
+        self.state.__dict__ = dict(AcceleratorState._shared_state)
+        AcceleratorState._reset_state()
 
 
 class AccelerateStrategy(ZenFlowStrategy):

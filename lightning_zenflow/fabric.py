@@ -72,14 +72,8 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         backward="fabric.backward",
         clip="fabric.clip_gradients",
         accumulate="run all micro-batches of a step but the last under `fabric.no_backward_sync(model)`",
-        loss="`fabric.backward` gets",
-        zero_grad="the loop",
         read="behind `fabric.backward`",
-        clip_by="`fabric.clip_gradients(max_norm=...)`",
         write="before the forward pass or behind `optimizer.step`",
-        strategy="fabric.strategy",
-        at_end="",
-        anew="unless a checkpoint is loaded (fabric.load). It has trained before; make another one to begin anew",
     )
     belongs_to_the_loop: ClassVar[Mapping[str, str]] = {
         "optimizer": "give it to `fabric.setup(model, optimizer)`",
@@ -196,7 +190,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
             raise RuntimeError(f"{call}: model must be the one that was set up with the optimizer, got another")
         if step.is_complete:
             raise RuntimeError(
-                f"{call} was called twice in a step, or after `{self.calls.clip}`: call `optimizer.step()` between them, or"
+                f"{call} was called twice in a step, or after clipping: call `optimizer.step()` between them, or"
                 f" {self.calls.accumulate}, and clip after the last"
             )
         if step.micro_batches == 0:

@@ -158,7 +158,7 @@ class Session(RankEnvironment):
         if self.root_device.type == "cpu":
             self._ending.callback(torch.set_num_threads, threads := torch.get_num_threads())
             torch.set_num_threads(min(resources.cores.trainer_threads, threads))
-        self._users_optimizer = None if optimizer is None else UsersOptimizer(optimizer, self.calls)
+        self._users_optimizer = None if optimizer is None else UsersOptimizer(optimizer)
         if optimizer is not None:
             named = {id(p): (name, p) for name, p in model.named_parameters()}
             optimized = [[named[id(p)] for p in group["params"]] for group in optimizer.param_groups]
@@ -282,7 +282,9 @@ class Session(RankEnvironment):
                 if any(model is self._trained for model in models):
                     self._released = released
                 if self._users_optimizer is not None:
-                    self._users_optimizer.give_back()
+                    optimizer = self.zenflow_optimizer
+                    has_trained = optimizer is not None and optimizer.zenflow_step.number > 0
+                    self._users_optimizer.give_back(has_trained=has_trained)
 
     def wait_for_checkpoint(self) -> None:
         """Waits for the checkpoint that is being written in the background, if any (`async_checkpoints`). All ranks call it together.

@@ -11,6 +11,7 @@ from unittest.mock import patch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DummyScheduler
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -20,22 +21,18 @@ from typing_extensions import override
 
 from lightning_zenflow.accelerate import CALLS, ZenFlowAccelerator
 from lightning_zenflow.core.errors import MisconfigurationException, OtherBases
+from lightning_zenflow.deepspeed.users_objects import NEW_MOMENTS
 
 _LOGGED = ("stall/device_percent", "stall/host_percent", "overlap/worker_busy_percent", "overlap/late_blocks_percent")
 
 
 class _Accelerator(ZenFlowAccelerator):
     calls = CALLS._replace(
-        accumulate="set `TrainingArguments(gradient_accumulation_steps=...)`",
         front="ZenFlowTrainer",
+        clip="TrainingArguments(max_grad_norm=...)",
+        accumulate="set `TrainingArguments(gradient_accumulation_steps=...)`",
         read="in `on_pre_optimizer_step` of a callback",
-        clip_by="`TrainingArguments(max_grad_norm=...)`",
         write="in `on_step_begin` or `on_step_end` of a callback",
-        strategy="trainer.accelerator.strategy",
-        anew=(
-            "unless a checkpoint is loaded (resume_from_checkpoint). It has trained before, and the Trainer of transformers would continue"
-            " its own; make another Trainer to begin anew"
-        ),
     )
 
 
@@ -58,8 +55,23 @@ class ZenFlowTraining(OtherBases):  # type: ignore[misc]
 
     @override
     def create_accelerator_and_postprocess(self) -> None:
-        with patch("transformers.trainer.Accelerator", partial(_Accelerator, **self.zenflow)):
+        args, model_alone = self.args, self.args.save_only_model and self.args.load_best_model_at_end
+        for kind in ("bf16", "fp16"):
+            if getattr(args, f"{kind}_full_eval") and not getattr(args, kind):
+                raise MisconfigurationException(
+                    f"ZenFlowTrainer: {kind}_full_eval must be False where {kind} is, got True: DeepSpeed would train in 16 bits, too"
+                )
+        with (
+            patch("transformers.trainer.Accelerator", partial(_Accelerator, **self.zenflow)),
+            # Refused there in DeepSpeed's name, and stage 2 saves whole models.
+            patch.object(args, "load_best_model_at_end", args.load_best_model_at_end and not model_alone),
+        ):
             super().create_accelerator_and_postprocess()
+        if model_alone and self.accelerator.deepspeed_plugin.zero_stage == 3:
+            raise MisconfigurationException(
+                "ZenFlowTrainer: save_only_model must be False with load_best_model_at_end under stage 3, got True: no rank has the whole"
+                " model to load it to"
+            )
         config = self.accelerator.deepspeed_plugin.deepspeed_config
         # TRL has DeepSpeed build the engine of a reference model with this configuration.
         config.setdefault("train_micro_batch_size_per_gpu", self.args.per_device_train_batch_size)
@@ -98,12 +110,16 @@ class ZenFlowTraining(OtherBases):  # type: ignore[misc]
         # A model may be in parts of another, as PEFT's are when they generate.
         self.accelerator.start().flush()
         # The Trainer refuses to evaluate without a training under stage 2, where a model needs no engine for that.
-        before, stage = self.is_deepspeed_enabled, self.accelerator.deepspeed_plugin.zero_stage
-        self.is_deepspeed_enabled = before and (self.accelerator.deepspeed_engine_wrapped is not None or stage == 3)
-        try:
+        stage, wrapped = self.accelerator.deepspeed_plugin.zero_stage, self.accelerator.deepspeed_engine_wrapped
+        with patch.object(self, "is_deepspeed_enabled", wrapped is not None or stage == 3):
             return super().evaluation_loop(*args, **kwargs)
-        finally:
-            self.is_deepspeed_enabled = before
+
+    @override
+    def _load_best_model(self) -> None:
+        if self.accelerator.strategy is not None:
+            self.accelerator.strategy.flush()
+        with patch.object(self, "is_deepspeed_enabled", not self.args.save_only_model):
+            super()._load_best_model()
 
     @override
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -126,7 +142,7 @@ class ZenFlowTraining(OtherBases):  # type: ignore[misc]
         return self.accelerator.clip_grad_norm_(model.parameters(), float("inf")) if grad_norm is None else grad_norm
 
 
-_OF_BLOCKS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_KINDS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 """Names in transformers of DeepSpeed's schedulers."""
 
 
@@ -139,37 +155,40 @@ def _keep_given(optimizer: Any, trainer: Any, config: Any, args: TrainingArgumen
         MisconfigurationException: a block of DeepSpeed's configuration would take the place of what the user has given.
     """
     blocks, scheduler = config.config, trainer.lr_scheduler
-    is_wrapper = isinstance(scheduler, AcceleratedScheduler | DummyScheduler)
-    scheduler = None if is_wrapper else scheduler
-    has_trained = isinstance(optimizer, AcceleratedOptimizer)
-    of_block = blocks.get("scheduler", {}).get("type")
-    optimizers, other_type = (
-        "Trainer(optimizers=...)",
-        args.lr_scheduler_type not in ("linear", _OF_BLOCKS.get(of_block)),
-    )
+    if isinstance(scheduler, AcceleratedScheduler | DummyScheduler):
+        scheduler = None
+    if has_trained := isinstance(optimizer, AcceleratedOptimizer):
+        has_steps, optimizer = optimizer.optimizer.zenflow_step.number > 0, optimizer.optimizer.optimizer
+    params = {block: blocks[block].setdefault("params", {}) for block in ("optimizer", "scheduler") if block in blocks}
+    kind, optimizers = blocks.get("scheduler", {}).get("type"), "Trainer(optimizers=...)"
     for block, name, is_given in (
         ("optimizer", optimizers, (isinstance(optimizer, Optimizer) and not has_trained) or scheduler is not None),
         ("optimizer", "Trainer(optimizer_cls_and_kwargs=...)", trainer.optimizer_cls_and_kwargs is not None),
-        ("optimizer", f"TrainingArguments(optim={args.optim!r})", not args.optim.startswith("adamw_torch")),
+        ("optimizer", f"TrainingArguments(optim={args.optim})", not args.optim.startswith("adamw_torch")),
         ("scheduler", optimizers, scheduler is not None),
-        ("scheduler", f"TrainingArguments(lr_scheduler_type={args.lr_scheduler_type!r})", other_type),
+        (
+            "scheduler",
+            "TrainingArguments(lr_scheduler_type=...)",
+            args.lr_scheduler_type not in ("linear", _KINDS.get(kind)),
+        ),
         ("scheduler", "TrainingArguments(lr_scheduler_kwargs=...)", bool(args.lr_scheduler_kwargs)),
     ):
         if is_given and block in blocks:
             raise MisconfigurationException(
-                f"ZenFlowTrainer: {name} must be absent where DeepSpeed's configuration has a block `{block}`, got both:"
-                " leave the block out"
+                f"ZenFlowTrainer: {name} must be absent where DeepSpeed's configuration has a block `{block}`: leave the block out"
             )
-    # transformers compares what a block says with the arguments, and leaves to DeepSpeed's defaults what it does not say.
-    betas = [args.adam_beta1, args.adam_beta2]
-    adam = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay}
-    warmup: dict[str, Any] = {"warmup_num_steps": max(1, args.get_warmup_steps(steps))}
-    if of_block in ("WarmupLR", "WarmupDecayLR"):
-        warmup["warmup_max_lr"] = args.learning_rate
-    for block, values in (("optimizer", adam), ("scheduler", warmup if of_block in _OF_BLOCKS else {})):
-        if block in blocks:
-            blocks[block]["params"] = {**values, **blocks[block].get("params", {})}
-    trainer.optimizer = optimizer.optimizer.optimizer if has_trained else optimizer
+    # transformers compares what a block says with the arguments, and leaves what it does not say to DeepSpeed's defaults.
+    if "optimizer" in blocks:
+        betas = [args.adam_beta1, args.adam_beta2]
+        adam = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay}
+        params["optimizer"].update(adam | params["optimizer"])
+        if has_trained and has_steps:
+            rank_zero_warn(NEW_MOMENTS)
+    if kind in _KINDS:
+        params["scheduler"].setdefault("warmup_num_steps", max(1, args.get_warmup_steps(steps)))
+        if kind != "WarmupCosineLR":
+            params["scheduler"].setdefault("warmup_max_lr", args.learning_rate)
+    trainer.optimizer = optimizer
     prepared, of_blocks = deepspeed_optim_sched(trainer, config, args, steps, *rest)
     return prepared, scheduler if of_blocks is None else of_blocks
 

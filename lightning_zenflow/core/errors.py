@@ -9,30 +9,17 @@ OtherBases: Any = object
 
 
 class Calls(NamedTuple):
-    """What a user of a front calls, for messages. The defaults are those of Lightning's Trainer."""
+    """What a front's user calls, for messages. The defaults are those of Lightning's Trainer."""
 
-    setup: str = "trainer.fit(model)"
-    backward: str = "self.manual_backward"
-    clip: str = "self.clip_gradients"
-    accumulate: str = "use `Trainer(accumulate_grad_batches=...)` or, in manual optimization, several backward passes"
-    """How a step has several micro-batches."""
     front: str = "ZenFlowStrategy"
-    loss: str = "`training_step` returns, or that `self.manual_backward` gets"
-    zero_grad: str = "`optimizer_zero_grad`, in manual optimization `training_step`,"
-    """What has to call `optimizer.zero_grad()`."""
+    setup: str = "trainer.fit(model)"
+    backward: str = "training_step` or `self.manual_backward"
+    clip: str = "Trainer(gradient_clip_val=...)"
+    accumulate: str = "use `Trainer(accumulate_grad_batches=...)` or, in manual optimization, several backward passes"
     read: str = "in `on_before_optimizer_step`"
     """Where gradients are there."""
-    clip_by: str = "`Trainer(gradient_clip_val=...)`"
     write: str = "in `on_train_batch_start` or `on_train_batch_end`"
     """Where weights can be written."""
-    strategy: str = "trainer.strategy"
-    at_end: str = "in manual optimization, run the backward pass in the closure of `optimizer.step`; else "
-    """What lets a step without clipping begin before its end."""
-    anew: str = (
-        "unless a checkpoint is loaded (ckpt_path). It has trained before, and strategy='auto' would continue its own; make it in"
-        " configure_optimizers to begin anew"
-    )
-    """When moments start at zero."""
 
 
 class MisconfigurationException(Exception):
@@ -68,7 +55,7 @@ def raise_also_as(other: type[Exception]) -> None:
 def other_backward(calls: Calls) -> MisconfigurationException:
     """The error for gradients of a backward pass that is the user's own."""
     return MisconfigurationException(
-        f"{calls.front}: gradients of the weights must come from the loss that {calls.loss}, got some of another `backward()`: for the"
+        f"{calls.front}: gradients of the weights must come from `{calls.backward}`, got some of another `backward()`: for the"
         " gradient of an input, call `torch.autograd.grad(loss, input)`, which leaves weights alone"
     )
 

@@ -28,7 +28,7 @@ FOLLOWED = 16
 def _instead(calls: Calls) -> str:
     return (
         f"under {calls.front} gradients are taken in backward: read them with `deepspeed.utils.safe_get_full_grad` {calls.read}; change"
-        f" them in backward, with `parameter.register_hook(lambda gradient: ...)`; clip them by {calls.clip_by}; drop those of a whole step"
+        f" them in backward, with `parameter.register_hook(lambda gradient: ...)`; clip them by `{calls.clip}`; drop those of a whole step"
         " with `optimizer.zero_grad()`; to leave a parameter as it is, call `parameter.requires_grad_(False)` before the forward pass"
     )
 
@@ -120,7 +120,7 @@ class WrittenWeights:
         if found and not shows_exact:
             self._refuse(
                 found,
-                f"in place while updates of it are pending: call `{self._calls.strategy}.flush()` before the first write, or set"
+                "in place while updates of it are pending: call the strategy's `flush()` before the first write, or set"
                 " update_interval=1 and publish_lag=0",
             )
         # An interruption may come in the copies: a flush must not take what it cuts for noticed.
@@ -283,9 +283,8 @@ class TakenGradients:
         """Refuses gradients that were there before a step's first backward pass, to which torch would add."""
         if any(isinstance(p.grad, TakenGradient) for p in self._names):
             raise MisconfigurationException(
-                f"{self._calls.zero_grad} must call `optimizer.zero_grad()` before the first backward pass of each step:"
-                f" {self._calls.front} does not keep gradients of a step that is done; to accumulate them before it,"
-                f" {self._calls.accumulate}"
+                f"`optimizer.zero_grad()` must come before the first backward pass of each step: {self._calls.front} does not keep"
+                f" gradients of a step that is done; to accumulate them before it, {self._calls.accumulate}"
             )
 
     def refuse_second_step(self) -> None:

@@ -21,7 +21,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zenflow.core.errors import Calls, MisconfigurationException
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.step_inputs import name_of, place_of, read_hyperparameters
 from lightning_zenflow.deepspeed.parameters import is_in_pieces, whole_shape
 
@@ -29,6 +29,11 @@ _SUPPORTED: tuple[type[Optimizer], ...] = (torch.optim.AdamW, torch.optim.Adam, 
 
 REQUIRED_OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False, "bias_correction": True}
 """Of a parameter group."""
+
+NEW_MOMENTS = (
+    "ZenFlow: the optimizer's moments and step count start at zero, unless a checkpoint is loaded. It has trained before, and would"
+    " continue its own without ZenFlow; make another one to begin anew"
+)
 
 _trained: "WeakSet[Optimizer]" = WeakSet()
 """Those that a training has given back: its moments are in its own arena."""
@@ -74,22 +79,22 @@ class UsersOptimizer:
 
     Args:
         optimizer: before DeepSpeed's set-up.
-        calls: the front's, for the warning.
     """
 
-    def __init__(self, optimizer: Optimizer, calls: Calls) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         if optimizer.state or optimizer in _trained:
-            rank_zero_warn(f"ZenFlow: the optimizer's moments and step count start at zero, {calls.anew}")
+            rank_zero_warn(NEW_MOMENTS)
         self._optimizer, groups = optimizer, optimizer.param_groups
         self._is_given_back = False
         # What the other side has as groups, in them, and as the state: nothing is left for the user.
         self._other = list(groups), [list(group["params"]) for group in groups], defaultdict[Tensor, Any](dict)
 
-    def give_back(self) -> None:
-        """Ends the training. May be called again."""
+    def give_back(self, *, has_trained: bool) -> None:
+        """Ends the training, in which there was a step or not. May be called again."""
         if not self._is_given_back:
             self._exchange()
-            _trained.add(self._optimizer)
+            if has_trained:
+                _trained.add(self._optimizer)
 
     @contextmanager
     def in_training(self) -> Iterator[None]:

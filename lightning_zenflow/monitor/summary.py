@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.errors import Calls
 from lightning_zenflow.core.schedule import HIDDEN, SMALL_STALL
 from lightning_zenflow.telemetry import CAUSES, Cause, Reading
 
 if TYPE_CHECKING:
     from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-
-_OF_TRAINER = Calls()
 
 _Formula = Callable[[Reading, float], float | None]
 """Of a metric, from `Reading.since` and the seconds between the two readings; None: not known yet."""
@@ -161,23 +158,16 @@ class StepMeter:
             return None
         now, config = self._optimizer.parts.read_counters(), self._optimizer.zenflow_config
         fp16 = self._optimizer.parts.rank.dtype == torch.float16
-        clips = 0 < self._optimizer.clip_grad < math.inf
-        calls = self._optimizer.calls
-        return summary(self.step_s[self._n_first :], self._before, now, config, fp16=fp16, clips=clips, calls=calls)
+        # Infinity: the norm is asked for.
+        clips = self._optimizer.clip_grad > 0
+        return summary(self.step_s[self._n_first :], self._before, now, config, fp16=fp16, clips=clips)
 
     def _ns_without_waits(self) -> int:
         return time.perf_counter_ns() - round(1e9 * sum(self._optimizer.telemetry.seconds.values()))
 
 
 def summary(
-    step_s: Sequence[float],
-    before: Reading,
-    now: Reading,
-    config: ZenFlowConfig,
-    *,
-    fp16: bool,
-    clips: bool = False,
-    calls: Calls = _OF_TRAINER,
+    step_s: Sequence[float], before: Reading, now: Reading, config: ZenFlowConfig, *, fp16: bool, clips: bool = False
 ) -> str:
     """Formats the summary and, where something limits, the advice.
 
@@ -188,7 +178,6 @@ def summary(
         config: of the training.
         fp16: whether the model's type is float16.
         clips: whether gradients are clipped.
-        calls: the front's.
     """
     n, seconds = len(step_s), sum(step_s)
     run = now.since(before)
@@ -227,7 +216,6 @@ def summary(
         longest=at_most,
         fp16=fp16,
         clips=clips,
-        calls=calls,
     )
     return "\n".join(lines if sentence is None else [*lines, sentence])
 
@@ -248,7 +236,6 @@ def advice(
     longest: bool = False,
     fp16: bool = False,
     clips: bool = False,
-    calls: Calls = _OF_TRAINER,
 ) -> str | None:
     """The largest limit that the user can do something about, and its remedy, in a sentence; None if waits are negligible.
 
@@ -261,7 +248,6 @@ def advice(
         longest: whether `update_interval: auto` has reached `max_update_interval`.
         fp16: whether the model's type is float16.
         clips: whether gradients are clipped.
-        calls: the front's.
     """
     if skipped > _MANY_SKIPPED:
         otherwise = " or train in bf16" if fp16 else ", or look for NaN in the loss"
@@ -270,12 +256,15 @@ def advice(
         if share < SMALL_STALL:
             break
         if cause in _WORKER and at_end > _MANY_AT_END:
-            why, remedy = f"the update begins at the end of about {at_end:.0%} of the steps", calls.at_end
+            why, remedy = (
+                f"the update begins at the end of about {at_end:.0%} of the steps",
+                "in manual optimization, run the backward pass in the closure of `optimizer.step`; else",
+            )
             if clips:
-                why = f"gradients were clipped in about {at_end:.0%} of the steps, whose update begins when the norm is known"
-                remedy = f"raise the norm of {calls.clip_by}, or "
+                why = f"the update begins in about {at_end:.0%} of the steps when the norm of their gradients is known"
+                remedy = "clip to a larger norm, or"
             return (
-                f"{share:.0%} of the time is spent waiting for the CPU, because {why}: {remedy}allow predicted factors"
+                f"{share:.0%} of the time is spent waiting for the CPU, because {why}: {remedy} allow predicted factors"
                 " (clip_prediction=True)."
             )
         if cause in _WORKER:
