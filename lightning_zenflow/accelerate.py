@@ -231,20 +231,20 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
     @override
     def free_memory(self, *objects: Any) -> Any:
         """As Accelerate's, and ends the worker: the model has its exact weights, as before `prepare`. All ranks call it together."""
-        strategy = self.strategy
-        if strategy is not None and strategy.zenflow_optimizer is not None:
-            self.strategy = None
+        strategy, self.strategy = self.strategy, None
+        if strategy is not None:
             strategy.log_summary()
             try:
                 # Without the gradients of a step that was interrupted.
                 Session.flush(strategy)
             finally:
+                # DeepSpeed's `destroy` comes with the strategy's.
+                self.deepspeed_engine_wrapped = None
                 strategy.teardown()
-                if strategy.zenflow_optimizer.closed:
+                optimizer = strategy.zenflow_optimizer
+                if optimizer is not None and optimizer.closed:
                     # Transformers' Trainer keeps its engine, and nothing saves the state any more.
-                    strategy.zenflow_optimizer.close(keep_state=False)
-        # DeepSpeed's `destroy` comes with the strategy's.
-        self.deepspeed_engine_wrapped = None
+                    optimizer.close(keep_state=False)
         return super().free_memory(*objects)
 
     @override
@@ -278,7 +278,7 @@ class AccelerateStrategy(ZenFlowStrategy):
         backend: Any = dist.group.WORLD._get_backend(device) if is_launched and dist.group.WORLD else None
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)
         super().__init__(config, **keys, **({} if timeout is None else {"timeout": timeout}))
-        ranks = dist.get_world_size() if is_launched else 1
+        ranks = dist.get_world_size() if is_launched and dist.is_initialized() else 1
         # The second is that of DeepSpeed's launcher.
         on_host = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks)
         self.cluster_environment = TorchElasticEnvironment() if is_launched else LightningEnvironment()

@@ -164,7 +164,7 @@ def _keep_given(optimizer: Any, trainer: Any, config: Any, args: TrainingArgumen
     for block, name, is_given in (
         ("optimizer", optimizers, (isinstance(optimizer, Optimizer) and not has_trained) or scheduler is not None),
         ("optimizer", "Trainer(optimizer_cls_and_kwargs=...)", trainer.optimizer_cls_and_kwargs is not None),
-        ("optimizer", f"TrainingArguments(optim={args.optim})", not args.optim.startswith("adamw_torch")),
+        ("optimizer", f"TrainingArguments(optim={args.optim})", args.optim not in ("adamw_torch", "adamw_torch_fused")),
         ("scheduler", optimizers, scheduler is not None),
         (
             "scheduler",
