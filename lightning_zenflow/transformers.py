@@ -189,7 +189,7 @@ def _keep_given(optimizer: Any, trainer: Any, config: Any, args: TrainingArgumen
         if kind != "WarmupCosineLR":
             params["scheduler"].setdefault("warmup_max_lr", args.learning_rate)
     trainer.optimizer = optimizer
-    prepared, of_blocks = deepspeed_optim_sched(trainer, config, args, steps, *rest)
+    prepared, of_blocks = deepspeed_optim_sched(trainer, config, args, steps, *rest)  # type: ignore[no-untyped-call]
     return prepared, scheduler if of_blocks is None else of_blocks
 
 
