@@ -29,14 +29,26 @@ from typing_extensions import override
 
 from lightning_zenflow.checkpoint.engine import ZenFlowEngine
 from lightning_zenflow.config import KEYS, ZenFlowConfig
-from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.errors import Calls, MisconfigurationException
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, resolve_config, without
 from lightning_zenflow.deepspeed.environment import use_cpu_accelerator
 from lightning_zenflow.deepspeed.removal import remove_hooks
-from lightning_zenflow.fabric import LoopCalls, ZenFlowStrategy
+from lightning_zenflow.fabric import ZenFlowStrategy
 from lightning_zenflow.session import Session
 
+_VARIABLE = "ACCELERATE_USE_DEEPSPEED"
 _OF_LIGHTNING = ("checkpoint_format", "sync_checkpoints", "async_checkpoints", "stall_monitor")
+
+
+CALLS = Calls(
+    setup="model, optimizer = accelerator.prepare(model, optimizer)",
+    backward="accelerator.backward",
+    clip="accelerator.clip_grad_norm_",
+    accumulate="run the micro-batches of a step under `accelerator.accumulate(model)`",
+    front="ZenFlowAccelerator",
+    read="behind `accelerator.backward`",
+    write="before the forward pass or behind `optimizer.step`",
+)
 
 
 class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no type information
@@ -70,12 +82,14 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
         MisconfigurationException: an option asks for what ZenFlow does not support here.
     """
 
+    calls = CALLS
+
     def __init__(
         self, deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None, **options: Any
     ) -> None:
         self._keys = {key: options.pop(key) for key in KEYS if key in options}
         ZenFlowConfig(**self._keys)
-        has_plugin = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+        has_plugin = os.environ.get(_VARIABLE, "false").lower() == "true"
         has_plugin |= "deepspeed_plugins" in options or bool(AcceleratorState._shared_state)
         given = options.get("deepspeed_plugins") or deepspeed_plugin
         for plugin in given.values() if isinstance(given, dict) else [given]:
@@ -84,17 +98,28 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
             zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
             config = {"gradient_accumulation_steps": "auto", "zero_optimization": zero}
             deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=config)
+        if options.pop("cpu", False) and torch.cuda.is_available():
+            raise MisconfigurationException(
+                "ZenFlowAccelerator: cpu must be False where there is a GPU, got True: hide the GPU, with CUDA_VISIBLE_DEVICES=''"
+            )
         if "LOCAL_RANK" in os.environ and not torch.cuda.is_available() and not PartialState._shared_state:
             use_cpu_accelerator()
             handlers = options.get("kwargs_handlers") or []
             if not any(isinstance(handler, InitProcessGroupKwargs) for handler in handlers):
                 # On CPUs Accelerate knows of several ranks only if it is told their backend.
                 options["kwargs_handlers"] = [*handlers, InitProcessGroupKwargs(backend="gloo")]
-        super().__init__(deepspeed_plugin=deepspeed_plugin, **options)
+        # Accelerate sets it for the process, and a plain Trainer in it would train by DeepSpeed, too.
+        of_launcher = os.environ.get(_VARIABLE)
+        try:
+            super().__init__(deepspeed_plugin=deepspeed_plugin, **options)
+        finally:
+            os.environ.pop(_VARIABLE, None)
+            os.environ.update({} if of_launcher is None else {_VARIABLE: of_launcher})
         self.strategy: AccelerateStrategy | None = None
         if self.distributed_type != DistributedType.DEEPSPEED:
             raise MisconfigurationException(
-                "ZenFlowAccelerator: cpu must be False (without a GPU the CPU is used anyway), and no other Accelerator made before"
+                "ZenFlowAccelerator: no other Accelerator must have been made before in this process, got one without DeepSpeed: call"
+                " `AcceleratorState._reset_state(reset_partial_state=True)`"
             )
         if (ranks := int(os.environ.get("WORLD_SIZE", 1))) != self.num_processes:
             raise MisconfigurationException(
@@ -103,6 +128,8 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
             )
         # Accelerate may have read it from its own configuration.
         self._refuse_keys_of_lightning(self.deepspeed_plugin)
+        # What needs the process group next may be no `prepare`: `gather`, or DeepSpeed's engine of a reference model.
+        self.start()
 
     def _refuse_keys_of_lightning(self, plugin: DeepSpeedPlugin | None) -> None:
         zero: dict[str, Any] = {} if plugin is None else plugin.deepspeed_config.get("zero_optimization") or {}
@@ -138,6 +165,8 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
                 f" {len(optimizers)} optimizers; several optimizers become parameter groups of one, and a model that is not trained goes to"
                 " `accelerator.device`"
             )
+        # DeepSpeed needs a number, whatever it is (`AccelerateStrategy.complete`).
+        self.deepspeed_plugin.deepspeed_config.setdefault("train_micro_batch_size_per_gpu", 1)
         strategy = self.start()
         return strategy.set_up(build, self) if optimizers else tuple(build())
 
@@ -145,7 +174,7 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
         """Returns `strategy`. The first call makes the process group where no launcher has, which Accelerate expects under DeepSpeed."""
         if self.strategy is None:
             source = {**without(self.deepspeed_plugin.deepspeed_config, "auto"), "train_batch_size": None}
-            self.strategy = AccelerateStrategy(source, self._keys, self.device)
+            self.strategy = AccelerateStrategy(source, self._keys, self.device, self.calls)
             self.strategy.setup_environment()
         return self.strategy
 
@@ -220,9 +249,12 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
 
     @override
     def end_training(self) -> None:
-        """`free_memory`, and Accelerate's own."""
+        """`free_memory`, and Accelerate's own; a further Accelerator or Trainer of this process may be a plain one."""
         self.free_memory()
         super().end_training()
+        # All accelerators of a process share their state; this one keeps what it has.
+        self.state.__dict__ = dict(AcceleratorState._shared_state)
+        AcceleratorState._reset_state()
 
 
 class AccelerateStrategy(ZenFlowStrategy):
@@ -232,25 +264,21 @@ class AccelerateStrategy(ZenFlowStrategy):
         config: of DeepSpeed, without what Accelerate completes.
         keys: of `ZenFlowConfig`.
         device: of this rank.
+        calls: of the front.
     """
 
-    calls: ClassVar = LoopCalls(
-        setup="model, optimizer = accelerator.prepare(model, optimizer)",
-        backward="accelerator.backward",
-        clip="accelerator.clip_grad_norm_",
-        accumulate="run the micro-batches of a step under `accelerator.accumulate(model)`",
-    )
     belongs_to_the_loop: ClassVar[Mapping[str, str]] = {}
     _said: str | None = None
 
-    def __init__(self, config: Mapping[str, Any], keys: Mapping[str, Any], device: torch.device) -> None:
+    def __init__(self, config: Mapping[str, Any], keys: Mapping[str, Any], device: torch.device, calls: Calls) -> None:
+        self.calls = calls
         # What launchers set; else there is one rank, which sets it for DeepSpeed.
         is_launched = "LOCAL_RANK" in os.environ
         # Private: the limit of the ranks' group, which Accelerate has made, with the `ddp_timeout` of transformers; not all backends tell.
         backend: Any = dist.group.WORLD._get_backend(device) if is_launched and dist.group.WORLD else None
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)
         super().__init__(config, **keys, **({} if timeout is None else {"timeout": timeout}))
-        ranks = dist.get_world_size() if is_launched else 1
+        ranks = dist.get_world_size() if is_launched and dist.is_initialized() else 1
         # The second is that of DeepSpeed's launcher.
         on_host = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks)
         self.cluster_environment = TorchElasticEnvironment() if is_launched else LightningEnvironment()
@@ -324,12 +352,17 @@ class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
     def __init__(self, strategy: AccelerateStrategy, optimizer: Any) -> None:
         super().__init__(optimizer)
         self._strategy = strategy
+        self._dropped = False
 
     @override
     def step(self, closure: None = None) -> None:
         if self.gradient_state.sync_gradients:
-            self._strategy.optimizer_step(self, **({} if closure is None else {"closure": closure}))
+            dropped, self._dropped = self._dropped and self.optimizer.zenflow_step.micro_batches == 0, False
+            # Under torch a step without gradients changes nothing, and a callback of transformers cannot leave it out.
+            if not dropped or closure is not None:
+                self._strategy.optimizer_step(self, **({} if closure is None else {"closure": closure}))
 
     @override
     def zero_grad(self, set_to_none: bool | None = None) -> None:
+        self._dropped |= self.optimizer.zenflow_step.micro_batches > 0
         AcceleratedOptimizer.zero_grad(self, set_to_none)

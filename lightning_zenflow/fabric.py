@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.plugins import DeepSpeedPrecision
@@ -21,23 +21,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zenflow.config import KEYS, ZenFlowConfig
-from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.errors import Calls, MisconfigurationException
 from lightning_zenflow.deepspeed.environment import PlainPrecision, inference_engine
 from lightning_zenflow.deepspeed.users_objects import FromTrainer, refuse_unsupported_module, validate_optimizer
 from lightning_zenflow.fabric_checkpoints import FabricCheckpoints
 from lightning_zenflow.monitor.summary import StepMeter
 from lightning_zenflow.offload.step import ZenFlowStep
 from lightning_zenflow.session import Built
-
-
-class LoopCalls(NamedTuple):
-    """What a user's loop calls, for messages."""
-
-    setup: str
-    backward: str
-    clip: str
-    accumulate: str
-    """How a step has several micro-batches."""
 
 
 class ZenFlowPrecision(PlainPrecision, DeepSpeedPrecision):
@@ -78,11 +68,13 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         MisconfigurationException: a keyword is unknown; `config` cannot be read, or asks DeepSpeed for what ZenFlow does not support.
     """
 
-    calls: ClassVar = LoopCalls(
+    calls = Calls(
         setup="model, optimizer = fabric.setup(model, optimizer)",
         backward="fabric.backward",
         clip="fabric.clip_gradients",
         accumulate="run all micro-batches of a step but the last under `fabric.no_backward_sync(model)`",
+        read="behind `fabric.backward`",
+        write="before the forward pass or behind `optimizer.step`",
     )
     belongs_to_the_loop: ClassVar[Mapping[str, str]] = {
         "optimizer": "give it to `fabric.setup(model, optimizer)`",
@@ -199,7 +191,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
             raise RuntimeError(f"{call}: model must be the one that was set up with the optimizer, got another")
         if step.is_complete:
             raise RuntimeError(
-                f"{call} was called twice in a step, or after `{self.calls.clip}`: call `optimizer.step()` between them, or"
+                f"{call} was called twice in a step, or after clipping: call `optimizer.step()` between them, or"
                 f" {self.calls.accumulate}, and clip after the last"
             )
         if step.micro_batches == 0:

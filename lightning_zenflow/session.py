@@ -25,7 +25,7 @@ from lightning_zenflow.checkpoint.files import place_of
 from lightning_zenflow.checkpoint.single_file import FILE_KEY, WholeState
 from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
 from lightning_zenflow.core.distributed import in_common
-from lightning_zenflow.core.errors import MisconfigurationException, raise_late_read
+from lightning_zenflow.core.errors import Calls, MisconfigurationException, raise_late_read
 from lightning_zenflow.deepspeed.build import rank_resources
 from lightning_zenflow.deepspeed.config import (
     ConfigSource,
@@ -75,6 +75,7 @@ class Session(RankEnvironment):
     zenflow_config: ZenFlowConfig
     zenflow_optimizer: ZenFlowOptimizer | None
     accelerator = FromTrainer()
+    calls = Calls()
     # As the device of modules on it: `module.to` with an index would give weights other memory.
     _cpu = torch.device("cpu")
 
@@ -172,7 +173,7 @@ class Session(RankEnvironment):
         kind: type[ZenFlowOptimizer] = ZenFlowZero3Optimizer if is_3 else ZenFlowZeroOptimizer
         self._cpu = RankEnvironment._cpu
         try:
-            factory = partial(kind, zenflow=self.zenflow_config, resources=resources)
+            factory = partial(kind, zenflow=self.zenflow_config, resources=resources, calls=self.calls)
             with in_place_of_deepspeeds(kind, factory, model) as optimizers:
                 built = initialize()
         finally:
@@ -211,7 +212,7 @@ class Session(RankEnvironment):
                 if parameter.requires_grad:
                     raise MisconfigurationException(
                         f"{name}.requires_grad must be False, got True: DeepSpeed trains only parameters that required gradients at setup;"
-                        " set it up trainable and freeze it after that, with the Trainer in `on_train_start`"
+                        " set it up trainable and freeze it after that, before the first step"
                     )
             step.follow_freezing()
 
@@ -281,7 +282,9 @@ class Session(RankEnvironment):
                 if any(model is self._trained for model in models):
                     self._released = released
                 if self._users_optimizer is not None:
-                    self._users_optimizer.give_back()
+                    optimizer = self.zenflow_optimizer
+                    has_trained = optimizer is not None and optimizer.zenflow_step.number > 0
+                    self._users_optimizer.give_back(has_trained=has_trained)
 
     def wait_for_checkpoint(self) -> None:
         """Waits for the checkpoint that is being written in the background, if any (`async_checkpoints`). All ranks call it together.

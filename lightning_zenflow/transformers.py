@@ -8,15 +8,32 @@ from functools import partial
 from typing import Any, ClassVar
 from unittest.mock import patch
 
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DummyScheduler
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
-from transformers import Trainer
+from torch.optim import Optimizer
+from transformers import Trainer, TrainingArguments
+from transformers.integrations.deepspeed import deepspeed_optim_sched
 from typing_extensions import override
 
-from lightning_zenflow.accelerate import ZenFlowAccelerator
-from lightning_zenflow.core.errors import OtherBases
+from lightning_zenflow.accelerate import CALLS, ZenFlowAccelerator
+from lightning_zenflow.core.errors import MisconfigurationException, OtherBases
+from lightning_zenflow.deepspeed.users_objects import NEW_MOMENTS
 
 _LOGGED = ("stall/device_percent", "stall/host_percent", "overlap/worker_busy_percent", "overlap/late_blocks_percent")
+
+
+class _Accelerator(ZenFlowAccelerator):
+    calls = CALLS._replace(
+        front="ZenFlowTrainer",
+        clip="TrainingArguments(max_grad_norm=...)",
+        accumulate="set `TrainingArguments(gradient_accumulation_steps=...)`",
+        read="in `on_pre_optimizer_step` of a callback",
+        write="in `on_step_begin` or `on_step_end` of a callback",
+    )
 
 
 class ZenFlowTraining(OtherBases):  # type: ignore[misc]
@@ -38,8 +55,28 @@ class ZenFlowTraining(OtherBases):  # type: ignore[misc]
 
     @override
     def create_accelerator_and_postprocess(self) -> None:
-        with patch("transformers.trainer.Accelerator", partial(ZenFlowAccelerator, **self.zenflow)):
+        args, model_alone = self.args, self.args.save_only_model and self.args.load_best_model_at_end
+        for kind in ("bf16", "fp16"):
+            if getattr(args, f"{kind}_full_eval") and not getattr(args, kind):
+                raise MisconfigurationException(
+                    f"ZenFlowTrainer: {kind}_full_eval must be False where {kind} is, got True: DeepSpeed would train in 16 bits, too"
+                )
+        with (
+            patch("transformers.trainer.Accelerator", partial(_Accelerator, **self.zenflow)),
+            # Refused there in DeepSpeed's name, and stage 2 saves whole models.
+            patch.object(args, "load_best_model_at_end", args.load_best_model_at_end and not model_alone),
+        ):
             super().create_accelerator_and_postprocess()
+        if model_alone and self.accelerator.deepspeed_plugin.zero_stage == 3:
+            raise MisconfigurationException(
+                "ZenFlowTrainer: save_only_model must be False with load_best_model_at_end under stage 3, got True: no rank has the whole"
+                " model to load it to"
+            )
+        config = self.accelerator.deepspeed_plugin.deepspeed_config
+        # TRL has DeepSpeed build the engine of a reference model with this configuration.
+        config.setdefault("train_micro_batch_size_per_gpu", self.args.per_device_train_batch_size)
+        # Accelerate warns of a difference, and the Trainer has told it 1.
+        self.accelerator.gradient_accumulation_steps = config["gradient_accumulation_steps"]
         # Private: as the Trainer sets it for a model that is not replicated. A process has one device.
         self.args._n_gpu = 1
 
@@ -56,6 +93,13 @@ class ZenFlowTraining(OtherBases):  # type: ignore[misc]
         return output
 
     @override
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        set_up = partial(_keep_given, self.optimizer)
+        # Private: what `deepspeed_init` calls, which drops both.
+        with patch("transformers.integrations.deepspeed.deepspeed_optim_sched", set_up):
+            return super()._prepare_for_training(*args, **kwargs)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if (strategy := self.accelerator.strategy) is not None:
             strategy.start_epoch(int(self.state.epoch or 0))
@@ -66,12 +110,16 @@ class ZenFlowTraining(OtherBases):  # type: ignore[misc]
         # A model may be in parts of another, as PEFT's are when they generate.
         self.accelerator.start().flush()
         # The Trainer refuses to evaluate without a training under stage 2, where a model needs no engine for that.
-        before, stage = self.is_deepspeed_enabled, self.accelerator.deepspeed_plugin.zero_stage
-        self.is_deepspeed_enabled = before and (self.accelerator.deepspeed_engine_wrapped is not None or stage == 3)
-        try:
+        stage, wrapped = self.accelerator.deepspeed_plugin.zero_stage, self.accelerator.deepspeed_engine_wrapped
+        with patch.object(self, "is_deepspeed_enabled", wrapped is not None or stage == 3):
             return super().evaluation_loop(*args, **kwargs)
-        finally:
-            self.is_deepspeed_enabled = before
+
+    @override
+    def _load_best_model(self) -> None:
+        if self.accelerator.strategy is not None:
+            self.accelerator.strategy.flush()
+        with patch.object(self, "is_deepspeed_enabled", not self.args.save_only_model):
+            super()._load_best_model()
 
     @override
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -92,6 +140,57 @@ class ZenFlowTraining(OtherBases):  # type: ignore[misc]
     def _get_grad_norm(self, model: Module, grad_norm: Tensor | None = None) -> Tensor:
         # Under DeepSpeed the Trainer reads the norm on the host in each step, which waits for the device.
         return self.accelerator.clip_grad_norm_(model.parameters(), float("inf")) if grad_norm is None else grad_norm
+
+
+_KINDS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+"""Names in transformers of DeepSpeed's schedulers."""
+
+
+def _keep_given(optimizer: Any, trainer: Any, config: Any, args: TrainingArguments, steps: int, *rest: Any) -> Any:
+    """`deepspeed_optim_sched` of transformers, with the optimizer and the scheduler that the Trainer has, which DeepSpeed's set-up drops.
+
+    The first argument is the Trainer's before the set-up: the user's, that of a training before, or None.
+
+    Raises:
+        MisconfigurationException: a block of DeepSpeed's configuration would take the place of what the user has given.
+    """
+    blocks, scheduler = config.config, trainer.lr_scheduler
+    if isinstance(scheduler, AcceleratedScheduler | DummyScheduler):
+        scheduler = None
+    if has_trained := isinstance(optimizer, AcceleratedOptimizer):
+        has_steps, optimizer = optimizer.optimizer.zenflow_step.number > 0, optimizer.optimizer.optimizer
+    params = {block: blocks[block].setdefault("params", {}) for block in ("optimizer", "scheduler") if block in blocks}
+    kind, optimizers = blocks.get("scheduler", {}).get("type"), "Trainer(optimizers=...)"
+    for block, name, is_given in (
+        ("optimizer", optimizers, (isinstance(optimizer, Optimizer) and not has_trained) or scheduler is not None),
+        ("optimizer", "Trainer(optimizer_cls_and_kwargs=...)", trainer.optimizer_cls_and_kwargs is not None),
+        ("optimizer", f"TrainingArguments(optim={args.optim})", args.optim not in ("adamw_torch", "adamw_torch_fused")),
+        ("scheduler", optimizers, scheduler is not None),
+        (
+            "scheduler",
+            "TrainingArguments(lr_scheduler_type=...)",
+            args.lr_scheduler_type not in ("linear", _KINDS.get(kind)),
+        ),
+        ("scheduler", "TrainingArguments(lr_scheduler_kwargs=...)", bool(args.lr_scheduler_kwargs)),
+    ):
+        if is_given and block in blocks:
+            raise MisconfigurationException(
+                f"ZenFlowTrainer: {name} must be absent where DeepSpeed's configuration has a block `{block}`: leave the block out"
+            )
+    # transformers compares what a block says with the arguments, and leaves what it does not say to DeepSpeed's defaults.
+    if "optimizer" in blocks:
+        betas = [args.adam_beta1, args.adam_beta2]
+        adam = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay}
+        params["optimizer"].update(adam | params["optimizer"])
+        if has_trained and has_steps:
+            rank_zero_warn(NEW_MOMENTS)
+    if kind in _KINDS:
+        params["scheduler"].setdefault("warmup_num_steps", max(1, args.get_warmup_steps(steps)))
+        if kind != "WarmupCosineLR":
+            params["scheduler"].setdefault("warmup_max_lr", args.learning_rate)
+    trainer.optimizer = optimizer
+    prepared, of_blocks = deepspeed_optim_sched(trainer, config, args, steps, *rest)  # type: ignore[no-untyped-call]
+    return prepared, scheduler if of_blocks is None else of_blocks
 
 
 class ZenFlowTrainer(ZenFlowTraining, Trainer):

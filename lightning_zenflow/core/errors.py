@@ -1,11 +1,25 @@
 """Links to the classes of both of Lightning's packages: the exception for what a user has set wrongly, and the base of mixins."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from typing_extensions import Self, override
 
 OtherBases: Any = object
 """Classes behind a mixin in the order of base classes. `Any` for the type checker: there are several such classes."""
+
+
+class Calls(NamedTuple):
+    """What a front's user calls, for messages. The defaults are those of Lightning's Trainer."""
+
+    front: str = "ZenFlowStrategy"
+    setup: str = "trainer.fit(model)"
+    backward: str = "training_step` or `self.manual_backward"
+    clip: str = "Trainer(gradient_clip_val=...)"
+    accumulate: str = "use `Trainer(accumulate_grad_batches=...)` or, in manual optimization, several backward passes"
+    read: str = "in `on_before_optimizer_step`"
+    """Where gradients are there."""
+    write: str = "in `on_train_batch_start` or `on_train_batch_end`"
+    """Where weights can be written."""
 
 
 class MisconfigurationException(Exception):
@@ -38,12 +52,11 @@ def raise_also_as(other: type[Exception]) -> None:
         _of_all[MisconfigurationException] = type("MisconfigurationException", bases, {"__module__": __name__})
 
 
-def other_backward() -> MisconfigurationException:
+def other_backward(calls: Calls) -> MisconfigurationException:
     """The error for gradients of a backward pass that is the user's own."""
     return MisconfigurationException(
-        "ZenFlowStrategy: gradients of the weights must come from the loss that `training_step` returns, or that `self.manual_backward` or"
-        " `fabric.backward` gets, got some of another `backward()`: for the gradient of an input, call `torch.autograd.grad(loss, input)`,"
-        " which leaves weights alone"
+        f"{calls.front}: gradients of the weights must come from `{calls.backward}`, got some of another `backward()`: for the"
+        " gradient of an input, call `torch.autograd.grad(loss, input)`, which leaves weights alone"
     )
 
 

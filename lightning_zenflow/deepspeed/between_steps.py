@@ -9,22 +9,24 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves  # private: torch's own way to look at arguments of `__torch_dispatch__`
 from typing_extensions import Self
 
 from lightning_zenflow.core.device import AsyncHostCopy
-from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.errors import Calls, MisconfigurationException
 from lightning_zenflow.deepspeed.parameters import is_divided
 from lightning_zenflow.offload.rank_state import RankState
 
 FOLLOWED = 16
 """Steps after the start, and after each write, in which writes through `parameter.data` are looked for in every one."""
 
-_INSTEAD = (
-    "under ZenFlowStrategy gradients are taken in backward: read them with `deepspeed.utils.safe_get_full_grad` in"
-    " `on_before_optimizer_step`; change them in backward, with `parameter.register_hook(lambda gradient: ...)`; clip them by"
-    " `Trainer(gradient_clip_val=...)` or `fabric.clip_gradients(max_norm=...)`; drop those of a whole step with"
-    " `optimizer.zero_grad()`; to leave a parameter as it is, call `parameter.requires_grad_(False)` before the forward pass"
-)
+
+def _instead(calls: Calls) -> str:
+    return (
+        f"under {calls.front} gradients are taken in backward: read them with `deepspeed.utils.safe_get_full_grad` {calls.read}; change"
+        f" them in backward, with `parameter.register_hook(lambda gradient: ...)`; clip them by `{calls.clip}`; drop those of a whole step"
+        " with `optimizer.zero_grad()`; to leave a parameter as it is, call `parameter.requires_grad_(False)` before the forward pass"
+    )
 
 
 class WrittenWeights:
@@ -38,9 +40,11 @@ class WrittenWeights:
         rank: the rank's weights and master weights.
         names: of all parameters that are trained, in the order in which `Slice.parameter` counts them.
         group: data-parallel ranks.
+        calls: the front's, for messages.
     """
 
-    def __init__(self, rank: RankState, names: dict[Any, str], *, group: dist.ProcessGroup) -> None:
+    def __init__(self, rank: RankState, names: dict[Any, str], *, group: dist.ProcessGroup, calls: Calls) -> None:
+        self._calls = calls
         self._rank, self._names, self._parameters, self._group = rank, names, list(names), group
         self._n_ranks, self._is_divided = dist.get_world_size(group), any(map(is_divided, names))
         self._slices = {s.parameter: s for s in rank.partition.slices}
@@ -121,7 +125,7 @@ class WrittenWeights:
         if found and not shows_exact:
             self._refuse(
                 found,
-                "in place while updates of it are pending: call `trainer.strategy.flush()` before the first write, or set"
+                "in place while updates of it are pending: call the strategy's `flush()` before the first write, or set"
                 " update_interval=1 and publish_lag=0",
             )
         # An interruption may come in the copies: a flush must not take what it cuts for noticed.
@@ -149,7 +153,7 @@ class WrittenWeights:
     def refuse(self) -> None:
         """Refuses writes between backward and step, when updates are under way."""
         if found := self._counted():
-            self._refuse(found, "between backward and step: write it in `on_train_batch_start` or `on_train_batch_end`")
+            self._refuse(found, f"between backward and step: write it {self._calls.write}")
 
     def _counted(self) -> set[int]:
         """Numbers of the parameters whose counters have changed."""
@@ -181,7 +185,7 @@ class WrittenWeights:
     def _refuse(self, numbers: set[int], how: str) -> None:
         self.note_gather()  # once: what saves on the exception flushes
         name = list(self._names.values())[min(numbers)]
-        raise MisconfigurationException(f"ZenFlowStrategy: {name} must not be written {how}")
+        raise MisconfigurationException(f"{self._calls.front}: {name} must not be written {how}")
 
     def _numbers(self, differs: Tensor) -> set[int]:
         return {number for number, other in zip(self._slices, differs.tolist(), strict=True) if other}
@@ -205,21 +209,25 @@ class TakenGradient(Tensor):
     `MisconfigurationException`.
     """
 
+    _calls: Calls
+
     @staticmethod
-    def __new__(cls, parameter: Tensor) -> Self:
+    def __new__(cls, parameter: Tensor, calls: Calls) -> Self:
         """The one for parameters of this shape, type and device."""
         # Private: torch's constructor of subclasses that see operations.
         taken: Self = Tensor._make_subclass(cls, parameter.detach().new_zeros(()).expand(parameter.shape))
+        taken._calls = calls
         return taken
 
     # Functions of torch go on to `__torch_dispatch__`; what compiles a module may look at shapes and types.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's documentation has it
 
     @classmethod
-    def __torch_dispatch__(cls, *_: Any) -> NoReturn:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         """Refuses every operation."""
+        (calls, *_) = (t._calls for t in tree_leaves((args, kwargs)) if isinstance(t, cls))
         raise MisconfigurationException(
-            f"`parameter.grad` must not be used between backward and `zero_grad`: {_INSTEAD}"
+            f"`parameter.grad` must not be used between backward and `zero_grad`: {_instead(calls)}"
         )
 
 
@@ -228,10 +236,11 @@ class TakenGradients:
 
     Args:
         names: of all parameters that are trained.
+        calls: the front's, for messages.
     """
 
-    def __init__(self, names: Mapping[Tensor, str]) -> None:
-        self._names = names
+    def __init__(self, names: Mapping[Tensor, str], calls: Calls) -> None:
+        self._names, self._calls = names, calls
         self._of_shape: dict[torch.Size, TakenGradient] = {}
         self._are_put = self._are_shown = False
 
@@ -242,7 +251,7 @@ class TakenGradients:
         for p in self._names:
             # Under stage 3 parameters have another shape where they are gathered.
             if p.shape not in self._of_shape:
-                self._of_shape[p.shape] = TakenGradient(p)
+                self._of_shape[p.shape] = TakenGradient(p, self._calls)
             p.grad = self._of_shape[p.shape]
         self._are_shown = True
 
@@ -271,7 +280,7 @@ class TakenGradients:
         in_part = 0 < len(replaced) < len(self._names)
         if (pending and in_part) or any(gradient is not None for gradient in replaced.values()):
             raise MisconfigurationException(
-                f"{', '.join(replaced)}: `grad` must not be assigned between backward and step: {_INSTEAD}"
+                f"{', '.join(replaced)}: `grad` must not be assigned between backward and step: {_instead(self._calls)}"
             )
         return bool(replaced) and not in_part
 
@@ -279,14 +288,13 @@ class TakenGradients:
         """Refuses gradients that were there before a step's first backward pass, to which torch would add."""
         if any(isinstance(p.grad, TakenGradient) for p in self._names):
             raise MisconfigurationException(
-                "`optimizer_zero_grad`, in manual optimization `training_step`, must call `optimizer.zero_grad()` before the first backward"
-                " pass of each step: ZenFlowStrategy does not keep gradients of a step that is done; accumulate them before it, with"
-                " `Trainer(accumulate_grad_batches=...)` or, in manual optimization, by several backward passes"
+                f"`optimizer.zero_grad()` must come before the first backward pass of each step: {self._calls.front} does not keep"
+                f" gradients of a step that is done; to accumulate them before it, {self._calls.accumulate}"
             )
 
     def refuse_second_step(self) -> None:
         """Refuses a step by gradients that a step before has used."""
         if self._are_put:
             raise MisconfigurationException(
-                "ZenFlowStrategy: a step must have a backward pass of its own, got a second call of `optimizer.step` behind one"
+                f"{self._calls.front}: a step must have a backward pass of its own, got a second call of `optimizer.step` behind one"
             )

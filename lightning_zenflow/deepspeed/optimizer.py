@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import Stream, runtime_of
 from lightning_zenflow.core.distributed import raise_together
-from lightning_zenflow.core.errors import MisconfigurationException, other_backward
+from lightning_zenflow.core.errors import Calls, MisconfigurationException, other_backward
 from lightning_zenflow.core.step_inputs import read_hyperparameters
 from lightning_zenflow.deepspeed.between_steps import FOLLOWED, TakenGradients, WrittenWeights
 from lightning_zenflow.deepspeed.build import RankResources, ZeroPartition, build
@@ -71,10 +71,12 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
     clip_grad: float
     dp_process_group: dist.ProcessGroup
 
-    def __init__(self, *args: Any, zenflow: ZenFlowConfig, resources: RankResources, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, zenflow: ZenFlowConfig, resources: RankResources, calls: Calls, **kwargs: Any
+    ) -> None:
         # DeepSpeed's constructor calls `initialize_optimizer_states`, which needs these.
         self.zenflow_config = zenflow
-        self._resources = resources
+        self._resources, self.calls = resources, calls
         self._updates_in_backward = zenflow.updates_in_backward
         self._worker: SupervisedWorker | None = None
         self._destroyed = self._in_backward = self._is_behind_step = False
@@ -125,9 +127,9 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
             gather_weights=self._weights_change,
         )
         self.full_state = FullState(self, self._host_state.states, names, shapes)
-        self.taken = TakenGradients(names)
-        self._written = WrittenWeights(self._rank, names, group=self.dp_process_group)
-        self.in_update = WeightsInUpdate(self._rank.weights, names)
+        self.taken = TakenGradients(names, self.calls)
+        self._written = WrittenWeights(self._rank, names, group=self.dp_process_group, calls=self.calls)
+        self.in_update = WeightsInUpdate(self._rank.weights, names, self.calls)
         # DeepSpeed's start needs up to 6 bytes a parameter more than a step, which `HostRuntime.has_room` would count for ever.
         runtime_of(parts.rank.device).forget_peak()
 
@@ -201,12 +203,12 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
     def _refuse_other_backward(self) -> None:
         # Private: DeepSpeed's buckets, which the end of a backward pass empties.
         if any(bucket.params for bucket in self.ipg_buckets.values()):
-            raise other_backward()
+            raise other_backward(self.calls)
 
     def _receive(self, slice_index: int, gradient: Tensor, *, last: bool) -> None:
         """`ZenFlowStep.receive`; raises `MisconfigurationException` for gradients of a backward pass of the user's own."""
         if not self._in_backward:
-            raise other_backward()
+            raise other_backward(self.calls)
         self.zenflow_step.receive(slice_index, gradient, last=last)
         if last and self._updates_in_backward:
             self._written.note_arrival(self._rank.partition.slices[slice_index].parameter)

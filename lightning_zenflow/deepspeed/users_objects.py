@@ -30,6 +30,11 @@ _SUPPORTED: tuple[type[Optimizer], ...] = (torch.optim.AdamW, torch.optim.Adam, 
 REQUIRED_OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False, "bias_correction": True}
 """Of a parameter group."""
 
+NEW_MOMENTS = (
+    "ZenFlow: the optimizer's moments and step count start at zero, unless a checkpoint is loaded. It has trained before, and would"
+    " continue its own without ZenFlow; make another one to begin anew"
+)
+
 _trained: "WeakSet[Optimizer]" = WeakSet()
 """Those that a training has given back: its moments are in its own arena."""
 
@@ -78,20 +83,18 @@ class UsersOptimizer:
 
     def __init__(self, optimizer: Optimizer) -> None:
         if optimizer.state or optimizer in _trained:
-            rank_zero_warn(
-                "ZenFlow: the optimizer's moments and step count start at zero, unless a checkpoint is loaded (ckpt_path). It has"
-                " trained before, and strategy='auto' would continue its own; make it in configure_optimizers to begin anew"
-            )
+            rank_zero_warn(NEW_MOMENTS)
         self._optimizer, groups = optimizer, optimizer.param_groups
         self._is_given_back = False
         # What the other side has as groups, in them, and as the state: nothing is left for the user.
         self._other = list(groups), [list(group["params"]) for group in groups], defaultdict[Tensor, Any](dict)
 
-    def give_back(self) -> None:
-        """Ends the training. May be called again."""
+    def give_back(self, *, has_trained: bool) -> None:
+        """Ends the training, in which there was a step or not. May be called again."""
         if not self._is_given_back:
             self._exchange()
-            _trained.add(self._optimizer)
+            if has_trained:
+                _trained.add(self._optimizer)
 
     @contextmanager
     def in_training(self) -> Iterator[None]:

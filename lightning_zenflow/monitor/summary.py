@@ -163,7 +163,8 @@ class StepMeter:
             return None
         now, config = self._optimizer.parts.read_counters(), self._optimizer.zenflow_config
         fp16 = self._optimizer.parts.rank.dtype == torch.float16
-        clips = 0 < self._optimizer.clip_grad < math.inf
+        # Infinity: the norm is asked for.
+        clips = self._optimizer.clip_grad > 0
         return summary(self.step_s[self._n_first :], self._before, now, config, fp16=fp16, clips=clips)
 
     def _ns_without_waits(self) -> int:
@@ -268,11 +269,11 @@ def advice(
                 "in manual optimization, run the backward pass in the closure of `optimizer.step`; else",
             )
             if clips:
-                why = f"gradients were clipped in about {at_end:.0%} of the steps, whose update begins when the norm is known"
-                remedy = "raise gradient_clip_val, or"
+                why = f"the update begins in about {at_end:.0%} of the steps when the norm of their gradients is known"
+                remedy = "clip to a larger norm, or"
             return (
                 f"{share:.0%} of the time is spent waiting for the CPU, because {why}: {remedy} allow predicted factors"
-                ' (clip_prediction=True, or strategy="zenflow").'
+                " (clip_prediction=True)."
             )
         if cause in _WORKER:
             load = worker / max(1.0 - sum(waits.values()), 1e-9)

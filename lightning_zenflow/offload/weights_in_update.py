@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.errors import Calls, MisconfigurationException
 
 
 # Private: torch's documented way to see each operation, and its stack of those who do. Neither has a public name.
@@ -23,13 +23,15 @@ class WeightsInUpdate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # no
     Args:
         weights: flat tensors in whose memory all trained weights are, or this rank's pieces of them.
         names: the trained parameters, for the error.
+        calls: the front's, for the error.
     """
 
-    def __init__(self, weights: Iterable[Tensor], names: Mapping[Any, str]) -> None:
+    def __init__(self, weights: Iterable[Tensor], names: Mapping[Any, str], calls: Calls) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._storages = {_storage(flat) for flat in weights}
         # It may stay on torch's stack when nothing else of the training is left.
         self._names = [(weakref.ref(p), name) for p, name in names.items()]
+        self._calls = calls
         self.is_active = self._is_paused = False
 
     def begin(self) -> None:
@@ -79,10 +81,9 @@ class WeightsInUpdate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # no
         pieces = ((getattr(p, "ds_tensor", p), name) for p, name in parameters)
         names = [name for piece, name in pieces if 0 <= address - piece.data_ptr() < max(1, piece.nbytes)]
         raise MisconfigurationException(
-            f"ZenFlowStrategy: {(names or ['a weight'])[0]} must not be {how} between backward and step, by a forward pass or otherwise,"
-            " when some weights are updated and others are not: do it before the backward pass or behind the step, with the Trainer in"
-            " `on_train_batch_start` or `on_train_batch_end`; or set update_interval=1 and overlap_step=False, which update weights in the"
-            " step"
+            f"{self._calls.front}: {(names or ['a weight'])[0]} must not be {how} between backward and step, by a forward pass or otherwise,"
+            f" when some weights are updated and others are not: do it {self._calls.write}; or set update_interval=1 and"
+            " overlap_step=False, which update weights in the step"
         )
 
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -189,7 +190,8 @@ def test_mistakes_before_the_loop() -> None:
             pytest.raises(MisconfigurationException, match="async_checkpoints must be absent, got True"),
         ):
             ZenFlowAccelerator(**given)
-    with new_process(), pytest.raises(MisconfigurationException, match="cpu must be False"):
+    has_gpu = mock.patch("torch.cuda.is_available", lambda: True)
+    with new_process(), has_gpu, pytest.raises(MisconfigurationException, match="cpu must be False where there is a"):
         ZenFlowAccelerator(cpu=True)
     with pytest.raises(ValueError, match="topk_ratio"):
         ZenFlowAccelerator(topk_ratio=2)

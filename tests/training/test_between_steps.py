@@ -177,7 +177,7 @@ class TestGradients:
     @pytest.mark.parametrize("how", ["in backward", "late", "in host memory"])
     def test_left_from_a_step_before(self, how: str) -> None:
         """torch would add to them."""
-        message = "optimizer_zero_grad`.* must call .*accumulate_grad_batches"
+        message = "optimizer.zero_grad.* must come before .*accumulate_grad_batches"
         with pytest.raises(MisconfigurationException, match=message):
             fit(LeavesGradients(), ZenFlowStrategy(**HOW[how]))
         ours, theirs = (LeavesGradients(accumulates=False) for _ in range(2))

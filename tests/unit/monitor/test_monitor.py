@@ -105,8 +105,8 @@ MORE_CORES, ALONE = "give the worker more cores", "keep other processes off the 
             0.5,
             {"at_end": 0.4, "clips": True},
             TRUE_FACTORS,
-            "20% of the time is spent waiting for the CPU, because gradients were clipped in about 40% of the steps, whose update begins"
-            ' when the norm is known: raise gradient_clip_val, or allow predicted factors (clip_prediction=True, or strategy="zenflow").',
+            "20% of the time is spent waiting for the CPU, because the update begins in about 40% of the steps when the norm of their"
+            " gradients is known: clip to a larger norm, or allow predicted factors (clip_prediction=True).",
         ),
         (
             {"publish_wait": 0.2},
@@ -114,8 +114,8 @@ MORE_CORES, ALONE = "give the worker more cores", "keep other processes off the 
             {"at_end": 1.0},
             TRUE_FACTORS,
             "20% of the time is spent waiting for the CPU, because the update begins at the end of about 100% of the steps: in manual"
-            " optimization, run the backward pass in the closure of `optimizer.step`; else allow predicted factors (clip_prediction=True,"
-            ' or strategy="zenflow").',
+            " optimization, run the backward pass in the closure of `optimizer.step`; else allow predicted factors"
+            " (clip_prediction=True).",
         ),
         *(
             (
