@@ -81,8 +81,8 @@ class WeightsInUpdate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # no
         pieces = ((getattr(p, "ds_tensor", p), name) for p, name in parameters)
         names = [name for piece, name in pieces if 0 <= address - piece.data_ptr() < max(1, piece.nbytes)]
         raise MisconfigurationException(
-            f"{self._calls.front}: {(names or ['a weight'])[0]} must not be {how} between backward and step, by a forward pass or otherwise,"
-            f" when some weights are updated and others are not: do it {self._calls.write}; or set update_interval=1 and"
+            f"{self._calls.front}: {(names or ['a weight'])[0]} must not be {how} between backward and step, by a forward pass or"
+            f" otherwise, when some weights are updated and others are not: do it {self._calls.write}; or set update_interval=1 and"
             " overlap_step=False, which update weights in the step"
         )
 
