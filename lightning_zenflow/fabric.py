@@ -237,7 +237,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         # Who clips twice has clipped to the smaller norm.
         self._norm_of_step = min(float(max_norm), math.inf if self._norm_of_step is None else self._norm_of_step)
         assert self.zenflow_optimizer is not None
-        return self.zenflow_optimizer.gradient_norm()
+        return self.zenflow_optimizer.between_steps.gradient_norm()
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
@@ -334,7 +334,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
             self.zenflow_optimizer.refuse_asleep(reads=["lp_params"])
             self._meter.pause()
             self.flush()
-        elif torch.is_grad_enabled() and not self.zenflow_optimizer.in_update.is_active:
+        elif torch.is_grad_enabled() and not self.zenflow_optimizer.between_steps.in_update.is_active:
             self._meter.resume()
             self._begin_micro_batch()
 

@@ -204,7 +204,7 @@ class Session(RankEnvironment):
         step = self.zenflow_optimizer.zenflow_step
         self.zenflow_optimizer.begin_micro_batch()
         if hides_gradients:
-            self.zenflow_optimizer.taken.hide()
+            self.zenflow_optimizer.between_steps.taken.hide()
         if step.was_interrupted and not self.zenflow_optimizer.closed:
             self.zenflow_optimizer.flush()  # on this rank alone, perhaps
         if step.micro_batches == 0:

@@ -318,7 +318,7 @@ class TrainerStrategy(TrainerCheckpoints):
                 )
             if self.zenflow_optimizer is not None:
                 # For `on_before_zero_grad`.
-                self.zenflow_optimizer.taken.show()
+                self.zenflow_optimizer.between_steps.taken.show()
         return output
 
     @override

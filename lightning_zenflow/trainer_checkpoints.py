@@ -231,7 +231,7 @@ class TrainerCheckpoints(Session):
                 if not self._ends_with_error:
                     raise
         elif self.zenflow_optimizer is not None:
-            self.zenflow_optimizer.in_update.pause()
+            self.zenflow_optimizer.between_steps.in_update.pause()
         state: dict[str, Any] = super().lightning_module_state_dict()
         self._handed = dict(state) if self.zero_stage_3 else {}
         return state
@@ -256,7 +256,7 @@ class TrainerCheckpoints(Session):
         self._saves.note_links()
         if self._saves.must_wait:
             if self.zenflow_optimizer is not None:
-                self.zenflow_optimizer.in_update.resume()
+                self.zenflow_optimizer.between_steps.in_update.resume()
             assert self.lightning_module is not None
             save = partial(self.lightning_module.trainer.save_checkpoint, place_of(filepath))
             self._wait_for_save(partial(save, "optimizer_states" not in checkpoint, storage_options))

@@ -2,7 +2,7 @@
 and in `parameter.grad` stands a mark, from a backward pass to `zero_grad`, of gradients that have been taken in backward.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -16,6 +16,9 @@ from lightning_zenflow.core.device import AsyncHostCopy
 from lightning_zenflow.core.errors import Calls, MisconfigurationException
 from lightning_zenflow.deepspeed.parameters import is_divided
 from lightning_zenflow.offload.rank_state import RankState
+from lightning_zenflow.offload.run_state import StepParts
+from lightning_zenflow.offload.step import ZenFlowStep
+from lightning_zenflow.offload.weights_in_update import WeightsInUpdate
 
 FOLLOWED = 16
 """Steps after the start, and after each write, in which writes through `parameter.data` are looked for in every one."""
@@ -298,3 +301,96 @@ class TakenGradients:
             raise MisconfigurationException(
                 f"{self._calls.front}: a step must have a backward pass of its own, got a second call of `optimizer.step` behind one"
             )
+
+
+class BetweenSteps:
+    """What the user's code finds and does between the steps of one training, in the order of a step: `follow_dropped` and `follow_writes`
+    before its first backward pass, `complete` before its updates begin, `end_backward` behind each pass, `end` before the step.
+
+    Args:
+        step: the rank's step.
+        parts: its components.
+        names: of all parameters that are trained, in the order in which `Slice.parameter` counts them.
+        group: data-parallel ranks.
+        calls: the front's, for messages.
+        updates_in_backward: whether weights may be written during backward.
+        flush: takes over what was written.
+
+    Attributes:
+        taken: what stands in `parameter.grad`.
+        written: what notices writes.
+        in_update: what refuses uses of weights between backward and step.
+    """
+
+    def __init__(
+        self,
+        step: ZenFlowStep,
+        parts: StepParts,
+        names: dict[Any, str],
+        group: dist.ProcessGroup,
+        calls: Calls,
+        *,
+        updates_in_backward: bool,
+        flush: Callable[[], None],
+    ) -> None:
+        self._step, self._jobs, self._flush = step, parts.jobs, flush
+        self._updates_in_backward = updates_in_backward
+        self.taken = TakenGradients(names, calls)
+        self.written = WrittenWeights(parts.rank, names, group=group, calls=calls)
+        self.in_update = WeightsInUpdate(parts.rank.weights, names, calls)
+
+    def follow_dropped(self) -> None:
+        """Drops the gradients since the last step if the user's code has, by `module.zero_grad()`; Lightning does before a validation."""
+        if self.taken.are_dropped(pending=self._step.micro_batches > 0):
+            self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Drops the gradients since the last step."""
+        self.end()
+        self._step.drop_gradients()
+
+    def follow_writes(self) -> None:
+        """Takes over what the user's code has written since the last step. What it writes between two backward passes of a step is for the
+        next of them, and may be put back before `complete`.
+        """
+        if self._step.micro_batches == 0 and self.has_found_writes():
+            self._flush()
+
+    def has_found_writes(self) -> bool:
+        """`WrittenWeights.look`."""
+        step, schedule = self._step, self._jobs.schedule
+        # Behind a change of the schedule, gradients may be late from before.
+        nothing_late = self._jobs.shows_exact and (schedule.update_interval, schedule.publish_lag) == (1, 0)
+        shows_exact = step.is_exact or nothing_late
+        return self.written.look(step.number, shows_exact=shows_exact, between_passes=step.micro_batches > 0)
+
+    def complete(self) -> None:
+        """`ZenFlowStep.complete`: updates begin. What is still written then is taken over before."""
+        if self._step.micro_batches and not self._step.is_complete:
+            if self.has_found_writes():
+                self._flush()
+            self._step.complete()
+
+    def end_backward(self) -> None:
+        """Puts marks in the place of the gradients; weights are not to be used where updates are under way."""
+        self.taken.mark()
+        if not self._step.is_complete:
+            self.written.note_pass()
+        self._guard()
+
+    def _guard(self) -> None:
+        if self._updates_in_backward and self._step.has_gradients:
+            self.in_update.begin()
+
+    def gradient_norm(self) -> Tensor:
+        """`ZenFlowStep.gradient_norm`."""
+        self.in_update.end()
+        self.complete()
+        norm = self._step.gradient_norm()
+        self._guard()
+        return norm
+
+    def end(self) -> None:
+        """Removes the marks, and allows all uses of weights, until the next backward pass."""
+        self.in_update.end()
+        self.taken.clear()

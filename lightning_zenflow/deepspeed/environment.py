@@ -246,7 +246,7 @@ class TrainerPrecision(PlainPrecision):
             )
         result = closure()
         # In manual optimization the step's last backward pass may have been any.
-        optimizer.complete()
+        optimizer.between_steps.complete()
         optimizer.clip_grad = self.max_norm if self.norm_of_step is None else self.norm_of_step
         # Private: calls `on_before_optimizer_step` and, by `configure_gradient_clipping`, `clip_gradients`.
         self._after_closure(model, optimizer)

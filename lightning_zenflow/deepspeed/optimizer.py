@@ -19,7 +19,7 @@ from lightning_zenflow.core.device import Stream, runtime_of
 from lightning_zenflow.core.distributed import raise_together
 from lightning_zenflow.core.errors import Calls, MisconfigurationException, other_backward
 from lightning_zenflow.core.step_inputs import read_hyperparameters
-from lightning_zenflow.deepspeed.between_steps import FOLLOWED, TakenGradients, WrittenWeights
+from lightning_zenflow.deepspeed.between_steps import FOLLOWED, BetweenSteps
 from lightning_zenflow.deepspeed.build import RankResources, ZeroPartition, build
 from lightning_zenflow.deepspeed.flat_buffers import slices_of
 from lightning_zenflow.deepspeed.host_state import Checkpointing
@@ -29,7 +29,6 @@ from lightning_zenflow.deepspeed.sleep import Sleep
 from lightning_zenflow.offload.ownership import Freezing
 from lightning_zenflow.offload.plan import StepInputs
 from lightning_zenflow.offload.step import ZenFlowStep
-from lightning_zenflow.offload.weights_in_update import WeightsInUpdate
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 
@@ -57,8 +56,7 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         zenflow_config: configuration of this training.
         before_step: called before the next step; None: nothing is.
         zenflow_step: the step. Not `zenflow`, which is a flag of the base class.
-        taken: what stands in `parameter.grad`.
-        in_update: what refuses uses of weights between backward and step.
+        between_steps: what the user's code does between two steps.
     """
 
     namespace: ClassVar[ModuleType]
@@ -127,9 +125,16 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
             gather_weights=self._weights_change,
         )
         self.full_state = FullState(self, self._host_state.states, names, shapes)
-        self.taken = TakenGradients(names, self.calls)
-        self._written = WrittenWeights(self._rank, names, group=self.dp_process_group, calls=self.calls)
-        self.in_update = WeightsInUpdate(self._rank.weights, names, self.calls)
+        self.between_steps = BetweenSteps(
+            self.zenflow_step,
+            parts,
+            names,
+            self.dp_process_group,
+            self.calls,
+            updates_in_backward=self._updates_in_backward,
+            flush=self.flush,
+        )
+        self._written = self.between_steps.written
         # DeepSpeed's start needs up to 6 bytes a parameter more than a step, which `HostRuntime.has_room` would count for ever.
         runtime_of(parts.rank.device).forget_peak()
 
@@ -153,36 +158,11 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         if stream is not None:
             runtime_of(self._rank.device).current_stream().wait_stream(stream)
 
-    def follow_dropped(self) -> None:
-        """Drops the gradients since the last step if the user's code has, by `module.zero_grad()`; Lightning does before a validation."""
-        if self.taken.are_dropped(pending=self.zenflow_step.micro_batches > 0):
-            self._drop_gradients()
-
     def begin_micro_batch(self) -> None:
-        """Before a forward pass, and before a backward pass: follows what the user's code has done to gradients, and to weights since the
-        last step. What it writes between two backward passes of a step is for the next of them, and may be put back.
-        """
-        self.follow_dropped()
+        """Before a forward pass, and before a backward pass: follows what the user's code has done to gradients and weights."""
+        self.between_steps.follow_dropped()
         self.refuse_asleep()
-        if self.zenflow_step.micro_batches == 0:
-            self._follow_writes()
-
-    def _follow_writes(self) -> None:
-        if self._has_found_writes():
-            self.flush()
-
-    def complete(self) -> None:
-        """`ZenFlowStep.complete`, behind `_follow_writes`: updates begin."""
-        if self.zenflow_step.micro_batches and not self.zenflow_step.is_complete:
-            self._follow_writes()
-            self.zenflow_step.complete()
-
-    def _has_found_writes(self) -> bool:
-        step, jobs = self.zenflow_step, self.parts.jobs
-        # Behind a change of the schedule, gradients may be late from before.
-        nothing_late = jobs.shows_exact and (jobs.schedule.update_interval, jobs.schedule.publish_lag) == (1, 0)
-        shows_exact = step.is_exact or nothing_late
-        return self._written.look(step.number, shows_exact=shows_exact, between_passes=step.micro_batches > 0)
+        self.between_steps.follow_writes()
 
     def begin_backward(self, *, last: bool) -> None:
         """`ZenFlowStep.begin_backward`, behind `begin_micro_batch`.
@@ -191,12 +171,11 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
             MisconfigurationException: there was a backward pass of the user's own, or the gradients of the step before were not zeroed.
         """
         if self.zenflow_step.micro_batches == 0:
-            self.taken.refuse_accumulation()
-        self.taken.clear()
-        self.in_update.end()
+            self.between_steps.taken.refuse_accumulation()
+        self.between_steps.end()
         self._refuse_other_backward()
         if last:
-            self.complete()
+            self.between_steps.complete()
         self._in_backward = True
         self.zenflow_step.begin_backward(last=last)
 
@@ -222,23 +201,7 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         """As DeepSpeed's, which has taken all gradients by then."""
         super().exit_backward()
         self._in_backward = False
-        self.taken.mark()
-        if not self.zenflow_step.is_complete:
-            self._written.note_pass()
-        self.guard_weights()
-
-    def guard_weights(self) -> None:
-        """Refuses uses of weights until the step, if its updates are under way."""
-        if self._updates_in_backward and self.zenflow_step.has_gradients:
-            self.in_update.begin()
-
-    def gradient_norm(self) -> Tensor:
-        """`ZenFlowStep.gradient_norm`."""
-        self.in_update.end()
-        self.complete()
-        norm = self.zenflow_step.gradient_norm()
-        self.guard_weights()
-        return norm
+        self.between_steps.end_backward()
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -260,7 +223,7 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
                 "training has ended, and the ZenFlow worker of this training has been ended with it: set up the training again"
             )
         self.refuse_asleep()
-        self.in_update.end()
+        self.between_steps.in_update.end()
         if self.before_step is not None:
             self.before_step()
         # Private: runs torch's hooks around a step, those of all optimizers and those of the user's.
@@ -273,15 +236,15 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         self._refuse_moved()
         # Private: torch's Optimizer.step sets it; schedulers warn without it that they were stepped first.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        self.follow_dropped()
+        self.between_steps.follow_dropped()
         if self.zenflow_step.micro_batches == 0:
             # As torch's, which skips parameters without a gradient.
-            self.taken.refuse_second_step()
+            self.between_steps.taken.refuse_second_step()
             self._refuse_other_backward()
             return
         if self.zenflow_step.is_complete:
             self._written.refuse()
-        self.complete()
+        self.between_steps.complete()
         if not self.ignore_unused_parameters:
             self._refuse_unused()
         scale, finite = self.zenflow_step.step(copies_finite=self.loss_scaler.dynamic)
@@ -339,13 +302,8 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
             # DeepSpeed's engine calls it behind each step. Under torch gradients stay until the user's code removes them.
             self._is_behind_step = False
             return
-        self._drop_gradients()
+        self.between_steps.drop_gradients()
         super().zero_grad(set_to_none)
-
-    def _drop_gradients(self) -> None:
-        self.in_update.end()
-        self.taken.clear()
-        self.zenflow_step.drop_gradients()
 
     def flush(self) -> None:
         """Makes arena and weights the exact state of all steps so far, which DeepSpeed's checkpoint code then reads.
@@ -358,10 +316,10 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
                 f"training ended before the worker had applied all of its {self.zenflow_step.number} steps:"
                 " the exact optimizer state is lost"
             )
-        self.in_update.end()
+        self.between_steps.in_update.end()
         # What is written to exact weights, a flush leaves as it is: the next forward pass looks for it.
         if changes := not self.zenflow_step.is_exact:
-            self._has_found_writes()
+            self.between_steps.has_found_writes()
             self._written.begin_updates()
         try:
             self.zenflow_step.flush()
@@ -424,8 +382,7 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         if not self.closed:
             self.close()
         if not self._destroyed:
-            self.in_update.end()
-            self.taken.clear()
+            self.between_steps.end()
             self._reading.remove()
             self._destroyed = True
             super().destroy()
