@@ -196,9 +196,7 @@ class WrittenWeights:
 
 
 class TakenGradient(Tensor):
-    """Has the shape and type of a parameter's gradient, and memory for one element. Whatever reads or changes elements of it raises
-    `MisconfigurationException`.
-    """
+    """Of the shape and type of a parameter's gradient, with memory for one element; refuses to be read or changed."""
 
     @staticmethod
     def __new__(cls, parameter: Tensor) -> Self:
@@ -210,12 +208,15 @@ class TakenGradient(Tensor):
     # Functions of torch go on to `__torch_dispatch__`; what compiles a module may look at shapes and types.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's documentation has it
 
-    @classmethod
-    def __torch_dispatch__(cls, *_: Any) -> NoReturn:
-        """Refuses every operation."""
+    def _refuse(*_: Any, **__: Any) -> NoReturn:
         raise MisconfigurationException(
             f"`parameter.grad` must not be used between backward and `zero_grad`: {_INSTEAD}"
         )
+
+    # Every operation; and what torch refuses in its own name, or answers without one.
+    __torch_dispatch__: Any = classmethod(_refuse)
+    tolist = numpy = storage = map_ = __array__ = __reduce_ex__ = __format__ = _refuse
+    __bool__ = __float__ = __int__ = __index__ = _refuse
 
 
 class TakenGradients:
@@ -354,9 +355,8 @@ class Sleep(OtherBases):  # type: ignore[misc]
 
     @override
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Ends `offload_states`; training goes on as behind a flush. Where the device has no room, the call can be repeated.
-
-        `non_blocking` has no effect.
+        """Ends `offload_states`; training goes on as behind a flush. Where the device has no room, the call can be repeated. `non_blocking`
+        has no effect.
         """
         super().reload_states()
         for storage, copy in self._storages.values():
