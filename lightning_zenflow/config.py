@@ -197,10 +197,22 @@ class ZenFlowConfig(BaseModel):
         return self.model_copy(update={**not_late, "clip_prediction": self.clip_prediction is True})
 
     def numeric_values(self) -> dict[str, Any]:
-        """The values that losses and weights depend on, and not how they were said; a run continues bit for bit only with the same ones."""
+        """The values that losses and weights depend on, not how they were said, nor those without effect under the schedule; a run
+        continues bit for bit only with the same ones.
+        """
         said = {name: getattr(self, name) for name, key in KEYS.items() if key["changes_numbers"]}
-        by_epoch = self.select_strategy == "epoch"
-        return {**said, "clip_prediction": self.predicts_clipping, "select_strategy": "epoch" if by_epoch else "step"}
+        intervals, lags, has_columns = self.update_intervals, self.publish_lags, self.owned_ratio > 0
+        return {
+            **said,
+            "topk_ratio": self.owned_ratio,
+            "select_strategy": "epoch" if self.select_strategy == "epoch" and has_columns else "step",
+            "select_interval": self.select_interval if has_columns else "auto",
+            "update_interval": intervals[0] if len(intervals) == 1 else "auto",
+            "max_update_interval": intervals[-1],
+            "publish_lag": lags[0] if len(lags) == 1 else "auto",
+            "clip_prediction": self.predicts_clipping and self.submits_in_backward,
+            **asdict(self.compensation),
+        }
 
     @property
     def update_intervals(self) -> list[int]:

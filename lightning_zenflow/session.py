@@ -26,6 +26,7 @@ from lightning_zenflow.checkpoint.single_file import FILE_KEY, WholeState
 from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
 from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.core.errors import Calls, MisconfigurationException, raise_late_read
+from lightning_zenflow.core.process import one_at_a_time, threads
 from lightning_zenflow.deepspeed.build import rank_resources
 from lightning_zenflow.deepspeed.config import (
     ConfigSource,
@@ -90,8 +91,9 @@ class Session(RankEnvironment):
         if config is None:
             config = os.environ.get(base.DEEPSPEED_ENV_VAR)
         check_keys(options, (*KEYS, *inspect.signature(base).parameters), "ZenFlowStrategy")
-        given = {key: value for key, value in keys.items() if value is not None}
-        self.zenflow_config, self._users_config = resolve_config(config, given)
+        self.zenflow_config, self._users_config = resolve_config(
+            config, {k: v for k, v in keys.items() if v is not None}
+        )
         apply_options(options, self._users_config)
         self.zenflow_optimizer = None
         self._frozen_at_setup: dict[str, Tensor] = {}
@@ -123,6 +125,7 @@ class Session(RankEnvironment):
         # Private: called with what `resolve_config` has read. For None, Lightning would read the environment variable's file as JSON.
         return config
 
+    @one_at_a_time()
     def _set_up(self, initialize: Callable[[], Built], model: Module, optimizer: Optimizer | None) -> Built:
         """Builds the engine with ZenFlow's optimizer; all ranks call it together.
 
@@ -156,8 +159,8 @@ class Session(RankEnvironment):
             timeout=self._timeout,
         )
         if self.root_device.type == "cpu":
-            self._ending.callback(torch.set_num_threads, threads := torch.get_num_threads())
-            torch.set_num_threads(min(resources.cores.trainer_threads, threads))
+            self._ending.callback(threads.begin())
+            torch.set_num_threads(min(resources.cores.trainer_threads, torch.get_num_threads()))
         self._users_optimizer = None if optimizer is None else UsersOptimizer(optimizer)
         if optimizer is not None:
             named = {id(p): (name, p) for name, p in model.named_parameters()}
@@ -178,8 +181,7 @@ class Session(RankEnvironment):
                 built = initialize()
         finally:
             del self._cpu
-        (self.zenflow_optimizer,) = optimizers
-        self._trained = built[0]
+        (self.zenflow_optimizer,), self._trained = optimizers, built[0]
         if optimizer is None:
             self._optimized = [list(of_group) for of_group in self.zenflow_optimizer.shapes_by_name]
         # More than `close`: DeepSpeed's engine outlives the training, and its hooks would keep the arena alive.
@@ -206,7 +208,7 @@ class Session(RankEnvironment):
         if hides_gradients:
             self.zenflow_optimizer.between_steps.taken.hide()
         if step.was_interrupted and not self.zenflow_optimizer.closed:
-            self.zenflow_optimizer.flush()  # on this rank alone, perhaps
+            self.zenflow_optimizer.flush()  # on this rank alone, perhaps: then a later collective of the ranks times out
         if step.micro_batches == 0:
             for name, parameter in self._frozen_at_setup.items():
                 if parameter.requires_grad:
@@ -258,6 +260,7 @@ class Session(RankEnvironment):
         """Whether all ranks tear down together, and none because of an error."""
 
     @override
+    @one_at_a_time()
     def teardown(self) -> None:
         """Ends the worker, releases the shared memory and makes the modules what they were before, with their weights as they are now; the
         optimizer has their parameters again, and no state.

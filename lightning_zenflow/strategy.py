@@ -22,8 +22,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zenflow.checkpoint.saves import Saves
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.process import one_at_a_time
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config
 from lightning_zenflow.deepspeed.environment import TrainerPrecision, inference_engine
 from lightning_zenflow.deepspeed.users_objects import (
@@ -33,7 +35,7 @@ from lightning_zenflow.deepspeed.users_objects import (
     validate_optimizer,
 )
 from lightning_zenflow.monitor.callbacks import StallMonitor, StallMonitoring, insert_first
-from lightning_zenflow.trainer_checkpoints import Saves, TrainerCheckpoints
+from lightning_zenflow.trainer_checkpoints import TrainerCheckpoints
 
 
 # A mixin of a Trainer's `DeepSpeedStrategy`. `lightning.pytorch` and `pytorch_lightning` have the same classes twice; a subclass for each
@@ -250,11 +252,11 @@ class TrainerStrategy(TrainerCheckpoints):
                 "configure_optimizers must return an optimizer, got None; use `Trainer(strategy='auto')`, or `validate`, `test`, `predict`"
             )
         validate_optimizer(optimizer, self.lightning_module)
-        # Lightning steps all of them; DeepSpeed has a place for one.
-        self.lr_scheduler_configs = schedulers
+        self.lr_scheduler_configs = schedulers  # Lightning steps all of them; DeepSpeed has a place for one
         return optimizer, schedulers[0] if len(schedulers) == 1 else None
 
     @override
+    @one_at_a_time()
     def init_deepspeed(self) -> None:
         with warnings.catch_warnings():
             # A module's `configure_gradient_clipping` does clip here (`TrainerPrecision`).

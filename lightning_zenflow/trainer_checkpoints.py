@@ -1,10 +1,8 @@
 """Checkpoints under the Trainer: what Lightning asks for when it saves, loads and removes one, as one file or as a folder."""
 
-import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -17,77 +15,14 @@ from typing_extensions import override
 
 from lightning_zenflow.checkpoint.background import BackgroundSaves
 from lightning_zenflow.checkpoint.collective import all_cores, load_file_together, load_together, read_file_together
-from lightning_zenflow.checkpoint.engine import AVERAGED, CURRENT, as_lightning_saved, to_save
+from lightning_zenflow.checkpoint.engine import AVERAGED, CURRENT, StatesInFolder, as_lightning_saved, to_save
 from lightning_zenflow.checkpoint.files import place_of, remove
+from lightning_zenflow.checkpoint.saves import Saves
 from lightning_zenflow.checkpoint.single_file import SavedFile, WholeState
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.parameters import is_in_pieces, load_whole
 from lightning_zenflow.session import Session
-
-
-class Saves:
-    """Saves of one training. Where none is possible, as by the handler of a signal, which may come at any instruction, they wait for the
-    next moment at which the state is whole: before an optimizer step, at the end of a batch, or of a call that must not be disturbed.
-
-    Attributes:
-        in_batch: whether a batch is under way, from before its forward pass until the records of its step are complete.
-        wanted: calls that save, in order.
-        is_missing: whether the last save has to wait, or has failed where its caller goes on: what it replaces must stay.
-        makes_up: whether those that had to wait are being done.
-        over: whether callbacks have been called for the end of the training.
-        linking: `ModelCheckpoint`s whose link leads to the last checkpoint, also if that waits or has failed.
-    """
-
-    def __init__(self) -> None:
-        self._depth, self.in_batch, self.makes_up = 0, False, False
-        self.wanted: list[Callable[[], None]] = []
-        self.is_missing = self.over = False
-        self.linking: list[Any] = []
-        self._targets: dict[str, str] = {}
-
-    @property
-    def must_wait(self) -> bool:
-        """True inside a batch or a call that must not be disturbed."""
-        return self.in_batch or self._depth > 0
-
-    def make_up(self) -> None:
-        """Does the saves in `wanted`, one behind the other, unless they must wait longer."""
-        if not self.makes_up:
-            try:
-                self.makes_up = True
-                while self.wanted and not self.must_wait:
-                    self.wanted.pop(0)()
-            finally:
-                self.makes_up = False
-
-    def end_batch(self) -> None:
-        """Ends the batch that is under way, and after an exception whatever else was."""
-        self.in_batch, self._depth = False, 0
-        self.make_up()
-
-    def note_links(self) -> None:
-        """Before a save."""
-        links = (callback.last_model_path for callback in self.linking)
-        self._targets |= {link: os.readlink(link) for link in links if os.path.islink(link) and os.path.exists(link)}
-
-    def put_links_back(self) -> None:
-        """Has links lead to the checkpoint before the one that was not written."""
-        for link, target in self._targets.items():
-            if not os.path.exists(link) and os.path.exists(os.path.join(os.path.dirname(link), target)):
-                with suppress(OSError):  # training ends with an error of its own
-                    os.symlink(target, f"{link}.new")
-                    os.replace(f"{link}.new", link)
-
-    @contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        """Context in which saves wait until its end; after an exception longer, until `end_batch`."""
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-        self.make_up()
 
 
 class TrainerCheckpoints(Session):
@@ -99,7 +34,7 @@ class TrainerCheckpoints(Session):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._saves = Saves()
-        # What `load_checkpoint` has read, until `load_model_state_dict`.
+        # What `load_checkpoint` has read, until `load_optimizer_state_dict`.
         self._file: SavedFile | None = None
         # What the hooks of the present save were given under stage 3.
         self._handed: Mapping[str, Any] = {}
@@ -348,19 +283,42 @@ class TrainerCheckpoints(Session):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads model and optimizer from the content of a file; a folder's have been loaded by `load_checkpoint`."""
+        """Loads the model from the content of a file; a folder's has been loaded by `load_checkpoint`."""
         with self._saves.undisturbed():
-            saved, self._file = self._file, None
-            if saved is None:
+            if (saved := self._file) is None:
                 return
             assert self.lightning_module is not None
             fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+            if not fits:
+                self._file = None
             # What the averaged weights were made from, where there are some.
             weights = saved.entry(CURRENT if fits and checkpoint.get(CURRENT) is not None else "state_dict")
-            states = saved.optimizer_state if fits and "optimizer_states" in checkpoint else None
             # Before weights are loaded, which updates in flight would overwrite.
             self.flush()
-            load_file_together(self.deepspeed_engine, saved, weights, states, self._optimized, strict=strict)
+            load_file_together(self.deepspeed_engine, saved, weights, None, self._optimized, strict=strict)
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        """True: Lightning calls `load_optimizer_state_dict`."""
+        return True
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads the optimizer from the content of a file, when the hooks of the callbacks have seen it as well; as under torch a hook may
+        have changed the state, or removed it, for new moments.
+
+        Raises:
+            MisconfigurationException: a hook has changed that of a folder.
+        """
+        saved, self._file = self._file, None
+        states = checkpoint["optimizer_states"]
+        if saved is None:
+            if [*states] != [{}]:
+                StatesInFolder()["changed"]
+        elif states:
+            with self._saves.undisturbed():
+                load_file_together(self.deepspeed_engine, saved, None, saved.optimizer_state, self._optimized)
 
     @property
     def _ends_with_error(self) -> bool:

@@ -294,18 +294,18 @@ def load_together(
 def load_file_together(
     engine: Any,
     saved: SavedFile,
-    weights: Mapping[str, Any],
+    weights: Mapping[str, Any] | None,
     states: Mapping[str, Any] | None,
     order: Sequence[Sequence[str]],
     *,
-    strict: bool,
+    strict: bool = True,
 ) -> None:
     """Loads model and optimizer from one file. A collective: all ranks must call it.
 
     Args:
         engine: DeepSpeed's engine; without an optimizer of this package only weights are loaded.
         saved: the file.
-        weights: the saved module's state dict.
+        weights: the saved module's state dict; None: they have been loaded.
         states: the state dict of the saved optimizer; None: only weights are loaded.
         order: as of `WholeState`.
         strict: whether the model must have exactly the saved weights and buffers.
@@ -316,16 +316,17 @@ def load_file_together(
     optimizer = optimizer_of(engine)
     if optimizer is None:
         with _loading(saved.path):
-            load_whole(engine.module, weights, strict=strict)
+            load_whole(engine.module, weights or {}, strict=strict)
         return
     with _loading(saved.path):
-        masters = saved.masters_for(optimizer, weights)
+        masters = None if weights is None else saved.masters_for(optimizer, weights)
         state = None if states is None else saved.state_for(optimizer, order, states)
     if state is not None:
         _begin_alike(saved.path, state, optimizer)
     with optimizer.loading(), _loading(saved.path):
-        load_whole(engine.module, weights, strict=strict)
-        optimizer.load_full_state(_as_loaded(masters, optimizer), state)
+        if weights is not None:
+            load_whole(engine.module, weights, strict=strict)
+        optimizer.load_full_state({} if masters is None else _as_loaded(masters, optimizer), state)
         if state is not None:
             saved.restore_engine(engine)
 

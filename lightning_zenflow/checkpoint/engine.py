@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import deepspeed.runtime.engine as engine_module
@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_zenflow.checkpoint.collective import Put, load_together
 from lightning_zenflow.core.distributed import raising_together
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
 from lightning_zenflow.deepspeed.parameters import further_names, is_in_pieces
 
@@ -119,12 +120,23 @@ def to_save(checkpoint: Mapping[str, Any], engine: DeepSpeedEngine) -> dict[str,
     return client_state
 
 
+class StatesInFolder(dict[str, Any]):
+    """Stands for the optimizer's state, which has been loaded from a folder. Hooks that read or change it are refused."""
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise MisconfigurationException(
+            "ZenFlowStrategy: on_load_checkpoint must leave checkpoint['optimizer_states'] as it is where the checkpoint is a folder, got"
+            ' hooks that read or change it: save one file, checkpoint_format="lightning", or change `optimizer.param_groups` in'
+            " `on_train_start`"
+        )
+
+
 def as_lightning_saved(client_state: Mapping[str, Any], module: pl.LightningModule) -> dict[str, Any]:
     """The loaded client state with the entries that callbacks expect; the engine has loaded the model's weights.
 
     A model in pieces has no whole weights to show: "state_dict" is absent, as under plain `DeepSpeedStrategy`.
     """
-    checkpoint = dict(client_state)
+    checkpoint = {**client_state, "optimizer_states": [StatesInFolder()]}
     if is_in_pieces(module):
         return checkpoint
     weights = module.state_dict()

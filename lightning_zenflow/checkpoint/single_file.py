@@ -379,7 +379,8 @@ class SavedFile:
         restore_counts(engine, self._run_state["counts"])
         engine.optimizer.clip_grad = self._run_state["clip_grad"]
         scaler, saved = vars(engine.optimizer.loss_scaler), self._run_state["loss_scaler"]
-        if scaler.keys() == saved.keys():
+        # One that is fixed is that of the configuration.
+        if scaler["dynamic"] and saved["dynamic"]:
             scaler.update(saved)
 
 

@@ -208,9 +208,7 @@ class WrittenWeights:
 
 
 class TakenGradient(Tensor):
-    """Has the shape and type of a parameter's gradient, and memory for one element. Whatever reads or changes elements of it raises
-    `MisconfigurationException`.
-    """
+    """Of the shape and type of a parameter's gradient, with memory for one element; refuses to be read or changed."""
 
     _calls: Calls
 
@@ -228,10 +226,17 @@ class TakenGradient(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         """Refuses every operation."""
-        (calls, *_) = (t._calls for t in tree_leaves((args, kwargs)) if isinstance(t, cls))
+        (taken, *_) = (t for t in tree_leaves((args, kwargs)) if isinstance(t, cls))
+        taken._refuse()
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise MisconfigurationException(
-            f"`parameter.grad` must not be used between backward and `zero_grad`: {_instead(calls)}"
+            f"`parameter.grad` must not be used between backward and `zero_grad`: {_instead(self._calls)}"
         )
+
+    # What torch refuses in its own name, or answers without an operation.
+    tolist = numpy = storage = map_ = __array__ = __reduce_ex__ = __format__ = _refuse
+    __bool__ = __float__ = __int__ = __index__ = _refuse
 
 
 class TakenGradients:

@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from typing import Any, ClassVar
@@ -28,6 +29,7 @@ from typing_extensions import override
 
 from lightning_zenflow.core.autocast import complete_autocast
 from lightning_zenflow.core.errors import MisconfigurationException, OtherBases
+from lightning_zenflow.core.process import one_at_a_time, refuse_inherited_group, variables
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.removal import note_users_flags, remove_hooks
 
@@ -56,9 +58,6 @@ def use_cpu_accelerator() -> None:
         set_accelerator(CpuAccelerator())
 
 
-_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE")
-"""By which ranks find each other: Lightning's launcher and DeepSpeed set them for a training and leave them behind."""
-
 _SEED = "PL_GLOBAL_SEED"
 """Lightning's variable for the seed of `seed_everything`."""
 
@@ -68,7 +67,7 @@ class RankEnvironment(OtherBases):  # type: ignore[misc]
 
     deepspeed_strategy: ClassVar[type[Any]]
     """Lightning's class that the strategy extends."""
-    _variables_before: dict[str, str | None] | None = None
+    _put_variables_back: Callable[[], object] | None = None
     _cpu = torch.device("cpu", 0)
     """With the index that DeepSpeed's set-up asks for."""
 
@@ -100,15 +99,22 @@ class RankEnvironment(OtherBases):  # type: ignore[misc]
 
     @override
     def _configure_launcher(self) -> None:
-        # The launcher runs before all other hooks and is the first to change them.
-        self._variables_before = {name: os.environ.get(name) for name in _VARIABLES}
         # One process launches nothing. Lightning refuses launchers in notebooks, also where they would start no process.
         if not self.is_alone:
             super()._configure_launcher()
 
     @override
+    @one_at_a_time()
     def setup_environment(self) -> None:
-        """Prepares accelerator and process group."""
+        """Prepares accelerator and process group.
+
+        Raises:
+            RuntimeError: this process was forked from one with a process group.
+        """
+        refuse_inherited_group()
+        # With several ranks, Lightning's launcher reads from them in a further fit that the other ranks have been started.
+        if self.is_alone and self._put_variables_back is None:
+            self._put_variables_back = weakref.finalize(self, variables.begin())
         # Private: DeepSpeed forgets its groups only in its own `destroy_process_group`, and would not make new ones for the next engine;
         # Lightning and users call torch's. `_world.pg_map` has the groups that torch has not destroyed; torch has no public list of them.
         group = groups._WORLD_GROUP
@@ -131,13 +137,9 @@ class RankEnvironment(OtherBases):  # type: ignore[misc]
     def teardown(self) -> None:
         """Lightning's teardown; child processes do not take themselves for ranks of the former training."""
         super().teardown()
-        # With several ranks, Lightning's launcher reads from them in a further fit that the other ranks have been started.
-        if self._variables_before is not None and self.is_alone:
-            for name, value in self._variables_before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+        if self._put_variables_back is not None:
+            self._put_variables_back()
+            self._put_variables_back = None
 
 
 @contextmanager
@@ -293,17 +295,12 @@ def in_place_of_deepspeeds(
         The optimizer, at the end of the context.
 
     Raises:
-        RuntimeError: this version of DeepSpeed builds its optimizer in another way; or another thread is in this context.
+        RuntimeError: this version of DeepSpeed builds its optimizer in another way.
     """
     base, namespace = ours.__bases__[-1], ours.namespace
     name = base.__name__
     missing = missing_overrides(ours, base) + [call for call in ours.private_calls if not hasattr(base, call)]
     found = vars(namespace).get(name)
-    if getattr(found, "__module__", None) == __name__:
-        raise RuntimeError(
-            "another training runs in this process and is being set up, in another thread: DeepSpeed sets up one at a time; run them one"
-            " after the other, or each in a process of its own"
-        )
     if found is not base or missing:
         raise _unsupported(f"missing in {name}: {missing}" if missing else "no name to replace")
     built: list[Any] = []
@@ -336,6 +333,7 @@ def in_place_of_deepspeeds(
         setattr(namespace, name, base)
 
 
+@one_at_a_time()
 def inference_engine(module: Module, config: Mapping[str, Any], device: torch.device) -> Any:
     """DeepSpeed's engine of a model without optimizer, which converts its weights to the precision of the training's configuration and,
     under stage 3, divides them. Hooks of an engine before are removed; the user's stay.

@@ -247,16 +247,18 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
         """Continues from whole states, right after a flush and after the model has loaded its weights; all ranks call it together.
 
         Args:
-            weights: master weights by name, [*shape of the parameter], any type; those of all trained parameters, perhaps of others.
+            weights: master weights by name, [*shape of the parameter], any type; of all trained parameters, perhaps of others, or of none.
             saved: "count" of applied steps, and "counts" of each parameter's own by name, the same where there is none; "groups" of
                 hyperparameters; "moments" by key and name, 0 where there is none; and "zenflow", this rank's `ZenFlowStep.state_dict` or
                 None. None: weights only.
         """
         for name, shape in self.full_state.shapes.items():
-            self.full_state.write(name, weights[name])
+            if weights:
+                self.full_state.write(name, weights[name])
             for key, of_names in sorted(({} if saved is None else saved["moments"]).items(), reverse=True):
                 moment = of_names.get(name)
-                self.full_state.write(name, weights[name].new_zeros(shape) if moment is None else moment, key)
+                zero = torch.zeros((), dtype=torch.float32, device="cpu").expand(shape)
+                self.full_state.write(name, zero if moment is None else moment, key)
         self._continue_from(saved)
 
     def copy_for_save(self, copies: DiskCopies) -> list[list[Tensor]] | None:
@@ -336,7 +338,7 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
         self._host_state.write_count(count)
         run_state = None if saved is None else saved.get(CHECKPOINT_KEY)
         difference = self.zenflow_step.load_state_dict(run_state, count, counts)
-        if difference:
+        if difference and saved is not None:
             rank_zero_info(
                 f"ZenFlow: the checkpoint has AdamW's exact state after {count} steps, but {difference}: the schedule,"
                 " the selection of columns and the second moments of provisional updates start again"

@@ -24,7 +24,7 @@ from lightning_zenflow.deepspeed.build import RankResources, ZeroPartition, buil
 from lightning_zenflow.deepspeed.flat_buffers import slices_of
 from lightning_zenflow.deepspeed.host_state import Checkpointing
 from lightning_zenflow.deepspeed.parameters import FullState, whole_shape
-from lightning_zenflow.deepspeed.removal import restore_process
+from lightning_zenflow.deepspeed.removal import in_pieces, restore_process
 from lightning_zenflow.deepspeed.sleep import Sleep
 from lightning_zenflow.offload.ownership import Freezing
 from lightning_zenflow.offload.plan import StepInputs
@@ -310,7 +310,13 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
 
         Raises:
             WorkerError: the worker has ended, or an interrupted step has been submitted to it; the exact state is lost.
+            RuntimeError: this process was forked from the one that trains.
         """
+        if self.is_elsewhere:
+            raise RuntimeError(
+                "a process that was forked from the one that trains has no state of the optimizer: save checkpoints and flush before the"
+                " fork, or in the process that trains"
+            )
         if self.closed and not self.zenflow_step.is_exact:
             raise WorkerError(
                 f"training ended before the worker had applied all of its {self.zenflow_step.number} steps:"
@@ -388,5 +394,5 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
             super().destroy()
             # The strategy outlives the training, and a module refers to it.
             self._forget_weights()
-            # Once: the collection of an engine calls this again, when another training may be running.
+            in_pieces.discard(self)
             restore_process()

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from operator import methodcaller
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -60,6 +60,9 @@ _LEAF = "_z3_leaf"
 """Flag that a module is gathered as one: users set it, and DeepSpeed by its configuration."""
 
 _users_leaves: "WeakSet[Module]" = WeakSet()
+
+in_pieces: "WeakSet[Any]" = WeakSet()
+"""Optimizers of stage 3, of trainings that go on."""
 
 Released = Mapping[Any, dict[str, Any]]
 """Attributes that DeepSpeed's code for saving reads, by the parameter that they were taken from."""
@@ -125,7 +128,9 @@ def release(model: Module) -> Released:
     modules = set(module.modules())
     # Private: a process-wide list, to which each set-up and each interrupted forward pass adds.
     stack = parameter_offload.FWD_MODULE_STACK
-    stack[:] = [entry for entry in stack if entry not in modules]
+    # One by one: another thread may add to it.
+    for entry in [entry for entry in stack if entry in modules]:
+        stack.remove(entry)
     if any(is_divided(p) and p.numel() != p.ds_numel for p in parameters):
         return {}
     if isinstance(model, DeepSpeedEngine):
@@ -173,10 +178,10 @@ def as_in_training(released: Sequence[Released]) -> Iterator[None]:
 
 
 def restore_process() -> None:
-    """Undoes what DeepSpeed's stage 3 does to the process."""
+    """Undoes what DeepSpeed's stage 3 does to the process, when no training needs it."""
     # Private: DeepSpeed replaces torch's function by one that keeps less memory, for ever, and notes the one before in its first set-up.
     noted = InsertPostInitMethodToModuleSubClasses
-    if hasattr(noted, "linear_bk"):
+    if not in_pieces and hasattr(noted, "linear_bk"):
         if torch.nn.functional.linear is zero3_linear_wrap:
             torch.nn.functional.linear = noted.linear_bk
         del noted.linear_bk
@@ -239,34 +244,50 @@ _twins: "WeakValueDictionary[int, Tensor]" = WeakValueDictionary()
 """Of divided parameters, by their identity: one that two modules share is pickled once. A pickler keeps them until its end."""
 
 
+_pickled: list[list[set[Any]]] = []
+"""Of each `pickled_as_before`: types, and addresses of storage objects."""
+
+
 @contextmanager
 def pickled_as_before(parts: Iterable[Module | Tensor]) -> Iterator[None]:
     """Context in which modules and parameters of the types of `parts` are pickled without what DeepSpeed has added to them; under stage 3
     with whole weights. Modules are copied so as well. Parameters, and tensors in their memory such as those of a `state_dict`, are pickled
     with their own elements only.
 
-    Python's registry of such functions has a place for each type, which is free again at the end.
+    Python's registry of such functions has a place for each type, which is free again at the end of the last such context, in any order.
     """
     parts = list(parts)
     parameters: list[Any] = [p for p in parts if isinstance(p, Tensor) and _names_on(p)]
     # Private: the address of the storage object, whose memory may change (`Sleep`).
     buffers = {t.untyped_storage()._cdata for p in parameters for t in (p, getattr(p, "ds_tensor", p)) if t.numel()}
     table: dict[type, Any] = copyreg.dispatch_table
-    before = {kind: table.get(kind) for kind in {*map(type, parts), Tensor}}
-    for kind, theirs in before.items():
-        table[kind] = partial(_reduce, theirs or methodcaller("__reduce_ex__", 4), buffers)
+    # A list of its own, since sets compare by what is in them.
+    this = [{*map(type, parts), Tensor}, buffers]
+    # First, so that what the garbage collector ends from here on leaves the entries.
+    _pickled.append(this)
+    for kind in this[0]:
+        if not _is_ours(theirs := table.get(kind)):
+            table[kind] = partial(_reduce, theirs)
     try:
         yield
     finally:
-        for kind, theirs in before.items():
-            del table[kind]
-            if theirs is not None:
-                table[kind] = theirs
+        _pickled[:] = [other for other in _pickled if other is not this]
+        for kind in this[0].difference(*(kinds for kinds, _ in _pickled)):
+            # The user's own if it has come since.
+            if _is_ours(entry := table.get(kind)):
+                del table[kind]
+                if entry.args[0] is not None:
+                    table[kind] = entry.args[0]
 
 
-def _reduce(theirs: Callable[[Any], Any], buffers: set[int], part: Module | Tensor) -> Any:
+def _is_ours(entry: Any) -> TypeGuard[partial[Any]]:
+    return isinstance(entry, partial) and entry.func is _reduce
+
+
+def _reduce(theirs: Callable[[Any], Any] | None, part: Module | Tensor) -> Any:
+    theirs = theirs or methodcaller("__reduce_ex__", 4)
     if type(part) is Tensor:
-        is_ours = part.layout is torch.strided and part.untyped_storage()._cdata in buffers
+        is_ours = part.layout is torch.strided and any(part.untyped_storage()._cdata in of for _, of in _pickled)
         return theirs(with_own_storage(part) if is_ours else part)
     if isinstance(part, Tensor):
         return theirs(_twin(part))

@@ -25,6 +25,7 @@ from lightning_zenflow.deepspeed.fetch import FetchCoordinator, Piece
 from lightning_zenflow.deepspeed.flat_buffers import Layout
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.parameters import StateAccess
+from lightning_zenflow.deepspeed.removal import in_pieces
 from lightning_zenflow.deepspeed.users_objects import check_inputs_of_leaf_modules, refuse_features_of_stage_3
 from lightning_zenflow.offload.plan import StepInputs
 
@@ -72,6 +73,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         self.ignore_unused_parameters = ds_config["zero_optimization"].get("ignore_unused_parameters", True)
         self._gathers_afterwards = False
         super().__init__(*args, ds_config=ds_config, **kwargs)
+        in_pieces.add(self)
 
     @override
     def initialize_ds_offload(self, **options: Any) -> DeepSpeedZeRoOffload:

@@ -113,6 +113,15 @@ def test_another_configuration_starts_over_from_adamws_state(tmp_path: Path) -> 
     assert_same_state(run_here(resuming(case, path)), whole)
 
 
+def test_keys_without_effect_may_change(tmp_path: Path) -> None:
+    """What the next clip factor is predicted from stays."""
+    case = Case(model="SmallNet", topk_ratio=0.1, update_interval=1, publish_lag=0, max_norm=0.5)
+    whole = run_here(saving(case, 6, path := tmp_path / "half.ckpt"))
+    others = {"select_strategy": "epoch", "select_interval": 3, "max_update_interval": 4, "provisional_scale": 0.5}
+    again = run_here(resuming(replace(case, topk_ratio=0.3), path).with_keys(**others))
+    assert_continues(again, whole, 6)
+
+
 def test_other_blocks_start_over_from_adamws_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -138,10 +147,11 @@ def test_another_precision_keeps_its_loss_scale(precisions: tuple[Any, Any], tmp
         trainer.save_checkpoint(path)
 
 
-def test_a_fixed_loss_scale_is_that_of_the_configuration(tmp_path: Path) -> None:
+@pytest.mark.parametrize("format_", ["lightning", "deepspeed"])
+def test_a_fixed_loss_scale_is_that_of_the_configuration(format_: Any, tmp_path: Path) -> None:
     scales = []
     for scale, resume in ((8.0, None), (16.0, tmp_path / "a.ckpt")):
-        strategy = ZenFlowStrategy(checkpoint_format="deepspeed", loss_scale=scale)
+        strategy = ZenFlowStrategy(checkpoint_format=format_, loss_scale=scale)
         trainer = fit(
             LinearLossModule(), strategy, steps=2 if resume is None else 3, resume=resume, precision="16-true"
         )

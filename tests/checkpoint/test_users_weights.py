@@ -150,6 +150,53 @@ def test_what_hooks_make_of_weights(
         torch.testing.assert_close((dict(file), rest), (dict(theirs[0]), theirs[1]), rtol=1e-5, atol=2e-6)
 
 
+def zero_moments(checkpoint: dict[str, Any]) -> None:
+    for of_one in checkpoint["optimizer_states"][0]["state"].values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            of_one[key].zero_()
+
+
+EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "nothing": lambda checkpoint: None,
+    "emptied": lambda checkpoint: checkpoint.update(optimizer_states=[], lr_schedulers=[]),
+    "moments": zero_moments,
+    "learning rate": lambda checkpoint: checkpoint["optimizer_states"][0]["param_groups"][0].update(lr=0.5),
+}
+
+
+class Edits(pl.Callback):
+    def __init__(self, edit: str) -> None:
+        self._edit = EDITS[edit]
+
+    @override
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self._edit(checkpoint)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("place", ["module", "callback"])
+def test_hooks_that_edit_states(edit: str, place: str, tmp_path: Path) -> None:
+    """As under torch from a file; from a folder by name."""
+
+    def resume(make: Callable[[], Any], path: Path) -> list[Tensor]:
+        fit(Net(), make(), steps=SAVED).save_checkpoint(path)
+        rest = Net()
+        if place == "module":
+            rest.on_load_checkpoint = EDITS[edit]  # type: ignore[assignment]
+        callbacks = [Edits(edit)] if place == "callback" else []
+        fit(rest, make(), steps=STEPS, resume=path, callbacks=callbacks)
+        return weights_of(rest)
+
+    plain = resume(lambda: "auto", tmp_path / "plain")
+    torch.testing.assert_close(resume(limit, tmp_path / "file"), plain, rtol=0, atol=2e-6)
+    of_folder = partial(limit, checkpoint_format="deepspeed")
+    if edit == "nothing":
+        torch.testing.assert_close(resume(of_folder, tmp_path / "folder"), plain, rtol=0, atol=2e-6)
+    else:
+        with pytest.raises(MisconfigurationException, match=r"must leave checkpoint\['optimizer_states'\] as it is"):
+            resume(of_folder, tmp_path / "folder")
+
+
 def test_hooks_that_change_pieces_are_refused(tmp_path: Path) -> None:
     saves = At("on_train_end", lambda trainer: trainer.save_checkpoint(tmp_path / "a.ckpt"))
     for model, name in ((InHooks, "layers.0.weight"), (RenamedAndCast, "net.layers.0.weight")):

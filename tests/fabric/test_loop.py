@@ -2,7 +2,11 @@
 sees, and the errors that name what it must not do.
 """
 
+import copy
+import copyreg
 import gc
+import os
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,7 +23,7 @@ from torch import nn
 
 from checkpoint_files import assert_continues
 from fabric_runs import launch, set_up, train_step
-from harness import EVERYTHING, Case, run_here, snapshot, workers
+from harness import EVERYTHING, PLACES, Case, run_here, snapshot, workers
 from lightning_zenflow.checkpoint.files import CheckpointError
 from lightning_zenflow.fabric import ZenFlowStrategy
 from lightning_zenflow.monitor.summary import METRICS
@@ -277,6 +281,46 @@ def test_the_worker_ends_with_what_refers_to_it_and_another_training_begins() ->
         del fabric, model, optimizer
         gc.collect()
         assert workers() == []
+
+
+def of_process() -> tuple[Any, ...]:
+    """What trainings change of it."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    variables = {name: os.environ.get(name) for name in names}
+    return dict(copyreg.dispatch_table), torch.get_num_threads(), nn.functional.linear, variables
+
+
+@pytest.mark.parametrize("order", ["first, collected, last", "last, first, collected", "collected, last, first"])
+@pytest.mark.parametrize("stage", PLACES)
+def test_trainings_that_overlap_end_in_any_order(stage: str, order: str) -> None:
+    """By their teardown or the garbage collector. Those that are left go on, and the last one leaves the process as it was."""
+    torch.set_num_threads(2)
+    before = of_process()
+    runs = {}
+    for name in ("first", "collected", "last"):
+        fabric = launch(**PLACES[stage])
+        runs[name] = (fabric, *fabric.setup(*linear()))
+    del fabric
+    during = of_process()[2]
+
+    def go_on(fabric: Fabric, model: Any, optimizer: Any) -> None:
+        fabric.backward(model(torch.ones(2, 3)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        twins = copy.deepcopy(model.module), pickle.loads(pickle.dumps(model.module))
+        assert_same_tensors(*map(copies, twins))
+        assert [*map(torch.Tensor.size, copies(twins[0]))] == [(3, 3), (3,)]
+
+    for name in order.split(", "):
+        if name == "collected":
+            del runs[name]
+            gc.collect()
+        else:
+            runs.pop(name)[0].strategy.teardown()
+        for left in runs:
+            assert of_process()[2] is during
+            go_on(*runs[left])
+    assert of_process() == before
 
 
 BASE = Case(model="SmallNet", steps=9, topk_ratio=0.3)

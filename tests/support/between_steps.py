@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
 from callbacks import Act
+from networks import SmallNet
 
 WEIGHTS = ("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start")
 BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
@@ -57,6 +58,22 @@ class Wrapper:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
+
+
+class StepsItself(SmallNet):
+    """Runs the closure before the step, and leaves out one step of three."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        closure()
+        if batch_idx % 3 != 1:
+            optimizer.step()
+
+
+def scale(name: str, trainer: pl.Trainer) -> None:
+    """Writes one weight."""
+    parameter = trainer.lightning_module.get_parameter(name)
+    with GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+        parameter.mul_(0.9)
 
 
 def head(module: nn.Module) -> list[Tensor]:
@@ -189,6 +206,10 @@ USES: dict[str, Use] = {
     "read, change or clip gradients": Use(
         acts={
             "norm": gradients(lambda g: g.norm()),
+            "as a list": gradients(lambda g: g.tolist()),
+            "as an array": gradients(lambda g: g.numpy()),
+            "as a number": gradients(float),
+            "pickled": gradients(pickle.dumps),
             "scaled": gradients(lambda g: g.mul_(0.5)),
             "through data": gradients(lambda g: g.data.zero_()),
             "clipped": lambda t: nn.utils.clip_grad_norm_(t.lightning_module.parameters(), 1.0),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
-from between_steps import USES, WRITES, Does, change, drop, head
+from between_steps import USES, WRITES, Does, StepsItself, change, drop, head, scale
 from callbacks import Act, At
 from docs.between_steps import DOCUMENT, with_table
 from fabric_runs import set_up, train_step
@@ -239,15 +239,6 @@ class TestClipping:
         fit(ours, ZenFlowStrategy(**NOTHING_LATE, config={"gradient_clipping": 0.01}))
         fit(theirs, ZenFlowStrategy(**NOTHING_LATE), gradient_clip_val=0.01)
         assert all(map(torch.equal, snapshot(ours), snapshot(theirs)))
-
-
-class StepsItself(SmallNet):
-    """Runs the closure before the step, and leaves out one step of three."""
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
-        closure()
-        if batch_idx % 3 != 1:
-            optimizer.step()
 
 
 class TestOptimizer:
@@ -502,6 +493,14 @@ class TestWeights:
             "head.weight must not be written through `parameter.data`",
         ),
     }
+
+    @pytest.mark.parametrize("name", ["embedding.weight", "hidden.weight", "head.bias"])
+    @pytest.mark.parametrize("how", HOW)
+    def test_one_behind_backward(self, how: str, name: str) -> None:
+        """Alone, with its own update under way or not."""
+        act = partial(scale, name)
+        with pytest.raises(MisconfigurationException, match=f"{name} must not be written between backward and step"):
+            fit(SmallNet(), ZenFlowStrategy(**HOW[how]), callbacks=[At("on_after_backward", act)])
 
     @pytest.mark.parametrize("case", NOT_ALLOWED)
     def test_refused(self, case: str, tmp_path: Path) -> None:

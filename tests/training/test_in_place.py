@@ -45,6 +45,12 @@ CLIPPED = {
     "two blocks, some steps clipped": replace(
         CASE, max_norm=1e3, model_options={"shapes": ((40, 41), (350,)), "factors": dict.fromkeys((2, 5, 6), 1e6)}
     ),
+    "two blocks, flushes behind clipped steps": replace(
+        CASE,
+        max_norm=1e3,
+        model_options={"shapes": ((40, 41), (350,)), "factors": dict.fromkeys((2, 5, 6), 1e6)},
+        flush_after=(3, 6, 7),
+    ),
     "clipped, not finite": replace(
         CASE, max_norm=0.5, model_options={"shapes": SHAPES, "not_finite": {(4, 0): float("inf")}}
     ),

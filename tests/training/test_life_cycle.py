@@ -5,6 +5,7 @@ import math
 import mmap
 import os
 import re
+import signal
 import sys
 import threading
 import weakref
@@ -298,32 +299,75 @@ def test_a_child_leaves_a_training_by_an_exit(stage: str) -> None:
     assert trainer.global_step == 5
 
 
-def test_two_at_once_in_two_threads() -> None:
-    """The second one's set-up says what is there."""
-    first, second = threading.Event(), threading.Event()
-    errors: list[Exception] = []
+@pytest.mark.parametrize("stage", PLACES)
+def test_two_at_once_in_two_threads(stage: str) -> None:
+    """DeepSpeed sets up one at a time, for which the other waits; both train as one alone."""
+    build, inside, together = deepspeed.initialize, threading.Semaphore(1), threading.Barrier(2)
+    models, alone = (Wide(), Wide()), Wide()
+    errors: list[BaseException] = []
 
-    def train() -> None:
+    def alone_inside(*args: Any, **kwargs: Any) -> Any:
+        assert inside.acquire(blocking=False)
         try:
-            fit(Wide(), ZenFlowStrategy())
-        except RuntimeError as error:
+            return build(*args, **kwargs)
+        finally:
+            inside.release()
+
+    def train(model: Perceptron) -> None:
+        meet = lambda _: together.wait(100)  # noqa: E731
+        callbacks = [At(hook, meet) for hook in ("on_fit_start", "on_train_batch_start", "on_train_end")]
+        try:
+            fit(model, ZenFlowStrategy(**PLACES[stage]), steps=3, callbacks=callbacks)
+        except BaseException as error:
+            together.abort()
             errors.append(error)
 
-    build = deepspeed.initialize
-
-    def waits(*args: Any, **kwargs: Any) -> Any:
-        if not first.is_set():
-            first.set()
-            assert second.wait(100)
-        return build(*args, **kwargs)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deepspeed, "initialize", waits)
-        thread = threading.Thread(target=train)
-        thread.start()
-        assert first.wait(100)
-        with pytest.raises(RuntimeError, match="another training runs in this process"):
-            fit(Wide(), ZenFlowStrategy())
-        second.set()
-        thread.join(100)
+        patch.setattr(deepspeed, "initialize", alone_inside)
+        threads = [threading.Thread(target=train, args=(model,)) for model in models]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(200)
     assert errors == []
+    fit(alone, ZenFlowStrategy(**PLACES[stage]), steps=3)
+    for model in models:
+        assert_same_tensors(snapshot(model), snapshot(alone))
+
+
+def exit_code_of_child(work: Callable[[], None]) -> int:
+    """Of a forked process, which ends within a minute."""
+    if (child := os.fork()) == 0:
+        code = 1
+        try:
+            signal.alarm(60)
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_in_a_process_that_was_forked_behind_a_fit(tmp_path: Path) -> None:
+    """It has neither the threads of the process group nor the optimizer's state."""
+    trainer = fit(linear())
+
+    def refused() -> None:
+        for calls, message in (
+            (partial(fit, linear()), r"call `torch.distributed.destroy_process_group\(\)` before the fork"),
+            (
+                partial(make_trainer(ZenFlowStrategy()).test, linear()),
+                r"call `torch.distributed.destroy_process_group\(\)` before",
+            ),
+            (
+                partial(trainer.save_checkpoint, tmp_path / "saved.ckpt"),
+                "has no state of the optimizer: save checkpoints",
+            ),
+        ):
+            with pytest.raises(RuntimeError, match=message):
+                calls()
+
+    assert exit_code_of_child(refused) == 0
+    torch.distributed.destroy_process_group()
+    assert exit_code_of_child(lambda: fit(linear()) and None) == 0
+    fit(linear())

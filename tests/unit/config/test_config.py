@@ -193,3 +193,38 @@ def test_numbers_do_not_depend_on_how_a_value_is_said() -> None:
     assert first == second
     for other in ({"clip_prediction": False}, {"select_strategy": "epoch"}):
         assert ZenFlowConfig(**other).numeric_values() != first
+
+
+NOTHING_LATE = {"update_interval": 1, "publish_lag": 0}
+
+
+@pytest.mark.parametrize(
+    ("keys", "others"),
+    [
+        (NOTHING_LATE, {"topk_ratio": 0.3, "select_strategy": "epoch", "select_interval": 5, "provisional_scale": 1.0}),
+        (NOTHING_LATE, {"max_update_interval": 4}),
+        (NOTHING_LATE, {"update_interval": "auto", "max_update_interval": 1}),
+        ({"update_interval": 4}, {"max_update_interval": 2}),
+        ({"max_update_interval": 16}, {"max_update_interval": 31}),
+        ({"topk_ratio": 0}, {"select_strategy": "epoch", "select_interval": 5}),
+        ({"overlap_step": False}, {"clip_prediction": False, "publish_lag": 3, "topk_ratio": 0.3}),
+        ({"update_interval": 4, "publish_lag": 1}, {"clip_prediction": False}),
+    ],
+)
+def test_numbers_do_not_depend_on_keys_without_effect(keys: dict[str, Any], others: dict[str, Any]) -> None:
+    assert ZenFlowConfig(**keys).numeric_values() == ZenFlowConfig(**{**keys, **others}).numeric_values()
+
+
+@pytest.mark.parametrize(
+    ("keys", "others"),
+    [
+        (NOTHING_LATE, {"weight_prediction": 1.0}),
+        (NOTHING_LATE, {"clip_prediction": False}),
+        (NOTHING_LATE, {"full_warm_up_rounds": 3}),
+        ({}, {"max_update_interval": 4}),
+        ({"publish_lag": 1}, {"topk_ratio": 0.3}),
+        ({"publish_lag": 1}, {"select_interval": 5}),
+    ],
+)
+def test_numbers_depend_on_keys_with_effect(keys: dict[str, Any], others: dict[str, Any]) -> None:
+    assert ZenFlowConfig(**keys).numeric_values() != ZenFlowConfig(**{**keys, **others}).numeric_values()
