@@ -1,4 +1,4 @@
-"""Fetches of parameters in host memory, behind the worker's updates of them."""
+"""Fetches of parameters, those in host memory behind the worker's updates of them."""
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -61,8 +61,8 @@ def _pieces_in(values: Any) -> Iterable[Piece]:
 
 
 class Fetched:
-    """Handle, as DeepSpeed's, of parameters that one rank copies to the device. DeepSpeed's own makes the host wait for the whole stream of
-    the fetches, prefetches of other modules included; `fetch_sub_module` orders a module's stream behind it anyway.
+    """Handle, as DeepSpeed's, of parameters that one rank copies to the device, or uses where they are. DeepSpeed's own makes the host wait
+    for the whole stream of the fetches, prefetches of other modules included; `fetch_sub_module` orders a module's stream behind it anyway.
     """
 
     def __init__(self, parameters: Iterable[Any]) -> None:
@@ -77,10 +77,11 @@ class Fetched:
 
 
 class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  # DeepSpeed has no type information
-    """DeepSpeed's coordinator of fetches, whose prefetches do not wait for weights that the worker has not written, while others could be
-    fetched and modules could run: their gathers begin where the weights are needed, or as soon as they are written.
+    """DeepSpeed's coordinator of fetches, whose trace of a step ends where a module uses other parameters than before: what the user's code
+    first reads in a late step becomes an external parameter of the module at work, which DeepSpeed does not expect.
 
-    All ranks gather in the same order, but their workers are not equally fast. So several ranks fetch a parameter where it is needed for
+    With parameters in host memory, prefetches do not wait for weights that the worker has not written, while others could be fetched and
+    modules could run: their gathers begin where the weights are needed, or as soon as they are written. All ranks gather in the same order, but their workers are not equally fast. So several ranks fetch a parameter where it is needed for
     the first time after a step, one rank as soon as it is written.
 
     Private: takes over the state of DeepSpeed's, which is new, and its names, which begin with the name of the class.
@@ -94,6 +95,8 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
         self.__dict__.update(vars(deepspeeds))
         self._stream, self._one_rank = optimizer.fetches, dist.get_world_size(group=optimizer.dp_process_group) == 1
         self._before_use, self._is_written = optimizer.before_use, optimizer.is_written
+        self._uses_pieces = self._one_rank and not optimizer.offload_param
+        self._external: list[frozenset[int]] = []  # of the trace
         self._fetched: set[Any] = set()  # since the last step
         self._needed: frozenset[Any] = frozenset()  # now
 
@@ -112,6 +115,21 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
     def _late(self) -> list[Any]:
         """Parameters whose gathers have not begun."""
         return [parameter for parameter, handle in self._handles.items() if handle is None]
+
+    @override
+    def construct_parameter_trace_from_module_trace(self) -> None:
+        super().construct_parameter_trace_from_module_trace()
+        modules = self._PartitionedParameterCoordinator__submodule_order  # private: of the trace
+        # Private: a module's external parameters by their identity.
+        self._external = [frozenset(module._external_params) for module in modules]
+
+    @override
+    def trace_prologue(self, sub_module: Module) -> None:
+        super().trace_prologue(sub_module)
+        step = self._PartitionedParameterCoordinator__step_id  # private: place in the trace
+        if self.is_complete_trace() and sub_module._external_params.keys() != self._external[step]:
+            # Private: as `trace_prologue` does for another module.
+            self._invalidate_trace()
 
     @override
     def release_and_reset_all(self, module: Module) -> None:
@@ -148,7 +166,12 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
             self._before_use(parameter)
         super()._PartitionedParameterCoordinator__all_gather_params_(at_once, forward, quantize)
         if self._one_rank:
-            self._handles.update(dict.fromkeys(at_once, Fetched(at_once)))
+            self._handles.update(dict.fromkeys(at_once, handle := Fetched(at_once)))
+        if self._uses_pieces:
+            # There is no copy whose end DeepSpeed's bound of the fetches under way could make the host wait for.
+            handle.wait()
+            for parameter in at_once:
+                del self._handles[parameter]
         self._fetched.update(at_once)
         for parameter in late:
             parameter.ds_status = ZeroParamStatus.INFLIGHT

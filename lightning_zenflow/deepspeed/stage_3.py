@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_zenflow.core.device import Stream, runtime_of
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.deepspeed.fetch import FetchCoordinator, Piece
+from lightning_zenflow.deepspeed.fetch import FetchCoordinator, Fetched, Piece
 from lightning_zenflow.deepspeed.flat_buffers import Layout
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.parameters import StateAccess
@@ -99,6 +99,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
             self._use_memory_of(self._rank.weights)
             self._page_lock_frozen()
             self._await_answers_in_fetches()
+        self.parameter_offload.param_coordinator = FetchCoordinator(self.parameter_offload.param_coordinator, self)
         for dtype, bucket in self.ipg_buckets.items():
             bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=self._rank.device)
 
@@ -143,11 +144,11 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         for sub_group, pieces in zip(self.fp16_groups, self.fp16_partitioned_groups, strict=True):
             for index, parameter in enumerate(sub_group):
                 parameter.ds_tensor = pieces[index] = Piece.of(pieces[index], partial(self.before_use, parameter))
-        self.parameter_offload.param_coordinator = FetchCoordinator(self.parameter_offload.param_coordinator, self)
 
     def _slice_in_flight(self, parameter: Any) -> int | None:
-        """This rank's slice of a parameter, which the worker may be writing; None for one that is frozen or all padding here."""
-        return None if self.closed else self._slice_of.get(parameter)
+        """This rank's slice of a parameter, which the worker may be writing in host memory; None for one that is frozen or all padding here.
+        """
+        return self._slice_of.get(parameter) if self.offload_param and not self.closed else None
 
     def before_use(self, parameter: Any) -> None:
         """Waits until the worker has written this rank's piece of a parameter."""
@@ -276,12 +277,12 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         if self.offload_param:
             self.parameter_offload.param_coordinator.weights_change()
             return
-        if dist.get_world_size(group=self.dp_process_group) == 1:
-            return
+        one_rank = dist.get_world_size(group=self.dp_process_group) == 1
         if persistent := self.persistent_parameters:
             # Private: as a fetch does. `all_gather`, which DeepSpeed's own step calls, makes the host wait for the device.
-            persistent[0].all_gather_coalesced(persistent).wait()
-        if self.fetches is not None:
+            handle = persistent[0].all_gather_coalesced(persistent)
+            (Fetched(persistent) if one_rank else handle).wait()
+        if self.fetches is not None and not one_rank:
             self.fetches.wait_stream(runtime_of(self._rank.device).current_stream())
 
     @override
