@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import Module
 from typing_extensions import override
 
+from lightning_zenflow.deepspeed.parameters import is_divided
+
 if TYPE_CHECKING:
     from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
 
@@ -133,10 +135,15 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
 
     @override
     def release_and_reset_all(self, module: Module) -> None:
-        in_flight = [p for p in iter_params(module, recurse=True) if p.ds_status == ZeroParamStatus.INFLIGHT]
+        divided = list(filter(is_divided, iter_params(module, recurse=True)))
+        in_flight = [p for p in divided if p.ds_status == ZeroParamStatus.INFLIGHT]
         # An interrupt has cut the fetches of those that are not in the registry.
         self._drop([*self._late, *(p for p in in_flight if p not in self._handles)])
-        super().release_and_reset_all(module)
+        for parameter in divided:
+            if parameter in self._handles:
+                self._handles.pop(parameter).wait()
+            parameter.ds_active_sub_modules.clear()
+            self._PartitionedParameterCoordinator__release_param(parameter)  # private: drops what is gathered
 
     @override
     def _clean_inflight_param_registry(self) -> None:

@@ -13,8 +13,9 @@ import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
 import deepspeed.runtime.zero.stage3 as stage3_module
 import torch
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
-from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.utils import z3_leaf_module
 from torch import Tensor
 from torch.nn import Module
 from typing_extensions import override
@@ -24,7 +25,7 @@ from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.fetch import FetchCoordinator, Fetched, Piece
 from lightning_zenflow.deepspeed.flat_buffers import Layout
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.parameters import StateAccess
+from lightning_zenflow.deepspeed.parameters import StateAccess, is_divided
 from lightning_zenflow.deepspeed.users_objects import check_inputs_of_leaf_modules, refuse_features_of_stage_3
 from lightning_zenflow.offload.plan import StepInputs
 
@@ -45,6 +46,40 @@ class _Offload(DeepSpeedZeRoOffload):  # type: ignore[misc]
                 " gather it; give it the shape [1], or use stage 2"
             )
         super()._convert_to_zero_parameters(ds_config, module, mpu)
+
+    @override
+    def partition_all_parameters(self) -> None:
+        """As DeepSpeed's; a module that a callback has added since the set-up keeps its whole parameters."""
+        self.get_param_coordinator().release_and_reset_all(self.module)
+
+    @override
+    def pre_sub_module_forward_function(self, sub_module: Module) -> None:
+        # Private: whether a transform is under way, in which DeepSpeed's hooks end in errors of torch, or of the process.
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise MisconfigurationException(
+                f"ZenFlowStrategy: {type(sub_module).__name__} must not run in a transform of `torch.func` (vmap, grad, jacrev, ...) with"
+                " stage=3, whose hooks of modules it does not take: use stage=2, or `torch.autograd.grad(..., create_graph=True)`"
+            )
+        if self._has_own_parameters(sub_module):
+            super().pre_sub_module_forward_function(sub_module)
+        else:
+            FWD_MODULE_STACK.append(sub_module)
+
+    @override
+    def post_sub_module_forward_function(self, sub_module: Module) -> None:
+        if self._has_own_parameters(sub_module):
+            super().post_sub_module_forward_function(sub_module)
+
+    @staticmethod
+    def _has_own_parameters(module: Module) -> bool:
+        """Whether DeepSpeed knows the parameters of a module: not those that `torch.func.functional_call` gives it."""
+        return all(map(is_divided, module.parameters(recurse=z3_leaf_module(module))))
+
+    @override
+    def post_sub_module_backward_function(self, sub_module: Module) -> None:
+        # With `create_graph=True` the weights stay gathered: the backward pass through this one reads them again.
+        if not torch.is_grad_enabled():
+            super().post_sub_module_backward_function(sub_module)
 
 
 def _without_memory(flat: Tensor) -> Tensor:
