@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, iter_params
 from deepspeed.utils import z3_leaf_module
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from typing_extensions import override
 
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.parameters import is_divided
 
 if TYPE_CHECKING:
@@ -79,12 +81,13 @@ class Fetched:
 
 
 class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  # DeepSpeed has no type information
-    """DeepSpeed's coordinator of fetches, whose trace of a step ends where a module uses other parameters than before: what the user's code
+    """DeepSpeed's coordinator of fetches. Its trace of a step ends where a module uses other parameters than before: what the user's code
     first reads in a late step becomes an external parameter of the module at work, which DeepSpeed does not expect.
 
     With parameters in host memory, prefetches do not wait for weights that the worker has not written, while others could be fetched and
-    modules could run: their gathers begin where the weights are needed, or as soon as they are written. All ranks gather in the same order, but their workers are not equally fast. So several ranks fetch a parameter where it is needed for
-    the first time after a step, one rank as soon as it is written.
+    modules could run: their gathers begin where the weights are needed, or as soon as they are written. All ranks gather in the same order,
+    but their workers are not equally fast. So several ranks fetch a parameter where it is needed for the first time after a step, one rank
+    as soon as it is written.
 
     Private: takes over the state of DeepSpeed's, which is new, and its names, which begin with the name of the class.
 
@@ -202,3 +205,65 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
         for parameter in parameters:
             parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
             self._handles.pop(parameter, None)
+
+
+def _refuse_transforms(module: Module) -> None:
+    """Refuses transforms of `torch.func`, in which what DeepSpeed does for a module ends in errors of torch, or the end of the process."""
+    # Private: of the transforms that are under way.
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise MisconfigurationException(
+            f"ZenFlowStrategy: {type(module).__name__} must not run in a transform of `torch.func` (vmap, grad, jacrev, ...) with stage=3,"
+            " whose hooks of modules do not take it: use stage=2, or `torch.autograd.grad(..., create_graph=True)`"
+        )
+
+
+class _Parameters(ZeROOrderedDict):  # type: ignore[misc]
+    """DeepSpeed's parameters of a module, which gathers what is read in a forward pass."""
+
+    @override
+    def __getitem__(self, key: str) -> Any:
+        parameter = dict.__getitem__(self, key)
+        if getattr(parameter, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE and self._in_forward:
+            _refuse_transforms(self._parent_module)
+        return super().__getitem__(key)
+
+
+class Offload(DeepSpeedZeRoOffload):  # type: ignore[misc]
+    """DeepSpeed's division of a model, and its hooks of modules. A first parameter of integers is not taken for the type of the weights."""
+
+    def __init__(self, module: Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)
+        for part in module.modules():
+            part._parameters = _Parameters(part, part._parameters)
+
+    @override
+    def _convert_to_zero_parameters(self, ds_config: Any, module: Module, mpu: Any) -> None:
+        self.dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
+        scalars = [name for name, p in module.named_parameters() if p.dim() == 0]
+        if scalars:
+            raise MisconfigurationException(
+                f"ZenFlowStrategy: parameters must have a dimension under stage 3, got the scalar {scalars[0]}: DeepSpeed cannot"
+                " gather it; give it the shape [1], or use stage 2"
+            )
+        super()._convert_to_zero_parameters(ds_config, module, mpu)
+
+    @override
+    def partition_all_parameters(self) -> None:
+        """As DeepSpeed's; a module that a callback has added since the set-up keeps its whole parameters."""
+        self.get_param_coordinator().release_and_reset_all(self.module)
+
+    @override
+    def pre_sub_module_forward_function(self, sub_module: Module) -> None:
+        _refuse_transforms(sub_module)
+        if not all(map(is_divided, sub_module.parameters(recurse=z3_leaf_module(sub_module)))):
+            raise MisconfigurationException(
+                f"ZenFlowStrategy: {type(sub_module).__name__} must run with its own parameters with stage=3, got others, as by"
+                " `torch.func.functional_call`: use stage=2"
+            )
+        super().pre_sub_module_forward_function(sub_module)
+
+    @override
+    def post_sub_module_backward_function(self, sub_module: Module) -> None:
+        # With `create_graph=True` the weights stay gathered: the backward pass through this one reads them again.
+        if not torch.is_grad_enabled():
+            super().post_sub_module_backward_function(sub_module)

@@ -13,73 +13,22 @@ import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
 import deepspeed.runtime.zero.stage3 as stage3_module
 import torch
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
-from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.utils import z3_leaf_module
 from torch import Tensor
-from torch.nn import Module
 from typing_extensions import override
 
 from lightning_zenflow.core.device import Stream, runtime_of
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.deepspeed.fetch import FetchCoordinator, Fetched, Piece
+from lightning_zenflow.deepspeed.fetch import FetchCoordinator, Fetched, Offload, Piece
 from lightning_zenflow.deepspeed.flat_buffers import Layout
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.parameters import StateAccess, is_divided
+from lightning_zenflow.deepspeed.parameters import StateAccess
 from lightning_zenflow.deepspeed.users_objects import check_inputs_of_leaf_modules, refuse_features_of_stage_3
 from lightning_zenflow.offload.plan import StepInputs
 
 _REDUCE_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 """Private: reduces the gradients of a bucket, whose type it takes, and calls `partition_grads`."""
-
-
-class _Offload(DeepSpeedZeRoOffload):  # type: ignore[misc]
-    """DeepSpeed's division of a model whose first parameter has integers, the type of which DeepSpeed takes for that of the weights."""
-
-    @override
-    def _convert_to_zero_parameters(self, ds_config: Any, module: Module, mpu: Any) -> None:
-        self.dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
-        scalars = [name for name, p in module.named_parameters() if p.dim() == 0]
-        if scalars:
-            raise MisconfigurationException(
-                f"ZenFlowStrategy: parameters must have a dimension under stage 3, got the scalar {scalars[0]}: DeepSpeed cannot"
-                " gather it; give it the shape [1], or use stage 2"
-            )
-        super()._convert_to_zero_parameters(ds_config, module, mpu)
-
-    @override
-    def partition_all_parameters(self) -> None:
-        """As DeepSpeed's; a module that a callback has added since the set-up keeps its whole parameters."""
-        self.get_param_coordinator().release_and_reset_all(self.module)
-
-    @override
-    def pre_sub_module_forward_function(self, sub_module: Module) -> None:
-        # Private: whether a transform is under way, in which DeepSpeed's hooks end in errors of torch, or of the process.
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise MisconfigurationException(
-                f"ZenFlowStrategy: {type(sub_module).__name__} must not run in a transform of `torch.func` (vmap, grad, jacrev, ...) with"
-                " stage=3, whose hooks of modules it does not take: use stage=2, or `torch.autograd.grad(..., create_graph=True)`"
-            )
-        if self._has_own_parameters(sub_module):
-            super().pre_sub_module_forward_function(sub_module)
-        else:
-            FWD_MODULE_STACK.append(sub_module)
-
-    @override
-    def post_sub_module_forward_function(self, sub_module: Module) -> None:
-        if self._has_own_parameters(sub_module):
-            super().post_sub_module_forward_function(sub_module)
-
-    @staticmethod
-    def _has_own_parameters(module: Module) -> bool:
-        """Whether DeepSpeed knows the parameters of a module: not those that `torch.func.functional_call` gives it."""
-        return all(map(is_divided, module.parameters(recurse=z3_leaf_module(module))))
-
-    @override
-    def post_sub_module_backward_function(self, sub_module: Module) -> None:
-        # With `create_graph=True` the weights stay gathered: the backward pass through this one reads them again.
-        if not torch.is_grad_enabled():
-            super().post_sub_module_backward_function(sub_module)
 
 
 def _without_memory(flat: Tensor) -> Tensor:
@@ -110,7 +59,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
 
     @override
     def initialize_ds_offload(self, **options: Any) -> DeepSpeedZeRoOffload:
-        return _Offload(**options)
+        return Offload(**options)
 
     @override
     def _setup_for_real_optimizer(self) -> None:
@@ -181,8 +130,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
                 parameter.ds_tensor = pieces[index] = Piece.of(pieces[index], partial(self.before_use, parameter))
 
     def _slice_in_flight(self, parameter: Any) -> int | None:
-        """This rank's slice of a parameter, which the worker may be writing in host memory; None for one that is frozen or all padding here.
-        """
+        """This rank's slice of a parameter in host memory, which the worker may write; None: it is frozen or all padding here."""
         return self._slice_of.get(parameter) if self.offload_param and not self.closed else None
 
     def before_use(self, parameter: Any) -> None:
