@@ -228,6 +228,10 @@ class _Parameters(ZeROOrderedDict):  # type: ignore[misc]
         return super().__getitem__(key)
 
 
+_READ_AGAIN = -1
+"""In place of the number of a module that is at work with a parameter."""
+
+
 class Offload(DeepSpeedZeRoOffload):  # type: ignore[misc]
     """DeepSpeed's division of a model, and its hooks of modules. A first parameter of integers is not taken for the type of the weights."""
 
@@ -264,6 +268,9 @@ class Offload(DeepSpeedZeRoOffload):  # type: ignore[misc]
 
     @override
     def post_sub_module_backward_function(self, sub_module: Module) -> None:
-        # With `create_graph=True` the weights stay gathered: the backward pass through this one reads them again.
-        if not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            # With `create_graph=True` the backward pass through this one reads the weights again: they stay until the end of the step.
+            for parameter in iter_params(sub_module, recurse=z3_leaf_module(sub_module)):
+                parameter.ds_active_sub_modules.add(_READ_AGAIN)
+        else:
             super().post_sub_module_backward_function(sub_module)
