@@ -1,4 +1,4 @@
-"""Fetches of parameters in host memory, behind the worker's updates of them."""
+"""Fetches of parameters, those in host memory behind the worker's updates of them."""
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -6,12 +6,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, iter_params
 from deepspeed.utils import z3_leaf_module
 from torch import Tensor
 from torch.nn import Module
 from typing_extensions import override
+
+from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.deepspeed.parameters import is_divided
 
 if TYPE_CHECKING:
     from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
@@ -61,8 +65,8 @@ def _pieces_in(values: Any) -> Iterable[Piece]:
 
 
 class Fetched:
-    """Handle, as DeepSpeed's, of parameters that one rank copies to the device. DeepSpeed's own makes the host wait for the whole stream of
-    the fetches, prefetches of other modules included; `fetch_sub_module` orders a module's stream behind it anyway.
+    """Handle, as DeepSpeed's, of parameters that one rank copies to the device, or uses where they are. DeepSpeed's own makes the host wait
+    for the whole stream of the fetches, prefetches of other modules included; `fetch_sub_module` orders a module's stream behind it anyway.
     """
 
     def __init__(self, parameters: Iterable[Any]) -> None:
@@ -77,11 +81,13 @@ class Fetched:
 
 
 class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  # DeepSpeed has no type information
-    """DeepSpeed's coordinator of fetches, whose prefetches do not wait for weights that the worker has not written, while others could be
-    fetched and modules could run: their gathers begin where the weights are needed, or as soon as they are written.
+    """DeepSpeed's coordinator of fetches. Its trace of a step ends where a module uses other parameters than before: what the user's code
+    first reads in a late step becomes an external parameter of the module at work, which DeepSpeed does not expect.
 
-    All ranks gather in the same order, but their workers are not equally fast. So several ranks fetch a parameter where it is needed for
-    the first time after a step, one rank as soon as it is written.
+    With parameters in host memory, prefetches do not wait for weights that the worker has not written, while others could be fetched and
+    modules could run: their gathers begin where the weights are needed, or as soon as they are written. All ranks gather in the same order,
+    but their workers are not equally fast. So several ranks fetch a parameter where it is needed for the first time after a step, one rank
+    as soon as it is written.
 
     Private: takes over the state of DeepSpeed's, which is new, and its names, which begin with the name of the class.
 
@@ -94,6 +100,8 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
         self.__dict__.update(vars(deepspeeds))
         self._stream, self._one_rank = optimizer.fetches, dist.get_world_size(group=optimizer.dp_process_group) == 1
         self._before_use, self._is_written = optimizer.before_use, optimizer.is_written
+        self._uses_pieces = self._one_rank and not optimizer.offload_param
+        self._external: list[frozenset[int]] = []  # of the trace
         self._fetched: set[Any] = set()  # since the last step
         self._needed: frozenset[Any] = frozenset()  # now
 
@@ -114,11 +122,31 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
         return [parameter for parameter, handle in self._handles.items() if handle is None]
 
     @override
+    def construct_parameter_trace_from_module_trace(self) -> None:
+        super().construct_parameter_trace_from_module_trace()
+        modules = self._PartitionedParameterCoordinator__submodule_order  # private: of the trace
+        # Private: a module's external parameters by their identity.
+        self._external = [frozenset(module._external_params) for module in modules]
+
+    @override
+    def trace_prologue(self, sub_module: Module) -> None:
+        super().trace_prologue(sub_module)
+        step = self._PartitionedParameterCoordinator__step_id  # private: place in the trace
+        if self.is_complete_trace() and sub_module._external_params.keys() != self._external[step]:
+            # Private: as `trace_prologue` does for another module.
+            self._invalidate_trace()
+
+    @override
     def release_and_reset_all(self, module: Module) -> None:
-        in_flight = [p for p in iter_params(module, recurse=True) if p.ds_status == ZeroParamStatus.INFLIGHT]
+        divided = list(filter(is_divided, iter_params(module, recurse=True)))
+        in_flight = [p for p in divided if p.ds_status == ZeroParamStatus.INFLIGHT]
         # An interrupt has cut the fetches of those that are not in the registry.
         self._drop([*self._late, *(p for p in in_flight if p not in self._handles)])
-        super().release_and_reset_all(module)
+        for parameter in divided:
+            if parameter in self._handles:
+                self._handles.pop(parameter).wait()
+            parameter.ds_active_sub_modules.clear()
+            self._PartitionedParameterCoordinator__release_param(parameter)  # private: drops what is gathered
 
     @override
     def _clean_inflight_param_registry(self) -> None:
@@ -148,7 +176,12 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
             self._before_use(parameter)
         super()._PartitionedParameterCoordinator__all_gather_params_(at_once, forward, quantize)
         if self._one_rank:
-            self._handles.update(dict.fromkeys(at_once, Fetched(at_once)))
+            self._handles.update(dict.fromkeys(at_once, handle := Fetched(at_once)))
+        if self._uses_pieces:
+            # There is no copy whose end DeepSpeed's bound of the fetches under way could make the host wait for.
+            handle.wait()
+            for parameter in at_once:
+                del self._handles[parameter]
         self._fetched.update(at_once)
         for parameter in late:
             parameter.ds_status = ZeroParamStatus.INFLIGHT
@@ -172,3 +205,72 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
         for parameter in parameters:
             parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
             self._handles.pop(parameter, None)
+
+
+def _refuse_transforms(module: Module) -> None:
+    """Refuses transforms of `torch.func`, in which what DeepSpeed does for a module ends in errors of torch, or the end of the process."""
+    # Private: of the transforms that are under way.
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise MisconfigurationException(
+            f"ZenFlowStrategy: {type(module).__name__} must not run in a transform of `torch.func` (vmap, grad, jacrev, ...) with stage=3,"
+            " whose hooks of modules do not take it: use stage=2, or `torch.autograd.grad(..., create_graph=True)`"
+        )
+
+
+class _Parameters(ZeROOrderedDict):  # type: ignore[misc]
+    """DeepSpeed's parameters of a module, which gathers what is read in a forward pass."""
+
+    @override
+    def __getitem__(self, key: str) -> Any:
+        parameter = dict.__getitem__(self, key)
+        if getattr(parameter, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE and self._in_forward:
+            _refuse_transforms(self._parent_module)
+        return super().__getitem__(key)
+
+
+_READ_AGAIN = -1
+"""In place of the number of a module that is at work with a parameter."""
+
+
+class Offload(DeepSpeedZeRoOffload):  # type: ignore[misc]
+    """DeepSpeed's division of a model, and its hooks of modules. A first parameter of integers is not taken for the type of the weights."""
+
+    def __init__(self, module: Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)
+        for part in module.modules():
+            part._parameters = _Parameters(part, part._parameters)
+
+    @override
+    def _convert_to_zero_parameters(self, ds_config: Any, module: Module, mpu: Any) -> None:
+        self.dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
+        scalars = [name for name, p in module.named_parameters() if p.dim() == 0]
+        if scalars:
+            raise MisconfigurationException(
+                f"ZenFlowStrategy: parameters must have a dimension under stage 3, got the scalar {scalars[0]}: DeepSpeed cannot"
+                " gather it; give it the shape [1], or use stage 2"
+            )
+        super()._convert_to_zero_parameters(ds_config, module, mpu)
+
+    @override
+    def partition_all_parameters(self) -> None:
+        """As DeepSpeed's; a module that a callback has added since the set-up keeps its whole parameters."""
+        self.get_param_coordinator().release_and_reset_all(self.module)
+
+    @override
+    def pre_sub_module_forward_function(self, sub_module: Module) -> None:
+        _refuse_transforms(sub_module)
+        if not all(map(is_divided, sub_module.parameters(recurse=z3_leaf_module(sub_module)))):
+            raise MisconfigurationException(
+                f"ZenFlowStrategy: {type(sub_module).__name__} must run with its own parameters with stage=3, got others, as by"
+                " `torch.func.functional_call`: use stage=2"
+            )
+        super().pre_sub_module_forward_function(sub_module)
+
+    @override
+    def post_sub_module_backward_function(self, sub_module: Module) -> None:
+        if torch.is_grad_enabled():
+            # With `create_graph=True` the backward pass through this one reads the weights again: they stay until the end of the step.
+            for parameter in iter_params(sub_module, recurse=z3_leaf_module(sub_module)):
+                parameter.ds_active_sub_modules.add(_READ_AGAIN)
+        else:
+            super().post_sub_module_backward_function(sub_module)

@@ -16,12 +16,11 @@ from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
-from torch.nn import Module
 from typing_extensions import override
 
 from lightning_zenflow.core.device import Stream, runtime_of
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.deepspeed.fetch import FetchCoordinator, Piece
+from lightning_zenflow.deepspeed.fetch import FetchCoordinator, Fetched, Offload, Piece
 from lightning_zenflow.deepspeed.flat_buffers import Layout
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.parameters import StateAccess
@@ -31,21 +30,6 @@ from lightning_zenflow.offload.plan import StepInputs
 
 _REDUCE_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 """Private: reduces the gradients of a bucket, whose type it takes, and calls `partition_grads`."""
-
-
-class _Offload(DeepSpeedZeRoOffload):  # type: ignore[misc]
-    """DeepSpeed's division of a model whose first parameter has integers, the type of which DeepSpeed takes for that of the weights."""
-
-    @override
-    def _convert_to_zero_parameters(self, ds_config: Any, module: Module, mpu: Any) -> None:
-        self.dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
-        scalars = [name for name, p in module.named_parameters() if p.dim() == 0]
-        if scalars:
-            raise MisconfigurationException(
-                f"ZenFlowStrategy: parameters must have a dimension under stage 3, got the scalar {scalars[0]}: DeepSpeed cannot"
-                " gather it; give it the shape [1], or use stage 2"
-            )
-        super()._convert_to_zero_parameters(ds_config, module, mpu)
 
 
 def _without_memory(flat: Tensor) -> Tensor:
@@ -77,7 +61,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
 
     @override
     def initialize_ds_offload(self, **options: Any) -> DeepSpeedZeRoOffload:
-        return _Offload(**options)
+        return Offload(**options)
 
     @override
     def _setup_for_real_optimizer(self) -> None:
@@ -101,6 +85,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
             self._use_memory_of(self._rank.weights)
             self._page_lock_frozen()
             self._await_answers_in_fetches()
+        self.parameter_offload.param_coordinator = FetchCoordinator(self.parameter_offload.param_coordinator, self)
         for dtype, bucket in self.ipg_buckets.items():
             bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=self._rank.device)
 
@@ -145,11 +130,10 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         for sub_group, pieces in zip(self.fp16_groups, self.fp16_partitioned_groups, strict=True):
             for index, parameter in enumerate(sub_group):
                 parameter.ds_tensor = pieces[index] = Piece.of(pieces[index], partial(self.before_use, parameter))
-        self.parameter_offload.param_coordinator = FetchCoordinator(self.parameter_offload.param_coordinator, self)
 
     def _slice_in_flight(self, parameter: Any) -> int | None:
-        """This rank's slice of a parameter, which the worker may be writing; None for one that is frozen or all padding here."""
-        return None if self.closed else self._slice_of.get(parameter)
+        """This rank's slice of a parameter in host memory, which the worker may write; None: it is frozen or all padding here."""
+        return self._slice_of.get(parameter) if self.offload_param and not self.closed else None
 
     def before_use(self, parameter: Any) -> None:
         """Waits until the worker has written this rank's piece of a parameter."""
@@ -278,12 +262,12 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         if self.offload_param:
             self.parameter_offload.param_coordinator.weights_change()
             return
-        if dist.get_world_size(group=self.dp_process_group) == 1:
-            return
+        one_rank = dist.get_world_size(group=self.dp_process_group) == 1
         if persistent := self.persistent_parameters:
             # Private: as a fetch does. `all_gather`, which DeepSpeed's own step calls, makes the host wait for the device.
-            persistent[0].all_gather_coalesced(persistent).wait()
-        if self.fetches is not None:
+            handle = persistent[0].all_gather_coalesced(persistent)
+            (Fetched(persistent) if one_rank else handle).wait()
+        if self.fetches is not None and not one_rank:
             self.fetches.wait_stream(runtime_of(self._rank.device).current_stream())
 
     @override

@@ -161,6 +161,12 @@ def test_fetches_are_ordered_without_a_wait_of_the_host() -> None:
     assert {*waits(device)} == {"stage3.__reduce_and_partition_ipg_grads"}
 
 
+def test_one_rank_uses_its_pieces_without_a_wait_of_the_host() -> None:
+    device = record(CASES["stage 3"])
+    assert not device.order.races
+    assert not [place for place in waits(device) if place.startswith(("fetch", "partition_parameters"))]
+
+
 def test_weights_in_host_memory_are_fetched_anew_in_each_step() -> None:
     """Copies of them, on a device with memory of its own; after training the module has those of the last step."""
     case = replace(ON_HOST, max_norm=None, steps=6, recorded=True, watched=False, callbacks=())

@@ -9,20 +9,25 @@ from dataclasses import replace
 from typing import Any, Literal
 from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from test_stage_3 import NETWORK, Sharded, on_host
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.func import functional_call, jacrev, vmap
+from torch.nn import functional
 from typing_extensions import override
 
+from callbacks import At
 from fabric_runs import launch
-from harness import Case, Run, fit, run_here
+from harness import Case, Run, fit, make_trainer, run_here
+from lightning_zenflow import ZenFlowStrategy
 from models import TestModule, generator
 from rank_processes import Runs, run_each
 from same_bits import assert_same_run
-from side_by_side import torch_alone
+from side_by_side import NOTHING_LATE, Net, torch_alone
 
 SIZES: dict[str, Any] = {
     "vocab_size": 31,
@@ -286,3 +291,97 @@ def test_a_teacher_that_fabric_makes_in_pieces() -> None:
         assert torch.equal(teacher(x), first)
         assert not torch.equal(student(x), first)
     fabric.strategy.teardown()
+
+
+class ReadsLate(Net):
+    """Reads small parameters for the first time in a late step: the head's in manual optimization behind the step, the other's in it."""
+
+    def __init__(self) -> None:
+        super().__init__(length=10)
+        self.automatic_optimization = False
+        self.norms: list[float] = []
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(int(batch), 0, 0)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        if batch_idx == 6:
+            self.norms.append(float(self.convolution.bias.detach().norm()))
+        optimizer.step()
+        if batch_idx == 3:
+            self.norms.append(float(self.head.bias.detach().norm()))
+        return loss
+
+
+class Penalized(Net):
+    """With a penalty of the gradient of an input, and a probe that a callback adds."""
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = torch.randn(4, 11, generator=generator(17, batch_idx)).requires_grad_()
+        (gradient,) = torch.autograd.grad(self.head(functional.gelu(self.norm(x))).sum(), x, create_graph=True)
+        loss = super().training_step(batch, batch_idx) + gradient.square().sum()
+        return loss + self.probe(x.detach()).square().mean() * 0
+
+
+def add_probe(trainer: pl.Trainer) -> None:
+    trainer.lightning_module.probe = nn.Linear(11, 3).requires_grad_(False)
+
+
+def trained(model: Net, strategy: Any) -> dict[str, Tensor]:
+    make_trainer(strategy, max_steps=10, callbacks=[At("on_fit_start", add_probe)]).fit(model)
+    return {name: p.detach().clone() for name, p in model.named_parameters() if "probe" not in name}
+
+
+def in_stage_3(*, offload_parameters: bool, threshold: int = 100_000) -> ZenFlowStrategy:
+    place = {"device": "cpu" if offload_parameters else "none"}
+    zero = {"stage": 3, "offload_param": place, "stage3_param_persistence_threshold": threshold}
+    return ZenFlowStrategy({"zero_optimization": zero}, **NOTHING_LATE)
+
+
+@pytest.mark.parametrize("offload_parameters", [False, True])
+@pytest.mark.parametrize("make", [lambda: ReadsLate(), lambda: Penalized(length=10)], ids=["late", "penalty"])
+def test_what_plain_torch_trains(make: Callable[[], Any], offload_parameters: bool) -> None:
+    ours, theirs = make(), make()
+    weights = trained(ours, in_stage_3(offload_parameters=offload_parameters, threshold=20))
+    torch.testing.assert_close(weights, trained(theirs, "auto"), rtol=0, atol=2e-6)
+    assert getattr(ours, "norms", []) == pytest.approx(getattr(theirs, "norms", []), abs=2e-6)
+
+
+def test_small_parameters_are_whole_between_steps() -> None:
+    """On the device, as under plain DeepSpeed."""
+    sizes = list[int]()
+    read = At("on_train_batch_end", lambda trainer: sizes.append(trainer.lightning_module.head.bias.numel()))
+    make_trainer(in_stage_3(offload_parameters=False), max_steps=2, callbacks=[read]).fit(Net())
+    assert sizes == [3, 3]
+
+
+class Transformed(Net):
+    def __init__(self, transform: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.transform = transform
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.transform(self.head, torch.ones(4, 11))
+
+
+def of_other_weights(head: nn.Module, x: Tensor) -> Tensor:
+    return functional_call(head, {name: p * 2 for name, p in head.named_parameters()}, (x,)).sum()
+
+
+@pytest.mark.parametrize("offload_parameters", [False, True])
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [
+        (lambda head, x: vmap(head)(x).sum(), "Linear must not run in a transform of `torch.func`"),
+        (lambda head, x: jacrev(head)(x).sum(), "Linear must not run in a transform of `torch.func`"),
+        (of_other_weights, "Linear must run with its own parameters"),
+    ],
+    ids=["vmap", "jacrev", "functional_call"],
+)
+def test_refused_functions(transform: Callable[..., Tensor], message: str, offload_parameters: bool) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        make_trainer(in_stage_3(offload_parameters=offload_parameters), max_steps=2).fit(Transformed(transform))
