@@ -54,7 +54,7 @@ class JobQueue:
     copied to them afterwards comes after the worker has read them. A publish buffer is free when the copies from it are enqueued: in
     *publish*, or in backward for a job that was submitted there. An event behind these copies stays with the buffer, and the word that the
     buffer's next job waits for (the block's, or the step's in *seal*) is ordered behind it on the device, so the training thread does not
-    wait. Only where that word has been written before (synchronous steps, flush) does it wait for the event.
+    wait. Where that word has been written before (synchronous and clipped steps, flush), it may have to (`JobsInFlight.await_buffer`).
 
     Backpressure. Where no slot or buffer is free in *fill*, the training thread reads the answers of the jobs in flight, the oldest first,
     until one is (cause "slot"). If none is in flight any more and every slot holds a gradient, the windows that step t closes *commit
@@ -360,7 +360,7 @@ class JobQueue:
             if self._publishes_exactly:
                 return
             window = Window(first_step=due_step)
-        buffer = self.in_flight.await_buffer(block, cause)
+        buffer = self.in_flight.await_buffer(block, cause, due_step=due_step)
         with self._rank.records:
             block.window = None
             self.in_flight.enqueue(block, window, buffer, due_step=due_step, prediction_steps=prediction_steps)
