@@ -95,9 +95,9 @@ def blocks_wanted(
     return max(*update_intervals, of_backward)
 
 
-_SLOTS_AT_ONCE, _BUFFERS_AT_ONCE = (4, 3), (8, 2)
+_SLOTS_AT_ONCE, _BUFFERS_AT_ONCE = (4, 3), (8, 3)
 """Where blocks are submitted in backward: there are slots for one in 4 of the jobs that a step submits, at least for 3, beside those that
-are held between steps, and buffers for one in 8, at least 2. A block takes its slot with its first gradient, its buffer with the last."""
+are held between steps, and buffers for one in 8, at least 3. A block takes its slot with its first gradient, its buffer with the last."""
 
 _BUCKETS = 32
 """Per step. Gradients leave the device bucket by bucket; with few buckets, copies that could hide behind backward wait for its end."""

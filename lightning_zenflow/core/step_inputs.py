@@ -132,9 +132,22 @@ def clip_factor(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float, n
     return (divisor if loss_scale == 1 else divisor.mul_(loss_scale)).reciprocal_().add_(gap)
 
 
+def step_word(factor: Tensor, step: int) -> Tensor:
+    """``zenflow::StepWord`` of a step, or of a block in it: [4] int32 on the device of the factor, 0-D float32."""
+    number = torch.full((1,), step, dtype=torch.int64, device=factor.device).view(torch.int32)
+    bits = factor.view(torch.int32).view(1)
+    return torch.cat([bits, bits ^ number[:1], number])  # little-endian
+
+
 def _norm(sum_of_squares: Tensor, loss_scale: float) -> Tensor:
     norm = sum_of_squares.sqrt()
     return (norm if loss_scale == 1 else norm / loss_scale).float()
+
+
+def _by_type(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Concatenates the parts of each type: those of several types a CUDA device copies one by one."""
+    of_types = [[part for part in parts if part.dtype == dtype] for dtype in (torch.float32, torch.float64)]
+    return [torch.cat(of_type) if len(of_type) > 1 else of_type[0] for of_type in of_types if of_type]
 
 
 class GradientNorms:
@@ -142,28 +155,34 @@ class GradientNorms:
 
     The prediction is the sum up to a block's arrival times its ratio to the whole in the steps before whose norm was finite. It is a
     function of the gradients alone, so that runs repeat; ranks predict from their own parts. Nothing here is read by the host.
+
+    Attributes:
+        speculates: whether `word` takes the factor of a step that is not clipped, instead of the prediction.
+        sum: of what blocks have counted in the step; 0-D float64, as `expected`, the whole of the last step with this one's loss scale.
+        partial: for each block the sum when it was complete; [n_blocks] float64, as `ratio`, of the whole to it; NaN: not known.
     """
 
-    def __init__(self, n_blocks: int, device: torch.device) -> None:
+    def __init__(self, n_blocks: int, device: torch.device, *, speculates: bool = False) -> None:
+        self.speculates = speculates
         self._parts: list[Tensor] = []
         self._n_in_sum = 0  # of the parts
-        self._sum = torch.zeros((), dtype=torch.float64, device=device)
-        self._partial = torch.zeros(n_blocks, dtype=torch.float64, device=device)
-        self._ratio = torch.full((n_blocks,), torch.nan, dtype=torch.float64, device=device)
-        self._of_block = list(zip(self._partial.unbind(), self._ratio.unbind(), strict=True))
+        self.sum = torch.zeros((), dtype=torch.float64, device=device)
+        self.partial = torch.zeros(n_blocks, dtype=torch.float64, device=device)
+        self.ratio = torch.full((n_blocks,), torch.nan, dtype=torch.float64, device=device)
         self._last = torch.zeros((), dtype=torch.float64, device=device)
-        self._expected = self._last.clone()
+        self.expected = self._last.clone()
         self.knows_last = False
         """True if there has been a step to predict from."""
 
-    def open(self, loss_scale: float) -> None:
-        """Begins a step."""
+    def open(self, step: int, *, max_norm: float, loss_scale: float) -> None:
+        """Begins a step; the norms are those of `step_scale`."""
+        self.step, self.max_norm, self.loss_scale = step, max_norm, loss_scale
         self._parts.clear()
         self._n_in_sum = 0
-        self._sum.zero_()
-        self._partial.zero_()
+        self.sum.zero_()
+        self.partial.zero_()
         # In its own memory: backward and the step use different streams.
-        torch.mul(self._last, loss_scale**2, out=self._expected)
+        torch.mul(self._last, loss_scale**2, out=self.expected)
 
     def add(self, parts: Iterable[Tensor]) -> None:
         """Adds gradients that have arrived: their `SquaredNorms.parts`."""
@@ -171,37 +190,50 @@ class GradientNorms:
 
     def whole(self) -> Tensor:
         """Sum of all that has been added in the step: 0-D float64, not finite if any gradient is not."""
-        return torch.cat(self._parts).sum(dtype=torch.float64) if self._parts else torch.zeros_like(self._sum)
+        return sum((parts.sum(dtype=torch.float64) for parts in _by_type(self._parts)), torch.zeros_like(self.sum))
+
+    def take_new(self) -> list[Tensor]:
+        """What has been added since the last call in the step, to be added to `sum`: a tensor for each type, float32 or float64."""
+        new, self._n_in_sum = self._parts[self._n_in_sum :], len(self._parts)
+        return _by_type(new)
 
     def up_to(self, block: int) -> Tensor:
         """Sum of what has been added when a block is complete: 0-D float64, not finite if any gradient so far is not."""
-        if len(self._parts) > self._n_in_sum:
-            self._sum.add_(torch.cat(self._parts[self._n_in_sum :]).sum(dtype=torch.float64))
-            self._n_in_sum = len(self._parts)
-        return self._of_block[block][0].copy_(self._sum)
+        for parts in self.take_new():
+            self.sum.add_(parts.sum(dtype=torch.float64))
+        return self.partial[block].copy_(self.sum)
 
     def predict(self, block: int) -> Tensor:
         """Squared norm of the step's whole gradient, of all ranks and with loss scale: 0-D float64; after `up_to`."""
-        partial, ratio = self._of_block[block]
+        partial, ratio = self.partial[block], self.ratio[block]
         # Where the last step had no such part, its norm counts.
-        return torch.where(ratio.isnan(), torch.maximum(partial, self._expected), partial * ratio)
+        return torch.where(ratio.isnan(), torch.maximum(partial, self.expected), partial * ratio)
+
+    def word(self, block: int) -> Tensor:
+        """`step_word` of a block that is complete, with a factor from before the step's end; NaN if any gradient so far is not finite."""
+        squared_norm = self.up_to(block)
+        if self.speculates:
+            squared_norm = squared_norm - squared_norm  # zero, or NaN where the sum is not finite
+        elif self.max_norm > 0:
+            squared_norm = self.predict(block)
+        return step_word(clip_factor(squared_norm, max_norm=self.max_norm, loss_scale=self.loss_scale), self.step)
 
     def end_step(self, squared_norm: Tensor, *, finite: Tensor, loss_scale: float) -> None:
         """Takes the step's own squared norm, 0-D float64; one that is not finite is not predicted from."""
         # Geometric mean of the step's own ratio and of this mean before, so that a step counts half as much as the next.
-        latest = torch.where(self._partial > 0, squared_norm / self._partial, torch.nan)
-        ratio = torch.where(self._ratio.isnan(), latest, self._ratio.sqrt() * latest.sqrt())
-        self._ratio.copy_(torch.where(finite, ratio, self._ratio))
+        latest = torch.where(self.partial > 0, squared_norm / self.partial, torch.nan)
+        ratio = torch.where(self.ratio.isnan(), latest, self.ratio.sqrt() * latest.sqrt())
+        self.ratio.copy_(torch.where(finite, ratio, self.ratio))
         self._last.copy_(torch.where(finite, squared_norm / loss_scale**2, self._last))
         self.knows_last = True
 
     def state_dict(self) -> dict[str, Any] | None:
         """Ratio and norm that the next step is predicted from, on the CPU; None: nothing yet."""
-        return {"ratio": self._ratio.cpu(), "last": self._last.cpu()} if self.knows_last else None
+        return {"ratio": self.ratio.cpu(), "last": self._last.cpu()} if self.knows_last else None
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Inverse of `state_dict`, for the same blocks."""
         self.knows_last = state is not None
         if state is not None:
-            self._ratio.copy_(state["ratio"])
+            self.ratio.copy_(state["ratio"])
             self._last.copy_(state["last"])

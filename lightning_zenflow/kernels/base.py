@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
+from lightning_zenflow.core.step_inputs import GradientNorms, GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.factored import SMALLEST, Factors, RoundingNoise, SecondMoment, round_stochastically_
 
 _log = logging.getLogger(__name__)
@@ -197,6 +197,10 @@ class Kernels:
         master.sub_(torch.where(finite, update.mul_(step_size), 0.0))
         weights.copy_(master)
 
+    def block_word(self, norms: GradientNorms, block: int) -> Tensor:
+        """`GradientNorms.word`, which also changes `sum` and the block's `partial`."""
+        return norms.word(block)
+
     def column_writer(self, writes: Sequence[ColumnWrite]) -> Callable[[], None]:
         """Returns a function that does matrix[:, columns] <- entries for all writes; prepared once, called in every step."""
         some = [(matrix, s.columns, s.entries) for matrix, s in writes if s.columns is not None]
@@ -265,3 +269,6 @@ def _launch_all(kernels: Kernels, device: torch.device) -> None:
     h = GroupHyperparameters(lr=0.0, beta1=0.5, beta2=0.5, eps=1.0, weight_decay=0.0, decoupled=True)
     scale = StepScale(factor=one, finite=one.bool(), norm=one, count=one.double())
     kernels.adamw_(torch.zeros(3, 4, dtype=torch.float32, device=device), matrix.view(-1), matrix.view(-1), h, scale)
+    norms_so_far = GradientNorms(1, device)
+    norms_so_far.open(1, max_norm=1.0, loss_scale=1.0)
+    kernels.block_word(norms_so_far, 0)

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zenflow.core.device import runtime_of
-from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
+from lightning_zenflow.core.step_inputs import GradientNorms, GroupHyperparameters, StepScale
 from lightning_zenflow.kernels import triton_device as device
 from lightning_zenflow.kernels.base import IN_ORDER, ColumnWrite, Copies, Destination, Kernels, Selection, SquaredNorms
 from lightning_zenflow.kernels.factored import SMALLEST, Factors, RoundingNoise, SecondMoment
@@ -125,6 +125,18 @@ class TritonKernels(Kernels):
             h.beta1, 1 - h.beta1, h.beta2, 1 - h.beta2, h.eps, decay_factor,
             decay=decay.value, enable_fp_fusion=False,
         )  # fmt: skip
+
+    @override
+    def block_word(self, norms: GradientNorms, block: int) -> Tensor:
+        word = norms.sum.new_empty(2, dtype=torch.int64)
+        new = {parts.dtype: parts for parts in norms.take_new()}
+        singles, doubles = (new.get(t, norms.sum.new_empty(0, dtype=t)) for t in (torch.float32, torch.float64))
+        device.block_word[(1,)](
+            singles, len(singles), doubles, len(doubles), norms.sum, norms.partial, norms.ratio, norms.expected,
+            word, block, norms.step, norms.max_norm, norms.loss_scale, 1.0 / norms.loss_scale,
+            clips=norms.max_norm > 0, speculates=norms.speculates, enable_fp_fusion=False,
+        )  # fmt: skip
+        return word.view(torch.int32)
 
     @override
     def column_writer(self, writes: Sequence[ColumnWrite]) -> Callable[[], None]:

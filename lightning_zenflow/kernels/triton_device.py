@@ -224,3 +224,37 @@ def write_columns(writes, programs, model):
     n_indices, n_rows, width = tl.load(write + 3).to(tl.int32), tl.load(write + 4).to(tl.int32), tl.load(write + 5)
     n_selected = tl.load(write + 6).to(tl.int32)
     _copy_rectangle(program, matrix, columns, n_indices, selected, n_rows, width, n_selected, False)
+
+
+@triton.jit(do_not_specialize=["n_singles", "n_doubles", "block", "step", "max_norm", "loss_scale", "inverse_scale"])
+def block_word(
+    singles, n_singles, doubles, n_doubles, total, partial, ratio, expected, word,
+    block, step, max_norm, loss_scale, inverse_scale, clips: tl.constexpr, speculates: tl.constexpr,
+):  # fmt: skip
+    """`GradientNorms.word` by a single program; comparisons with NaN are false."""
+    sums = tl.zeros((BLOCK,), dtype=tl.float64)
+    first = 0
+    while first < tl.maximum(n_singles, n_doubles):
+        i = first + tl.arange(0, BLOCK)
+        sums += tl.load(singles + i, mask=i < n_singles, other=0.0).to(tl.float64)
+        sums += tl.load(doubles + i, mask=i < n_doubles, other=0.0)
+        first += BLOCK
+    squared_norm = tl.load(total) + tl.sum(sums, axis=0)
+    # Several threads may have read what one of them writes.
+    tl.debug_barrier()
+    tl.store(total, squared_norm)
+    tl.store(partial + block, squared_norm)
+    if speculates:
+        squared_norm -= squared_norm
+    elif clips:
+        known, last = tl.load(ratio + block), tl.load(expected)
+        squared_norm = tl.where(known == known, squared_norm * known, tl.where(last > squared_norm, last, squared_norm))
+    factor = inverse_scale
+    if clips:
+        divisor = tl.div_rn((tl.sqrt(squared_norm) / loss_scale).to(tl.float32) + 1e-6, max_norm)
+        factor = tl.div_rn(1.0, tl.where(divisor < 1.0, 1.0, divisor) * loss_scale)
+    single = squared_norm.to(tl.float32)
+    factor += single - single
+    bits, number = factor.to(tl.int32, bitcast=True).to(tl.int64), step.to(tl.int64)
+    tl.store(word, (bits & 0xFFFFFFFF) | ((bits ^ number) << 32))
+    tl.store(word + 1, number)

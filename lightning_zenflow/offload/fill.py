@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_zenflow.core.device import DeviceNumber, runtime_of
 from lightning_zenflow.core.partition import Tile, tiles_of_slice
-from lightning_zenflow.core.step_inputs import GradientNorms, StepScale, clip_factor
+from lightning_zenflow.core.step_inputs import GradientNorms, StepScale
 from lightning_zenflow.kernels.base import Destination
 from lightning_zenflow.offload.accumulation import Accumulation
 from lightning_zenflow.offload.jobs import JobQueue
@@ -140,7 +140,7 @@ class Fill:
         self.trained: Set[int] = frozenset(range(len(partition.slices)))
         self._arrived: dict[int, None] = {}
         self._new: set[int] = set()  # those of them that `JobsInFlight.poll` does not know yet
-        self.norms = GradientNorms(len(rank.blocks), rank.device)
+        self.norms = GradientNorms(len(rank.blocks), rank.device, speculates=speculates)
         self._factors: list[Tensor] = []  # of the blocks that were submitted in this backward pass
         self.factor_error = DeviceNumber()
         self._zero = torch.zeros((), dtype=rank.dtype, device=rank.device)
@@ -179,7 +179,7 @@ class Fill:
         self._factors.clear()
         for block in self._rank.blocks:
             block.missing = block.slices & self.trained
-        self.norms.open(context.inputs.loss_scale)
+        self.norms.open(context.number, max_norm=context.inputs.max_norm, loss_scale=context.inputs.loss_scale)
         if self._provisional is not None:
             self._provisional.open(context.inputs.loss_scale)
 
@@ -330,16 +330,10 @@ class Fill:
             if submits := can_submit and has_factor:
                 self._jobs.acquire([block], context.number)
                 self.norms.add(self._vectors.fill([block], self.arrived))
-            squared_norm = self.norms.up_to(block.number)
+            word = self._rank.kernels.block_word(self.norms, block.number)
             if not submits:
                 continue
-            if self._speculates:
-                # Zero, or NaN where the sum is not finite.
-                squared_norm = squared_norm - squared_norm
-            elif inputs.max_norm > 0:
-                squared_norm = self.norms.predict(block.number)
             if not self._jobs.submitted_in_backward:
                 self._rank.arena.write_hyperparameters(context.number, list(inputs.groups), tentative=True)
-            factor = clip_factor(squared_norm, max_norm=inputs.max_norm, loss_scale=inputs.loss_scale)
-            self._factors.append(factor)
-            self._jobs.submit_in_backward(block, context, factor)
+            self._factors.append(word.view(torch.float32)[0])
+            self._jobs.submit_in_backward(block, context, word)

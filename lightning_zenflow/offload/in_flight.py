@@ -192,16 +192,22 @@ class JobsInFlight:
         """Whether the worker has done all jobs of a block."""
         return all(self._worker.has_answered(job.submission) for job in block.jobs)
 
-    def await_buffer(self, block: Block, cause: Cause) -> int:
-        """`free_buffer`, one that the device does not use either; waits until there is one."""
-        while (buffer := self.free_buffer(block)) is None:
-            # Synchronous steps and flushes submit more jobs than the schedule has buffers for: the oldest one, or the one that has it.
-            self._publish((block.jobs if self._rank.in_place else self._jobs)[0], cause)
-        copied = self.free_buffers[buffer]
-        if copied is not None and not copied.query():
-            with self._rank.telemetry.measure("publish_buffer"):
-                copied.synchronize()
-        return buffer
+    def await_buffer(self, block: Block, cause: Cause, *, due_step: int) -> int:
+        """`free_buffer`, one that the device does not use either, for a job that is due at `due_step`; waits until there is one."""
+        jobs = block.jobs if self._rank.in_place else self._jobs
+        # Synchronous and clipped steps and flushes submit more jobs than the schedule has buffers for: the oldest one, or the one that has
+        # it. Its copies end while the worker is awaited once more, where another job is due, and is not the last that the worker has.
+        while True:
+            buffer = self.free_buffer(block)
+            copied = None if buffer is None else self.free_buffers[buffer]
+            if buffer is not None and (copied is None or copied.query()):
+                return buffer
+            if buffer is None or (len(jobs) > 1 and jobs[0].due_step <= due_step):
+                self._publish(jobs[0], cause)
+            elif copied is not None:
+                with self._rank.telemetry.measure("publish_buffer"):
+                    copied.synchronize()
+                return buffer
 
     def _publish(self, job: Job, cause: Cause) -> None:
         """Waits for a job, its block's oldest, copies its weights into the model and frees its slots and its buffer."""

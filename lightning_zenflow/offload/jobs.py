@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_zenflow.core.device import Event, runtime_of
 from lightning_zenflow.core.schedule import StaggeredSchedule, StalenessCompensation, UpdateSchedule
-from lightning_zenflow.core.step_inputs import GroupHyperparameters, mean_beta1
+from lightning_zenflow.core.step_inputs import GroupHyperparameters, mean_beta1, step_word
 from lightning_zenflow.native import Tentative
 from lightning_zenflow.offload.clip_verification import Verification
 from lightning_zenflow.offload.in_flight import JobsInFlight
@@ -54,7 +54,7 @@ class JobQueue:
     copied to them afterwards comes after the worker has read them. A publish buffer is free when the copies from it are enqueued: in
     *publish*, or in backward for a job that was submitted there. An event behind these copies stays with the buffer, and the word that the
     buffer's next job waits for (the block's, or the step's in *seal*) is ordered behind it on the device, so the training thread does not
-    wait. Only where that word has been written before (synchronous steps, flush) does it wait for the event.
+    wait. Where that word has been written before (synchronous and clipped steps, flush), it may have to (`JobsInFlight.await_buffer`).
 
     Backpressure. Where no slot or buffer is free in *fill*, the training thread reads the answers of the jobs in flight, the oldest first,
     until one is (cause "slot"). If none is in flight any more and every slot holds a gradient, the windows that step t closes *commit
@@ -154,7 +154,7 @@ class JobQueue:
     def seal(self, step: int, factor: Tensor) -> None:
         """Phase *seal*; `factor` is 0-D float32 on the device, NaN if the step changes nothing."""
         buffers = self.in_flight.free_buffers
-        self._write_word(self._rank.arena.step_words, step, step, factor, behind=buffers.values())
+        self._write_word(self._rank.arena.step_words, step, step_word(factor, step), behind=buffers.values())
         self.in_flight.free_buffers = dict.fromkeys(buffers)
 
     def submit_closing(self, context: StepContext, groups: Sequence[GroupHyperparameters]) -> Sequence[Block]:
@@ -192,13 +192,13 @@ class JobQueue:
         # After a change to d = 0 an older job may be in flight, whose weights would otherwise come up behind these.
         return at_once and block.number in self.schedule.closing_blocks(step) and block.next_due() is None
 
-    def submit_in_backward(self, block: Block, context: StepContext, factor: Tensor) -> None:
+    def submit_in_backward(self, block: Block, context: StepContext, word: Tensor) -> None:
         """Phase *submit* of one block in backward, behind its gradient, which is applied tentatively.
 
         Args:
             block: one that `can_submit_in_backward`.
             context: the step of the backward pass.
-            factor: 0-D float32 on the device, a prediction; NaN: the published weights do not have the gradient.
+            word: the block's, on the device, with a predicted factor; NaN: the published weights do not have the gradient.
         """
         step, ahead = context.number, self._prediction_steps(context.inputs.groups)
         while (buffer := self.in_flight.free_buffer(block)) is None:
@@ -206,7 +206,7 @@ class JobQueue:
             answered = self.in_flight.read_answer("slot")
             assert answered, "as many jobs are in flight as buffers are in use"
         copied = self.in_flight.free_buffers[buffer]
-        self._write_word(self._rank.arena.block_words, block.number, step, factor, behind=[copied])
+        self._write_word(self._rank.arena.block_words, block.number, word, behind=[copied])
         # No kernel of the step reads or updates the block's weights any more.
         overwritable = runtime_of(self._rank.device).record_event()
         with self._rank.records:
@@ -296,14 +296,12 @@ class JobQueue:
         self._worker.restart()
         self.in_flight.follow(slices)
 
-    def _write_word(
-        self, words: StepWords, index: int, step: int, factor: Tensor, *, behind: Iterable[Event | None]
-    ) -> None:
+    def _write_word(self, words: StepWords, index: int, word: Tensor, *, behind: Iterable[Event | None]) -> None:
         for event in behind:
             if event is not None:
                 self._rank.d2h.wait_for(event)
-        with self._rank.d2h.behind(reads=factor):
-            words.write(index, step, factor)
+        with self._rank.d2h.behind(reads=word):
+            words[index].copy_(word, non_blocking=True)
         self._rank.telemetry.d2h_bytes += WORD_BYTES
 
     def _prediction_steps(self, groups: Sequence[GroupHyperparameters]) -> float:
@@ -360,7 +358,7 @@ class JobQueue:
             if self._publishes_exactly:
                 return
             window = Window(first_step=due_step)
-        buffer = self.in_flight.await_buffer(block, cause)
+        buffer = self.in_flight.await_buffer(block, cause, due_step=due_step)
         with self._rank.records:
             block.window = None
             self.in_flight.enqueue(block, window, buffer, due_step=due_step, prediction_steps=prediction_steps)

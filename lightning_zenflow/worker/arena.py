@@ -67,40 +67,18 @@ class StepWords:
     def __init__(self, rows: Tensor) -> None:
         self._words = rows[:, :WORD_BYTES].view(torch.int32)
         self.clip, self.sequence = self._words.view(torch.float32)[:, 0], self._words.view(torch.int64)[:, 1]
-        self._of_step: tuple[int, Tensor] | None = None
 
     def __len__(self) -> int:
         """Number of words."""
         return len(self._words)
 
     def __getitem__(self, index: int) -> Tensor:
-        """The word in place `index` modulo n, [4] int32."""
+        """The word in place `index` modulo n, [4] int32, as `core.step_inputs.step_word`."""
         return self._words[index % len(self._words)]
 
     def factor(self, index: int) -> float:
         """The factor in place `index` modulo n, for the host; of a word that has arrived."""
         return self.clip[index % len(self._words)].item()
-
-    def write(self, index: int, step: int, factor: Tensor) -> None:
-        """Copies a word from the factor's device, in one copy and in the order of the current stream. The host does not wait.
-
-        Args:
-            index: place of the word, modulo n.
-            step: the step's number.
-            factor: 0-D float32; not finite: the step changes nothing.
-        """
-        assert step >= 1 and factor.dtype == torch.float32 and factor.ndim == 0, (step, factor)
-        if self._of_step is None or self._of_step[0] != step:
-            # With the factor 0: 0, the check, which is the low half of the number then, and the number; the protocol is little-endian.
-            word = torch.full((2,), step, dtype=torch.int64, device=factor.device).view(torch.int32)
-            word[1].copy_(word[0])
-            word[0].zero_()
-            self._of_step = step, word
-        # New memory each time. The allocator uses it again on this stream only, behind the copy.
-        word = self._of_step[1].clone()
-        # Factor and check.
-        word[:2].bitwise_xor_(factor.view(torch.int32))
-        self[index].copy_(word, non_blocking=True)
 
     def reset(self) -> None:
         """Makes all words those of no step. No copy of a word may be under way."""

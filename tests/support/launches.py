@@ -38,7 +38,8 @@ class LaunchCounter(TorchDispatchMode):
             # Between device and host memory, torch copies tensor by tensor.
             self.counts[name] += sum(on_host) + -(-on_host.count(False) // _FOREACH)
         elif name == "cat":
-            self.counts[name] += -(-len(args[0]) // _CAT)
+            # Those of several types are copied one by one.
+            self.counts[name] += -(-len(args[0]) // (_CAT if len({part.dtype for part in args[0]}) == 1 else 1))
         elif name == "pow" and isinstance(args[0], (int, float)):
             self.counts[name] += 2  # the base becomes a tensor
         elif not func.is_view and not name.startswith(("empty", "new_empty", "_unsafe_view", "detach")):
@@ -67,6 +68,10 @@ class _NotRun:
             # Squared norms that are finite, so that the run goes on as usual.
             for parts in args[1:4]:
                 parts.numpy().fill(1.0)
+        elif self._name == "block_word":
+            # With the factor 1.
+            one, step = 0x3F800000, args[10]
+            args[8].numpy()[:] = one | (one ^ step) << 32, step
 
 
 @contextmanager
@@ -97,7 +102,10 @@ def counted_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchCounter]
 
     with monkeypatch.context() as patch:
         patch.setattr("lightning_zenflow.deepspeed.build.kernels_for", lambda device: triton.TritonKernels())
-        for name in ("route", "factored_step", "provisional_update", "adamw", "gather_columns", "write_columns"):
+        for name in (
+            *("route", "factored_step", "provisional_update", "adamw", "gather_columns", "write_columns"),
+            "block_word",
+        ):
             patch.setattr(triton.device, name, _NotRun(name, counter))
         for method in (ZenFlowStep.begin_backward, ZenFlowStep.receive, ZenFlowStep.step):
             patch.setattr(ZenFlowStep, method.__name__, counting(method))

@@ -26,7 +26,7 @@ from triton.runtime import JITFunction, driver
 sys.modules["lightning_zenflow"] = package = ModuleType("lightning_zenflow")
 package.__path__ = [str(Path(__file__).parents[2] / "lightning_zenflow")]
 
-from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale  # noqa: E402
+from lightning_zenflow.core.step_inputs import GradientNorms, GroupHyperparameters, StepScale  # noqa: E402
 from lightning_zenflow.kernels.base import Destination, Selection  # noqa: E402
 from lightning_zenflow.kernels.factored import RoundingNoise, SecondMoment  # noqa: E402
 from lightning_zenflow.kernels.triton import TritonKernels  # noqa: E402
@@ -52,6 +52,12 @@ class NoGpu:
 
 def cases(kernels: TritonKernels, dtype: torch.dtype) -> Iterator[str]:
     """Launches every variant; yields a name after each."""
+    for max_norm, speculates in ((0.0, False), (1.0, False), (1.0, True)):
+        norms_so_far = GradientNorms(1, CPU, speculates=speculates)
+        norms_so_far.open(1, max_norm=max_norm, loss_scale=1.0)
+        norms_so_far.add([torch.zeros(1), torch.zeros(1, dtype=torch.float64)])
+        kernels.block_word(norms_so_far, 0)
+        yield f"limit {max_norm}{', speculated' if speculates else ''}"
     for columns, name in ((512, "aligned"), (515, "odd")):
         shape = (96, columns)
         gradient, weights = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)

@@ -220,6 +220,41 @@ def test_a_step_does_not_wait(name: str) -> None:
     assert not any(waits(record(CASES[name].with_keys(select_interval=0))))
 
 
+@pytest.fixture
+def reached_with_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device reaches an event when the host next waits for an answer of the worker."""
+    record_event = RecordedEvent.record
+    n_waited, await_worker = [0], SupervisedWorker.wait_for
+
+    def wait_for(worker: SupervisedWorker, *submissions: Any) -> None:
+        n_waited[0] += 1
+        await_worker(worker, *submissions)
+
+    def records(event: RecordedEvent, stream: Any = None) -> None:
+        record_event(event, stream)
+        event.at = n_waited[0]  # type: ignore[attr-defined]
+
+    def query(event: RecordedEvent) -> bool:
+        if is_reached := event.at < n_waited[0]:  # type: ignore[attr-defined]
+            event._device.order.follow(HOST, event.clock)
+        return is_reached
+
+    monkeypatch.setattr(SupervisedWorker, "wait_for", wait_for)
+    monkeypatch.setattr(RecordedEvent, "record", records)
+    monkeypatch.setattr(RecordedEvent, "query", query)
+
+
+def test_a_clipped_step_waits_for_the_worker_alone(
+    reached_with_an_answer: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it submits more blocks at its end than there are publish buffers: 24 and 3."""
+    monkeypatch.setattr("lightning_zenflow.deepspeed.build.blocks_wanted", lambda *_, **__: 24)
+    case = replace(CASES["true factors"], max_norm=1e-2, flush_after=(), steps=6)
+    device = record(case.with_keys(select_interval=0))
+    assert not device.order.races
+    assert not any(waits(device))
+
+
 def produce_on_two_streams(trainer: pl.Trainer) -> None:
     """Has every second gradient come up on a stream of its own, as where autograd or torch.compile uses several."""
     optimizer, calls = optimizer_of(trainer), itertools.count()

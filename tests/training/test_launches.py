@@ -58,6 +58,16 @@ def test_columns_of_all_blocks_are_updated_and_written_at_once(n_blocks: int, mo
         assert (counts["adamw"], counts["write_columns"]) == (1, 1)
 
 
+def test_launches_of_blocks_that_are_submitted_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block's word takes three: a concatenation of what has arrived, a kernel and a copy."""
+    n_blocks = 64
+    monkeypatch.setattr("lightning_zenflow.deepspeed.build.blocks_wanted", lambda *_, **__: n_blocks)
+    counts = launches(SMALL, update_interval=1, publish_lag=0)[8]
+    assert counts["block_word"] == n_blocks
+    # Without words a block takes two: copies to two slots where it has a part of a matrix, or one copy and the norm of its vectors.
+    assert counts.total() <= 5 * n_blocks + 3 * len(SMALL), counts
+
+
 def test_launches_of_a_selecting_step() -> None:
     """At most six more a matrix, of which two are squared norms of columns; others are on the host and prepare the blocks' changes."""
     usual, selecting = (launches(SMALL, update_interval=4, select_interval=interval)[8] for interval in (0, 4))

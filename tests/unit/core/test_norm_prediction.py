@@ -24,7 +24,7 @@ def train(prediction: GradientNorms, norms: Tensor, *, loss_scale: float = 1.0, 
     """Steps in which the second block's gradient arrives after the first one's; what was predicted in between."""
     predicted = []
     for first, second in norms * loss_scale**2:
-        prediction.open(loss_scale)
+        prediction.open(1, max_norm=0.0, loss_scale=loss_scale)
         prediction.add([first.reshape(1)])
         prediction.up_to(0)
         predicted.append(prediction.predict(0) if prediction.knows_last else scalar(0))

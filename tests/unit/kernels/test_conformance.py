@@ -21,7 +21,7 @@ from kernel_cases import (
     parameter,
     random,
 )
-from lightning_zenflow.core.step_inputs import GroupHyperparameters
+from lightning_zenflow.core.step_inputs import GradientNorms, GroupHyperparameters
 from lightning_zenflow.kernels.base import Destination, Kernels, Selection, SquaredNorms, kernels_for
 from lightning_zenflow.kernels.cpu import CpuKernels
 from lightning_zenflow.kernels.factored import Factors, RoundingNoise, SecondMoment, round_stochastically_
@@ -275,6 +275,35 @@ def test_a_step_that_is_not_finite_changes_nothing(on: Implementation, value: fl
     factors = take_step(on, SecondMoment.zeros(3, 4, on.device), gradient)
     on.kernels.provisional_update_(moved, gradient, factors, RoundingNoise(1, on.device))
     assert torch.equal(moved[1], weights[1]) and torch.equal(moved[:, 2], weights[:, 2]) and moved.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # Triton's interpreter
+@pytest.mark.parametrize("speculates", [False, True])
+@pytest.mark.parametrize(("max_norm", "loss_scale"), [(0.0, 1000.1), (0.5, 1024.0), (1e6, 1000.1)])
+def test_words_of_blocks(on: Implementation, max_norm: float, loss_scale: float, speculates: bool) -> None:
+    """torch's: to the bit where nothing is clipped; with NaN from the first gradient on that is not finite."""
+    words, norms = [], []
+    for implementation in (TORCH, on):
+        device = implementation.device
+        of_steps = GradientNorms(2, device, speculates=speculates)
+        for step in (3, 2**32 + 4, 5):
+            of_steps.open(step, max_norm=max_norm, loss_scale=loss_scale)
+            for block, n in enumerate((3, 1500)):
+                of_steps.add([(loss_scale * implementation.random(n, seed=step + i)).square() for i in range(2)])
+                of_vectors = (loss_scale * implementation.random(1, seed=step).double()).square()
+                of_steps.add([of_vectors * torch.inf if step == 5 and block else of_vectors])
+                words.append(implementation.kernels.block_word(of_steps, block).cpu())
+                norms.append(of_steps.partial[block].cpu())
+            whole = of_steps.whole()
+            of_steps.end_step(whole, finite=whole.isfinite(), loss_scale=loss_scale)
+    factors = torch.stack(words).view(torch.float32)[:, 0]
+    expected, found = factors.split(6)
+    rtol = 1e-6 if max_norm == 0.5 and not speculates else 0
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=0, equal_nan=True)
+    assert found.isnan().tolist() == [False] * 5 + [True] and (rtol == 0 or found[0] < 1 / loss_scale)
+    torch.testing.assert_close(*torch.stack(norms).split(6), rtol=1e-12, atol=0)
+    for word, step in zip(words[6:], (3, 3, 2**32 + 4, 2**32 + 4, 5, 5), strict=True):
+        assert int(word[1]) == int(word[0]) ^ step % 2**32 and int(word[2:].view(torch.int64)) == step
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_zenflow.core import device
 from lightning_zenflow.core.device import PAGE_BYTES, RUNTIMES, HostRuntime, round_up
 from lightning_zenflow.core.partition import build_partition
+from lightning_zenflow.core.step_inputs import step_word
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.moments import CodedMoment
 from small_arena import SIZES, make_partition
@@ -62,7 +63,7 @@ def test_words_are_forgotten_whole() -> None:
     """A check that stayed would fit the stale factor when the step is repeated and its number arrives first."""
     arena = arena_for("cpu")
     for words in (arena.step_words, arena.block_words):
-        words.write(1, 7, torch.tensor(0.5))
+        words[1].copy_(step_word(torch.tensor(0.5), 7))
         assert int(words[1][2]) == 7
         words.reset()
         assert not words[1].any()
