@@ -71,6 +71,7 @@ class TrainerStrategy(TrainerCheckpoints):
     precision_class: ClassVar[type[TrainerPrecision]]
     """The plugin for that Trainer."""
     precision_plugin = FromTrainer("precision_class")
+    _layer_sync: Any  # Lightning's own, declared for the type checker
 
     def __init__(
         self,

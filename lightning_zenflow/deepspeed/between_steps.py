@@ -224,7 +224,7 @@ class TakenGradient(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's documentation has it
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]  # torch's has no `func`
         """Refuses every operation."""
         (taken, *_) = (t for t in tree_leaves((args, kwargs)) if isinstance(t, cls))
         taken._refuse()

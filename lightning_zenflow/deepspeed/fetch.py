@@ -129,7 +129,7 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
         self._external = [frozenset(module._external_params) for module in modules]
 
     @override
-    def trace_prologue(self, sub_module: Module) -> None:
+    def trace_prologue(self, sub_module: Any) -> None:
         super().trace_prologue(sub_module)
         step = self._PartitionedParameterCoordinator__step_id  # private: place in the trace
         if self.is_complete_trace() and sub_module._external_params.keys() != self._external[step]:
@@ -222,7 +222,7 @@ class _Parameters(ZeROOrderedDict):  # type: ignore[misc]
 
     @override
     def __getitem__(self, key: str) -> Any:
-        parameter = dict.__getitem__(self, key)
+        parameter: Any = dict.__getitem__(self, key)
         if getattr(parameter, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE and self._in_forward:
             _refuse_transforms(self._parent_module)
         return super().__getitem__(key)
