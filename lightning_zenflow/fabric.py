@@ -230,7 +230,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         """
         call = self.calls.clip
         given: Any = max_norm  # NumPy's numbers are no floats
-        if isinstance(given, bool) or not isinstance(given, Real) or not float(given) > 0:  # type: ignore[arg-type]
+        if isinstance(given, bool) or not isinstance(given, Real) or not float(given) > 0:
             raise MisconfigurationException(f"{call}: max_norm must be a number > 0, got {max_norm!r}")
         if float(norm_type) != 2.0:
             raise MisconfigurationException(f"{call}: norm_type must be 2 under ZenFlow, got {norm_type!r}")
