@@ -125,14 +125,14 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
     def construct_parameter_trace_from_module_trace(self) -> None:
         super().construct_parameter_trace_from_module_trace()
         modules = self._PartitionedParameterCoordinator__submodule_order  # private: of the trace
-        # Private: a module's external parameters by their identity.
         self._external = [frozenset(module._external_params) for module in modules]
 
     @override
     def trace_prologue(self, sub_module: Module) -> None:
         super().trace_prologue(sub_module)
         step = self._PartitionedParameterCoordinator__step_id  # private: place in the trace
-        if self.is_complete_trace() and sub_module._external_params.keys() != self._external[step]:
+        external: Any = sub_module._external_params  # private: by their identity
+        if self.is_complete_trace() and external.keys() != self._external[step]:
             # Private: as `trace_prologue` does for another module.
             self._invalidate_trace()
 
@@ -222,7 +222,7 @@ class _Parameters(ZeROOrderedDict):  # type: ignore[misc]
 
     @override
     def __getitem__(self, key: str) -> Any:
-        parameter = dict.__getitem__(self, key)
+        parameter: Any = dict.__getitem__(self, key)
         if getattr(parameter, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE and self._in_forward:
             _refuse_transforms(self._parent_module)
         return super().__getitem__(key)
