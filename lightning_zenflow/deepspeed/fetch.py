@@ -125,14 +125,14 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
     def construct_parameter_trace_from_module_trace(self) -> None:
         super().construct_parameter_trace_from_module_trace()
         modules = self._PartitionedParameterCoordinator__submodule_order  # private: of the trace
-        # Private: a module's external parameters by their identity.
         self._external = [frozenset(module._external_params) for module in modules]
 
     @override
     def trace_prologue(self, sub_module: Any) -> None:
         super().trace_prologue(sub_module)
         step = self._PartitionedParameterCoordinator__step_id  # private: place in the trace
-        if self.is_complete_trace() and sub_module._external_params.keys() != self._external[step]:
+        external: Any = sub_module._external_params  # private: by their identity
+        if self.is_complete_trace() and external.keys() != self._external[step]:
             # Private: as `trace_prologue` does for another module.
             self._invalidate_trace()
 
