@@ -82,8 +82,8 @@ class WeightsInUpdate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # no
         names = [name for piece, name in pieces if 0 <= address - piece.data_ptr() < max(1, piece.nbytes)]
         raise MisconfigurationException(
             f"{self._calls.front}: {(names or ['a weight'])[0]} must not be {how} between backward and step, by a forward pass or"
-            f" otherwise, when some weights are updated and others are not: do it {self._calls.write}; or set update_interval=1 and"
-            " overlap_step=False, which update weights in the step"
+            f" otherwise, when some weights are updated and others are not: do it {self._calls.write}; for a step of several micro-batches"
+            f" {self._calls.accumulate}; or set update_interval=1 and overlap_step=False, which update weights in the step"
         )
 
 

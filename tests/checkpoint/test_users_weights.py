@@ -199,9 +199,10 @@ def test_hooks_that_edit_states(edit: str, place: str, tmp_path: Path) -> None:
 
 def test_hooks_that_change_pieces_are_refused(tmp_path: Path) -> None:
     saves = At("on_train_end", lambda trainer: trainer.save_checkpoint(tmp_path / "a.ckpt"))
+    in_pieces = {"stage": 3, "stage3_param_persistence_threshold": 0}
     for model, name in ((InHooks, "layers.0.weight"), (RenamedAndCast, "net.layers.0.weight")):
         with pytest.raises(MisconfigurationException, match=f"under stage 3 the entries .* got '{name}'"):
-            fit(model(), limit(stage=3), steps=1, callbacks=[saves])
+            fit(model(), limit(config={"zero_optimization": in_pieces}), steps=1, callbacks=[saves])
     assert not list(tmp_path.iterdir())
 
 

@@ -226,9 +226,11 @@ def test_misuse_is_named(loop: Any, tmp_path: Path) -> None:
         (lambda: fabric.setup(*linear()), "one model with an optimizer, got a second one"),
     )
     fabric.save(tmp_path / "before", {"model": model, "optimizer": optimizer})
-    fabric.backward(model.loss(2, 0, 0))
+    first, second = model.loss(2, 0, 0), model.loss(2, 1, 0)
+    fabric.backward(first)
     assert_refused(
-        (lambda: fabric.backward(model.loss(2, 1, 0)), "fabric.backward was called twice in a step"),
+        (lambda: model.loss(2, 1, 0), "must not be read between backward and step.*fabric.no_backward_sync"),
+        (lambda: fabric.backward(second), "fabric.backward was called twice in a step"),
         (lambda: fabric.load(tmp_path / "before", {"model": model, "optimizer": optimizer}), again),
         (model.state_dict, again),
         (optimizer.state_dict, again),
@@ -236,12 +238,11 @@ def test_misuse_is_named(loop: Any, tmp_path: Path) -> None:
         (lambda: fabric.save(tmp_path / "c", {"model": model}), again),
     )
     optimizer.step()
+    second = model.loss(3, 1, 0)
     with fabric.no_backward_sync(model):
         fabric.backward(model.loss(3, 0, 0))
     clip(max_norm=1.0)
-    assert_refused(
-        (lambda: fabric.backward(model.loss(3, 1, 0)), "or after `fabric.clip_gradients`"), (model.state_dict, again)
-    )
+    assert_refused((lambda: fabric.backward(second), "or after `fabric.clip_gradients`"), (model.state_dict, again))
     optimizer.step()
 
 

@@ -13,6 +13,7 @@ from gpu_cases import MILLISECOND, device
 from harness import APPROXIMATE, Case, optimizer_of, run_here
 from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.partition import Slice, build_partition
+from lightning_zenflow.core.step_inputs import step_word
 from lightning_zenflow.worker.arena import Arena
 from same_bits import assert_same_tensors
 from sleeps import Behind, Sleeps
@@ -33,7 +34,7 @@ def test_every_page_is_page_locked_and_copied_without_waiting(n_first: int) -> N
             arena.reserve(n_slots=n, n_publish_buffers=min(n, 4))
         gradients = torch.randn(n_slots, arena.slots.shape[1], device=device()).bfloat16()
         # The host waits for the device where it loads what it launches for the first time.
-        arena.step_words.write(6, 6, torch.full((), 1.0, device=device()))
+        arena.step_words[6].copy_(step_word(torch.full((), 1.0, device=device()), 6), non_blocking=True)
         assert arena.step_words[1].is_pinned() and arena.block_words[0].is_pinned() and arena.export.is_pinned()
         assert not any(state.is_pinned() for state in (arena.master, arena.exp_avg.array, arena.exp_avg_sq.array))
         torch.cuda.synchronize()
@@ -42,7 +43,7 @@ def test_every_page_is_page_locked_and_copied_without_waiting(n_first: int) -> N
         for slot, gradient in zip(arena.slots, gradients, strict=True):
             assert slot.is_pinned() and slot[-1:].is_pinned()
             slot.copy_(gradient, non_blocking=True)
-        arena.step_words.write(7, 7, torch.full((), 0.5, device=device()))
+        arena.step_words[7].copy_(step_word(torch.full((), 0.5, device=device()), 7), non_blocking=True)
         done.record()
         assert not done.query(), "a copy waited for the device"
         done.synchronize()

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from gpu_cases import MILLISECOND, RACES, device
 from harness import Case, Run, run_here, workers
+from lightning_zenflow.core.step_inputs import step_word
 from lightning_zenflow.kernels.base import Kernels
 from lightning_zenflow.offload.fill import Fill
 from lightning_zenflow.offload.in_flight import JobsInFlight
@@ -163,7 +164,7 @@ def test_a_word_is_seen_behind_what_was_copied_before_it(needs_cuda: None) -> No
         values.fill_(step)
         factor.fill_(step)
         host.copy_(values, non_blocking=True)
-        words.write(step, step, factor)
+        words[step].copy_(step_word(factor, step), non_blocking=True)
         deadline = time.monotonic() + 60
         while int(words.sequence[step % 4]) != step:
             assert time.monotonic() < deadline

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from lightning_zenflow.core.partition import Partition, Slice, build_partition, group_begins
-from lightning_zenflow.core.step_inputs import GroupHyperparameters
+from lightning_zenflow.core.step_inputs import GroupHyperparameters, step_word
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
 from models import generator
 
@@ -36,7 +36,7 @@ def make_arena(partition: Partition, *, n_slots: int = 16) -> Arena:
 
 def write_step(arena: Arena, step: int) -> None:
     arena.write_hyperparameters(step, GROUPS)
-    arena.step_words.write(step, step, torch.tensor(1.0))
+    arena.step_words[step].copy_(step_word(torch.ones((), dtype=torch.float32), step))
 
 
 def fill_slot(arena: Arena, partition: Partition, block: int, slot: int, step: int) -> None:

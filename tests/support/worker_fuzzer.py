@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from lightning_zenflow import native
+from lightning_zenflow.core.step_inputs import step_word
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.machine import allowed_cores
 from small_arena import GROUPS, SIZES, make_partition
@@ -42,10 +43,11 @@ def make_arena(rng: random.Random) -> Arena:
     for step in range(1, 4):
         for tentative in (False, True):
             arena.write_hyperparameters(step, GROUPS, tentative=tentative)
-        arena.step_words.write(step, step, torch.tensor(rng.choice([1.0, float("nan"), float("inf")])))
+        factor = torch.tensor(rng.choice([1.0, float("nan"), float("inf")]), dtype=torch.float32)
+        arena.step_words[step].copy_(step_word(factor, step))
     step = rng.randrange(1, 4)
     for block in range(len(arena.block_words)):
-        arena.block_words.write(block, step, torch.tensor(0.5))
+        arena.block_words[block].copy_(step_word(torch.tensor(0.5, dtype=torch.float32), step))
     return arena
 
 
