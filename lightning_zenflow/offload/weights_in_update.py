@@ -1,7 +1,7 @@
 """The model's weights between backward and step, when some have been updated and others have not: nothing may use them."""
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,27 +36,29 @@ class WeightsInUpdate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # no
 
     def begin(self) -> None:
         """Refuses from here on."""
-        others = _get_current_dispatch_mode_stack()
+        others = [m for m in _get_current_dispatch_mode_stack() if not (isinstance(m, WeightsInUpdate) and m.is_left)]
         if not others:
+            _set_modes([])
+            # Compiled code runs as it is written then, and is seen.
             self.__enter__()  # type: ignore[no-untyped-call]
         elif self not in others:
             # Below what the user has entered: torch removes the last one where a `with` ends, whichever that is.
-            for _ in others:
-                _pop_mode()
-            for mode in (self, *others):
-                _push_mode(mode)
+            _set_modes([self, *others])
         self.is_active = True
 
     def end(self) -> None:
         """Allows all again; may be called at any time."""
         self.is_active = self._is_paused = False
         modes = _get_current_dispatch_mode_stack()
-        if modes and modes[-1] is self:
-            # Else it stays, without effect, below one of the user's.
-            if self.old_dispatch_mode_flags:
-                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            else:
-                _pop_mode()
+        if modes == [self] and self.old_dispatch_mode_flags:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        elif self in modes:
+            _set_modes([mode for mode in modes if mode is not self])
+
+    @property
+    def is_left(self) -> bool:
+        """Whether it is without effect: ended in another thread, or left by a training that is gone."""
+        return not (self.is_active or self._is_paused) or all(p() is None for p, _ in self._names)
 
     def pause(self) -> None:
         """Allows all until `resume`, for hooks whose result is dropped."""
@@ -85,6 +87,14 @@ class WeightsInUpdate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # no
             f" otherwise, when some weights are updated and others are not: do it {self._calls.write}; for a step of several micro-batches"
             f" {self._calls.accumulate}; or set update_interval=1 and overlap_step=False, which update weights in the step"
         )
+
+
+def _set_modes(modes: Sequence[TorchDispatchMode]) -> None:
+    """Makes these torch's stack, the last one being asked first."""
+    for _ in _get_current_dispatch_mode_stack():
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
 
 
 def _storage(tensor: Tensor) -> int | None:

@@ -351,6 +351,7 @@ class TestBetweenBackwardAndStep:
         """The bits are those of a loop without them."""
         runs = [self._run(tries=tries) for tries in (True, False)]
         assert all(map(torch.equal, *runs))
+        assert not _get_current_dispatch_mode_stack()
 
     def _run(self, *, tries: bool) -> list[Tensor]:
         fabric, model, optimizer, _ = set_up(SmallNet(), **HOW["in backward"])
@@ -372,12 +373,19 @@ class TestBetweenBackwardAndStep:
             optimizer.zero_grad()
         weights = snapshot(model.module)
         fabric.strategy.teardown()
-        assert not _get_current_dispatch_mode_stack()
         return weights
 
     def _refused(self, use: Callable[[], object]) -> None:
         with pytest.raises(MisconfigurationException, match="weight must not be read between backward and step"):
             use()
+
+    def test_nothing_stays_on_torchs_stack(self) -> None:
+        """Below a mode of the user's that is entered for all of it."""
+        with FlopCounterMode(display=False):
+            self._run(tries=False)
+            fit(SmallNet(), ZenFlowStrategy(**HOW["in backward"]))
+            assert len(_get_current_dispatch_mode_stack()) == 1
+        assert not _get_current_dispatch_mode_stack()
 
     def test_a_step_that_is_dropped_frees_them(self) -> None:
         fabric, model, optimizer, _ = set_up(SmallNet(), **HOW["in backward"])
