@@ -385,10 +385,10 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         """As DeepSpeed's, and ends the worker if an error has not. May be called again."""
         if self.is_elsewhere:
             return
+        self.between_steps.end()
         if not self.closed:
             self.close()
         if not self._destroyed:
-            self.between_steps.end()
             self._reading.remove()
             self._destroyed = True
             super().destroy()

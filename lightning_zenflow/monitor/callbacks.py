@@ -102,7 +102,9 @@ class StallMonitoring(OtherBases):  # type: ignore[misc]
         if n >= min(interval if interval > 0 else math.inf, self._summary_from):
             # Not before: the callbacks that monitor the model's own results would find them there.
             of_fit = self._meter.averages().items()
-            trainer.callback_metrics.update({name: torch.tensor(value, dtype=torch.float32) for name, value in of_fit})
+            trainer.callback_metrics.update(
+                {name: torch.tensor(value, dtype=torch.float32, device="cpu") for name, value in of_fit}
+            )
         if n >= self._summary_from and (said := self._meter.summary()):
             rank_zero_info(said)
         self._meter = None

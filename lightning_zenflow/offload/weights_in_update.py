@@ -36,7 +36,8 @@ class WeightsInUpdate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # no
 
     def begin(self) -> None:
         """Refuses from here on."""
-        others = [m for m in _get_current_dispatch_mode_stack() if not (isinstance(m, WeightsInUpdate) and m.is_left)]
+        modes = _get_current_dispatch_mode_stack()
+        others = [mode for mode in modes if mode is self or not (isinstance(mode, WeightsInUpdate) and mode.is_left)]
         if not others:
             _set_modes([])
             # Compiled code runs as it is written then, and is seen.
@@ -58,7 +59,7 @@ class WeightsInUpdate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # no
     @property
     def is_left(self) -> bool:
         """Whether it is without effect: ended in another thread, or left by a training that is gone."""
-        return not (self.is_active or self._is_paused) or all(p() is None for p, _ in self._names)
+        return not self.is_active or all(p() is None for p, _ in self._names)
 
     def pause(self) -> None:
         """Allows all until `resume`, for hooks whose result is dropped."""
@@ -71,7 +72,7 @@ class WeightsInUpdate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # no
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.is_active:
+        if not self.is_left:
             for value in tree_leaves((args, kwargs)):
                 if isinstance(value, Tensor) and _storage(value) in self._storages:
                     self._refuse(value, "written" if func._schema.is_mutable else "read")

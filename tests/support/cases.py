@@ -58,6 +58,11 @@ class StockStrategy(ZenFlowStrategy):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return DeepSpeedStrategy.load_checkpoint(self, *args, **kwargs)
 
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return False  # as DeepSpeedStrategy's
+
 
 def flatten(weights: Sequence[Tensor]) -> Tensor:
     """The weights, end to end and padded to an even number; those that are parameters become views of it."""

@@ -273,9 +273,9 @@ def test_every_step_has_the_predicted_factors(name: str, monkeypatch: pytest.Mon
     case, submit = CLIPPED[name], JobQueue.submit_in_backward
     predicted: list[dict[int, float]] = [{} for _ in range(case.steps)]
 
-    def noted(self: JobQueue, block: Block, context: StepContext, factor: Tensor) -> None:
-        predicted[context.number - 1][block.number] = float(factor)
-        submit(self, block, context, factor)
+    def noted(self: JobQueue, block: Block, context: StepContext, word: Tensor) -> None:
+        predicted[context.number - 1][block.number] = float(word.view(torch.float32)[0])
+        submit(self, block, context, word)
 
     monkeypatch.setattr(JobQueue, "submit_in_backward", noted)
     run = run_here(case)

@@ -184,7 +184,7 @@ def test_the_model_shows_what_was_written(keys: dict[str, Any], latest: int) -> 
 
 
 def replace_gradient(p: Tensor) -> None:
-    utils.safe_set_full_grad(p, torch.zeros_like(p))
+    utils.safe_set_full_grad(p, torch.zeros(p.shape, dtype=p.dtype))
 
 
 BEFORE_THE_STEP = "the gradients of a step are there and have not been applied; call it between steps"

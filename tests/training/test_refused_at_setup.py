@@ -140,7 +140,7 @@ OURS: Refused = [
         r"weights.0 must keep its memory, got another one since set-up, .* use deepspeed.utils.safe_set_full_fp32_param",
     ),
     (
-        lambda: fit(Model(), callbacks=[At("on_before_optimizer_step", free_memory)]),
+        lambda: fit(Model(), callbacks=[At("on_train_batch_start", free_memory)]),
         r"weights.0 must keep its memory, got another one since set-up",
     ),
     (lambda: fit(Model(optimizers=lambda ps: None)), r"configure_optimizers must return an optimizer, got None"),
