@@ -160,9 +160,9 @@ def clip(loop: Loop, *, end: int | None = None, sync: bool = True) -> None:
 
 
 ALL_BUT_ONE = "parameters must be all that are trained, got all but 1, of which the first is layers.4.bias"
-TWICE = "accelerator.backward was called twice in a step.*under `accelerator.accumulate"
+TWICE = "must not be read between backward and step.*under `accelerator.accumulate"
 MISTAKES: list[tuple[Callable[[Loop], object], type[Exception], str]] = [
-    (lambda loop: [backward(loop), backward(loop)], RuntimeError, TWICE),
+    (lambda loop: [backward(loop), backward(loop)], MisconfigurationException, TWICE),
     (clip, RuntimeError, "clip_grad_norm_ must come after `accelerator.backward"),
     (lambda loop: clip(loop, sync=False), RuntimeError, "call it `if accelerator.sync_gradients`"),
     (lambda loop: [backward(loop), clip(loop, end=-1)], MisconfigurationException, ALL_BUT_ONE),
