@@ -166,6 +166,7 @@ class Reading:
         """This reading with times and counts from an earlier one on, and waits for every cause. Skipped steps and restarts stay those since
         the start.
         """
-        waits = {c: self.device_stall_s.get(c, 0.0) - before.device_stall_s.get(c, 0.0) for c in CAUSES}
-        differences: dict[str, Any] = {name: getattr(self, name) - getattr(before, name) for name in _COUNTED.split()}
-        return replace(self, device_stall_s=waits, **differences)
+        changes: dict[str, Any] = {name: getattr(self, name) - getattr(before, name) for name in _COUNTED.split()}
+        now, then = self.device_stall_s, before.device_stall_s
+        changes["device_stall_s"] = {cause: now.get(cause, 0.0) - then.get(cause, 0.0) for cause in CAUSES}
+        return replace(self, **changes)
