@@ -196,7 +196,7 @@ def test_messages_of_the_start_and_the_end(
     start, *end = [message for message in caplog.messages if message.startswith("ZenFlow: ")]
     pattern = (
         r"ZenFlow: [\d,]+ parameters on this rank; update_interval=1 \(auto\), publish_lag=1; worker on cores \[\d+\]"
-        r" \(number given by worker_cores\); \d+\.\d\d GiB of shared host memory"
+        r"; \d+\.\d\d GiB of shared host memory"
     )
     assert re.fullmatch(pattern, start)
     assert ["ZenFlow: 6 steps, median " in message for message in end] == [True] * summary
