@@ -165,7 +165,7 @@ def test_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert len(out.splitlines()) <= 16
-    for fact in (torch.__version__, "logical; of this process", "GB free", "GB/s", "ns a parameter and step"):
+    for fact in (torch.__version__, "logical; of this process", "GB free", "GB/s of host memory on cores"):
         assert fact in out
     assert "cannot start" not in out
     monkeypatch.setattr(doctor, "worker_executable", lambda: "/no/worker")
