@@ -1,85 +1,129 @@
-"""The command `lightning-zenflow`: `doctor` and `estimate`."""
+"""The command `lightning-zenflow`: `doctor`, and `estimate` with the formulas of docs/estimate.md, which need no torch."""
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from omegaconf import OmegaConf
+from tabulate import tabulate
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.estimate import Setup, as_text, costs
-
-_DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+from lightning_zenflow.core.partition import STATE_BYTES
+from lightning_zenflow.core.schedule import StaggeredSchedule, UpdateSchedule, blocks_wanted, bucket_size, candidates_of
 
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
+_DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+_MOMENTS_BYTES = {"float32": 8.0, "bfloat16": 4.0, "int8": 2 + 8 / 128}
+"""Of both moments of a parameter; in 8 bits two scales are shared by 128."""
+
+_GATHERED = 1_000_000_000
+"""Parameters at a time under stage 3, at most: DeepSpeed's default of `stage3_max_live_parameters`."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and writes its result to standard output.
-
-    Args:
-        arguments: command-line arguments; None: those of the process.
-
-    Returns:
-        Exit status: 1 if `doctor` finds that the worker does not run, else 0. Invalid arguments exit with status 2 and a message on
-        standard error.
-    """
-    parser = _parser()
-    options = vars(parser.parse_args(arguments))
+    """Runs the command; the exit status is 1 if `doctor` finds that the worker does not run, and 2 where arguments are invalid."""
+    parser = argparse.ArgumentParser(prog="lightning-zenflow", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('lightning-zenflow')}")
+    commands = parser.add_subparsers(required=True, dest="command", metavar="command")
+    commands.add_parser("doctor", help="show what this machine has, for issues too")
+    summary = "show memory, copies and CPU time of a step, by formula"
+    add = commands.add_parser("estimate", help=summary, allow_abbrev=False).add_argument
+    add("--params", type=positive_number, required=True, help="number of trained parameters, such as 7B, 350M or 7e9")
+    add("--gpus", type=int, required=True, help="number of GPUs, over all hosts")
+    add("--cpu-bw", type=positive_number, required=True, help="memory bandwidth of one host, GB/s")
+    add("--frozen", type=positive_number, default=0.0, help="number of parameters that are not trained, default 0")
+    add("--gpus-per-host", type=int, default=8, help="default %(default)s")
+    add("--stage", type=int, choices=(1, 2, 3), default=2, help="of ZeRO, default %(default)s")
+    add("--offload-parameters", action="store_true", help="weights are in host memory, under stage 3")
+    add("--dtype", choices=tuple(_DTYPE_BYTES), default="bf16", help="dtype of the model, default %(default)s")
+    add("--accumulate-grad-batches", type=int, default=1, help="micro-batches in an optimizer step, default 1")
+    add("keys", nargs="*", metavar="key=value", help="keys of ZenFlowStrategy, such as update_interval=4")
+    setup, runs = parser.parse_args(arguments), True
     try:
-        if options.pop("command") == "doctor":
+        if setup.command == "doctor":
             # Here, because it imports torch, which takes seconds.
             from lightning_zenflow.doctor import examine
 
-            text, succeeded = examine()
+            text, runs = examine()
         else:
-            text, succeeded = _estimate(options), True
+            keys = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(setup.keys)))
+            text = as_text(costs(setup, ZenFlowConfig(**keys)))
     except (ValueError, MisconfigurationException) as error:
         parser.error(str(error))
     sys.stdout.write(text + "\n")
-    return 0 if succeeded else 1
+    return 0 if runs else 1
 
 
-def _estimate(options: dict[str, Any]) -> str:
-    keys = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(options.pop("keys"))))
-    given = {name: value for name, value in options.items() if value is not None}
-    setup = Setup(dtype_bytes=_DTYPE_BYTES[given.pop("dtype")], **given)
-    return as_text(setup, costs(setup, ZenFlowConfig(**keys)))
-
-
-def _count(text: str) -> float:
-    """A number of parameters: 7e9, or 7B, 1.5b, 350M."""
+def positive_number(text: str) -> float:
+    """7e9, or 7B, 1.5b, 350M."""
     unit = _UNITS.get(text[-1:].upper(), 1.0)
-    return unit * float(text if unit == 1.0 else text[:-1])
+    number = unit * float(text if unit == 1.0 else text[:-1])
+    if not 0 < number < math.inf:
+        raise ValueError(text)
+    return number
 
 
-# What argparse calls a wrong value.
-_count.__name__ = "number of parameters"
+class Cost(NamedTuple):
+    """Bytes of one GPU without activations, and of all ranks of a host; bytes and seconds of a rank in a step, while all work."""
+
+    device_bytes: float
+    host_bytes: float
+    d2h_bytes: float
+    h2d_bytes: float
+    cpu_s: float
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lightning-zenflow",
-        description="Tools of lightning-zenflow, a PyTorch Lightning strategy that offloads AdamW to the CPU.",
-        allow_abbrev=False,
+def costs(setup: argparse.Namespace, config: ZenFlowConfig) -> dict[UpdateSchedule, Cost]:
+    """Cost by S and d, the least stale first, for all that the configuration allows; `setup` has the options of `estimate`."""
+    if min(setup.gpus, setup.gpus_per_host, setup.accumulate_grad_batches) < 1:
+        raise ValueError("--gpus, --gpus-per-host and --accumulate-grad-batches must be at least 1")
+    b, on_host, ranks = _DTYPE_BYTES[setup.dtype], setup.offload_parameters, min(setup.gpus, setup.gpus_per_host)
+    if on_host and setup.stage != 3:
+        raise ValueError(f"--stage must be 3 with --offload-parameters, got {setup.stage}")
+    config = config.with_weights_on_host() if on_host else config
+    numel, frozen = math.ceil(setup.params / setup.gpus), setup.frozen / setup.gpus
+    weights = setup.params + setup.frozen
+    if setup.stage == 3:
+        weights = min(weights, _GATHERED + (0 if on_host else numel + frozen))
+    in_backward, state_bytes = config.submits_in_backward, 4 + _MOMENTS_BYTES[config.moments_dtype]
+    n_blocks = blocks_wanted(config.update_intervals, in_backward=in_backward, numel=numel, awaited_singly=on_host)
+    found = {}
+    for schedule in candidates_of(config.update_intervals, config.publish_lags):
+        s, d = schedule.update_interval, schedule.publish_lag
+        owned = 0.0 if schedule.is_immediate else config.topk_ratio * numel
+        kept = schedule.kept_share if config.compensation.updates_provisionally else 0.0
+        gradients = 2 * bucket_size(math.ceil(setup.params)) + numel * ((setup.accumulate_grad_batches > 1) + kept)
+        staggered = StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=in_backward, in_place=on_host)
+        buffers = (staggered.n_slots + staggered.n_publish_buffers) / n_blocks
+        # A job reads and writes the states, reads S gradients, one more with d = 0 in backward, and writes weights; copies are beside.
+        job_bytes = 2 * state_bytes + b * (s + (in_backward and d == 0) + 1) + b * (s + 1)
+        # Parameters in host memory are fetched by forward and backward of each micro-batch.
+        fetched = 2 * setup.accumulate_grad_batches * (numel + frozen) if on_host else numel / s
+        found[schedule] = Cost(
+            device_bytes=b * (weights + gradients + owned) + STATE_BYTES * owned,
+            host_bytes=ranks * (numel * (state_bytes + b * buffers) + STATE_BYTES * owned + b * frozen * on_host),
+            d2h_bytes=b * numel,
+            h2d_bytes=b * fetched,
+            cpu_s=numel * job_bytes * ranks / (setup.cpu_bw * 1e9) / s,
+        )
+    return found
+
+
+def as_text(costs: dict[UpdateSchedule, Cost]) -> str:
+    """The costs as a table, and what its columns mean."""
+    rows = [
+        [f"S = {s.update_interval}, d = {s.publish_lag}", *(f"{n / 1e9:.1f}" for n in c[:-1]), f"{1e3 * c.cpu_s:.0f}"]
+        for s, c in costs.items()
+    ]
+    headers = ("schedule", "GPU GB", "host GB", "d2h GB", "h2d GB", "CPU ms")
+    table = tabulate(rows, headers=headers, colalign=("left", *["right"] * 5), disable_numparse=True)
+    return (
+        f"{table}\n\nGPU: one, without activations. Host: all ranks of one. d2h, h2d, CPU: one rank, a step.\n"
+        "The CPU's work hides behind backward where d = 0, and behind the whole step where d > 0."
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {version('lightning-zenflow')}")
-    commands = parser.add_subparsers(required=True, dest="command", metavar="command")
-    summary = "show what this machine has and how fast the worker is on it; for issues too"
-    commands.add_parser("doctor", help=summary, description=f"{summary}.", allow_abbrev=False)
-    summary = "memory, copies and CPU time of a step, by formula"
-    add = commands.add_parser("estimate", help=summary, description=f"{summary}.", allow_abbrev=False).add_argument
-    add("--params", type=_count, required=True, help="number of trained parameters, such as 7B, 350M or 7e9")
-    add("--gpus", type=int, required=True, help="number of GPUs, over all hosts")
-    add("--cpu-bw", type=float, required=True, help="memory bandwidth of one host, GB/s")
-    add("--frozen", type=_count, help="number of parameters that are not trained, default 0")
-    add("--gpus-per-host", type=int, help="default 8")
-    add("--stage", type=int, choices=(1, 2, 3), help="of ZeRO, default 2")
-    add("--offload-parameters", action="store_true", help="weights are in host memory, under stage 3")
-    add("--dtype", choices=tuple(_DTYPE_BYTES), default="bf16", help="dtype of the model, default %(default)s")
-    add("--accumulate-grad-batches", type=int, help="micro-batches in an optimizer step, default 1")
-    add("keys", nargs="*", metavar="key=value", help="keys of ZenFlowStrategy, such as update_interval=4")
-    return parser

@@ -1,12 +1,11 @@
-"""The report of `lightning-zenflow doctor`: what this machine has, for issues too, and how fast the worker is on it."""
+"""The report of `lightning-zenflow doctor`: what this machine has, for issues too, and the memory bandwidth of the worker's cores."""
 
 import json
 import math
-import os
 import platform
 import resource
-import shutil
 import subprocess
+from collections.abc import Sequence
 from importlib.metadata import version
 from statistics import median
 
@@ -16,7 +15,7 @@ from tabulate import tabulate
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.native import worker_executable
-from lightning_zenflow.worker.machine import Place, free_host_memory, read_place, worker_cores
+from lightning_zenflow.worker.machine import free_host_memory, read_place, worker_cores
 from lightning_zenflow.worker.process import worker_environment
 
 _ELEMENTS = 1 << 24
@@ -39,7 +38,6 @@ def examine() -> tuple[str, bool]:
         "versions": ", ".join(f"{name} {version(name)}" for name in ("lightning-zenflow", "lightning", "deepspeed")),
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, Python {platform.python_version()}",
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        "compiler": str(shutil.which(os.environ.get("CXX") or "g++")),
         "cores": f"{psutil.cpu_count(logical=False)} physical, {psutil.cpu_count()} logical; of this process"
         f" {len(place.allowed)}, of the GPU's NUMA node {len(place.gpu_cores) or 'unknown'}{limit}",
         "memory": f"{psutil.virtual_memory().total / 1e9:.1f} GB, {free.n_bytes / 1e9:.1f} GB free ({free.limit})",
@@ -48,34 +46,28 @@ def examine() -> tuple[str, bool]:
     rows |= {f"GPU {i}": f"{gpu.name}, {gpu.total_memory / 1e9:.1f} GB" for i, gpu in enumerate(gpus)}
     if not gpus:
         rows["GPU"] = "none: training runs on the CPU, for tests and small models"
+    reserved_share = ZenFlowConfig().pt_reserved_cores_perc
+    cores = worker_cores("auto", places=[place], index=0, reserved_share=reserved_share).cores
     try:
-        rows["worker"], runs = _worker(place), True
+        rows["worker"], runs = f"{triad(cores):.1f} GB/s of host memory on cores {cores}", True
     except RuntimeError as error:
         rows["worker"], runs = f"training cannot start: {error}", False
     return str(tabulate(rows.items(), tablefmt="plain", disable_numparse=True)), runs
 
 
-def _worker(place: Place) -> str:
-    """Runs the worker's own benchmark on the cores that it would get beside one rank at this place.
+def triad(cores: Sequence[int]) -> float:
+    """Memory bandwidth in GB/s by STREAM's triad, in the worker's own benchmark on these cores.
 
     Raises:
         RuntimeError: the executable is missing, fails, or takes too long.
     """
-    reserved_share = ZenFlowConfig().pt_reserved_cores_perc
-    cores = worker_cores("auto", places=[place], index=0, reserved_share=reserved_share).cores
     command = [str(worker_executable()), "--bench", "--cores", ",".join(map(str, cores)), "--elements", str(_ELEMENTS)]
-    command += ["--repeats", "3", "--max-steps", "4"]
+    command += ["--repeats", "3", "--max-steps", "1"]
     try:
         done = subprocess.run(command, env=worker_environment(), capture_output=True, text=True, timeout=_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RuntimeError(f"the worker's benchmark did not end: {error}") from error
     if done.returncode != 0:
         raise RuntimeError(f"the worker's benchmark failed with status {done.returncode}: {done.stderr.strip()}")
-    head, *lines = map(json.loads, done.stdout.splitlines())
-
-    def of(kernel: str, n_steps: int, key: str) -> float:
-        return median(float(line[key]) for line in lines if (line["kernel"], line["steps"]) == (kernel, n_steps))
-
-    times = ", ".join(f"S = {s}: {of('replay', s, 'ns_per_parameter') / s:.2f}" for s in (1, 2, 4))
-    speed = f"{of('triad', 0, 'gb_per_s'):.1f} GB/s of host memory"
-    return f"{head['instruction_set']}, cores {cores}, {speed}; ns a parameter and step, {times}"
+    lines = map(json.loads, done.stdout.splitlines())
+    return median(float(line["gb_per_s"]) for line in lines if line.get("kernel") == "triad")

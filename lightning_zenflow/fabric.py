@@ -294,7 +294,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         return {} if self._meter is None else self._meter.metrics()
 
     def summary(self) -> str | None:
-        """Step times, waits and copies so far, with a sentence of advice if something limits; None before the second step."""
+        """Step times and waits so far, with a line of advice if something limits; None before the second step."""
         return None if self._meter is None else self._meter.summary()
 
     @override

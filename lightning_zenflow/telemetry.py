@@ -129,22 +129,24 @@ class Telemetry:
             self._device_seconds[cause] += 1e-3 * before.elapsed_time(after)
 
 
+_COUNTED = (
+    "steps host_stall_s worker_busy_s followed_steps in_backward_jobs late_jobs steps_in_backward corrected_steps"
+)
+"""Fields of a reading that are counts."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Snapshot of a rank's counters. Fields in `_s`, traffic and counts are totals since the start."""
+    """Snapshot of a rank's counters. Fields in `_s` and counts are totals since the start."""
 
     steps: int
-    host_stall_s: Mapping[str, float]
-    """By cause (`CAUSES`). Causes that have not occurred may be missing."""
+    host_stall_s: float
     device_stall_s: Mapping[str, float]
+    """By cause (`CAUSES`). Causes that have not occurred may be missing."""
     worker_busy_s: float
     worker_restarts: int
     followed_steps: int
     skipped_steps: int
-    d2h_bytes: int
-    h2d_bytes: int
-    model_bytes: int
-    """Size of the rank's weights in the model's dtype, at least 1."""
     in_backward_jobs: int
     """Jobs that were submitted in backward."""
     late_jobs: int
@@ -157,23 +159,14 @@ class Reading:
     """Steps that some block would have shown with another clip factor than the true one; with `clip_prediction: false`."""
     update_interval: int
     publish_lag: int
-    owned_share: float
-    """Device-owned share of the weights, 0 to 1."""
     owned_norm_share: float | None
     """Share of the gradient's squared norm in device-owned columns, 0 to 1; None until measured."""
-    arena_bytes: int
-    device_peak_bytes: int
 
     def since(self, before: "Reading") -> "Reading":
-        """This reading with times, traffic and counts from an earlier one on, and times for every cause. Skipped steps and restarts stay
-        those since the start.
+        """This reading with times and counts from an earlier one on, and waits for every cause. Skipped steps and restarts stay those since
+        the start.
         """
-        counted = "steps", "worker_busy_s", "d2h_bytes", "h2d_bytes", "in_backward_jobs", "late_jobs"
-        changes: dict[str, Any] = {
-            name: getattr(self, name) - getattr(before, name)
-            for name in (*counted, "steps_in_backward", "corrected_steps", "followed_steps")
-        }
-        for name in ("host_stall_s", "device_stall_s"):
-            now, then = getattr(self, name), getattr(before, name)
-            changes[name] = {cause: now.get(cause, 0.0) - then.get(cause, 0.0) for cause in CAUSES}
+        changes: dict[str, Any] = {name: getattr(self, name) - getattr(before, name) for name in _COUNTED.split()}
+        now, then = self.device_stall_s, before.device_stall_s
+        changes["device_stall_s"] = {cause: now.get(cause, 0.0) - then.get(cause, 0.0) for cause in CAUSES}
         return replace(self, **changes)

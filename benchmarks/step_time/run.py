@@ -143,8 +143,7 @@ def _clocks(optimizer: ZenFlowOptimizer | None) -> tuple[float, float, float]:
 
 
 def _counted(optimizer: ZenFlowOptimizer, link: links.HostLink) -> tuple[int, int]:
-    reading = optimizer.parts.read_counters()
-    return reading.d2h_bytes, reading.h2d_bytes + link.n_bytes
+    return optimizer.telemetry.d2h_bytes, optimizer.telemetry.h2d_bytes + link.n_bytes
 
 
 class StepTimer(pl.Callback):

@@ -297,5 +297,5 @@ def _description(config: ZenFlowConfig, rank: RankState, schedule: UpdateSchedul
         begins.append(f"topk_ratio={config.topk_ratio:g} without effect, as no weight is ever late")
     return (
         f"ZenFlow: {sum(s.numel for s in rank.partition.slices):,} parameters on this rank; {', '.join(begins)}; worker on cores"
-        f" {list(cores.cores)} ({cores.reason}); {rank.arena.reserved_bytes / 2**30:.2f} GiB of shared host memory"
+        f" {list(cores.cores)}; {rank.arena.reserved_bytes / 2**30:.2f} GiB of shared host memory"
     )

@@ -17,19 +17,17 @@ if TYPE_CHECKING:
 
 PROGRESS_BAR_KEY = "stall_%"
 
-_PROGRESS_BAR_PERIOD_NS = 1_000_000_000
-
 
 class StallMonitoring(OtherBases):  # type: ignore[misc]
-    """Logs stall, overlap, traffic, selection and memory metrics through the trainer's loggers, every `log_every_n_steps` steps.
+    """Logs stall, overlap and selection metrics through the trainer's loggers, every `log_every_n_steps` steps.
 
     `ZenFlowStrategy` adds one unless `stall_monitor` is false. docs/tuning.md lists all metrics. They are those of rank zero; the callback
     does nothing on other ranks. It never synchronises the device, whose times are read a step or more later. At the end of fit, averages
     go to `trainer.callback_metrics`, after `log_every_n_steps` steps or more.
 
     Args:
-        progress_bar: show the device's idle time in percent in the progress bar, updated at most once a second.
-        summary: log times, waits and a sentence of advice at the end of fit.
+        progress_bar: show the device's idle time in percent in the progress bar.
+        summary: log times, waits and a line of advice at the end of fit.
         summary_from: smallest number of steps of a fit with a summary; at least 2, as its averages leave out the first one. The strategy's
             own monitor has 50: fewer say nothing about a training, and programs that fit many times would repeat it.
     """
@@ -55,7 +53,6 @@ class StallMonitoring(OtherBases):  # type: ignore[misc]
         if self._meter is None:
             return
         self._global_step = trainer.global_step
-        self._bar_due_ns = self._meter.end_ns
         for logger in trainer.loggers:
             if isinstance(logger, self.tensorboard_logger):
                 logger.experiment.add_custom_scalars(tensorboard_layout())
@@ -67,19 +64,12 @@ class StallMonitoring(OtherBases):  # type: ignore[misc]
         self._global_step = trainer.global_step
         self._meter.end_step()
         interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # one of Trainer's connectors sets it
-        if interval <= 0 or self._global_step % interval:
-            return
-        shows_bar = self._progress_bar and trainer.progress_bar_callback is not None
-        if not (trainer.loggers or shows_bar):
-            return
-        metrics = self._meter.metrics()
-        if not metrics:
+        if interval <= 0 or self._global_step % interval or not (metrics := self._meter.metrics()):
             return
         for logger in trainer.loggers:
             # Lightning logs a step's own metrics under the same number, counted from 0.
             logger.log_metrics(metrics, step=self._global_step - 1)
-        if shows_bar and self._meter.end_ns >= self._bar_due_ns:
-            self._bar_due_ns = self._meter.end_ns + _PROGRESS_BAR_PERIOD_NS
+        if self._progress_bar and trainer.progress_bar_callback is not None:
             # Not by `log`, which makes it one of `trainer.callback_metrics` as well, the model's own results.
             trainer.progress_bar_metrics[PROGRESS_BAR_KEY] = metrics["zenflow/stall/device_percent"]
 
@@ -121,12 +111,11 @@ def tensorboard_layout() -> dict[str, dict[str, list[Any]]]:
 
     TensorBoard has one colour for each run, so a chart with two metrics would show two lines of the same colour.
     """
-    charts: dict[str, dict[str, list[Any]]] = {}
-    for name in METRICS:
-        _, group, metric = name.split("/")
-        # Tags are regular expressions.
-        charts.setdefault(f"ZenFlow {group}", {})[metric.replace("_", " ")] = ["Multiline", [f"^{name}$"]]
-    return charts
+    # Tags are regular expressions.
+    return {
+        f"ZenFlow {group}": {name: ["Multiline", [f"^{name}$"]] for name in METRICS if name.split("/")[1] == group}
+        for group in ("stall", "overlap", "selection")
+    }
 
 
 def insert_first(callbacks: list[pl.Callback], callback: pl.Callback) -> None:

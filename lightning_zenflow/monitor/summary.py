@@ -1,4 +1,4 @@
-"""Times and metrics of a training's steps, and its summary in two lines with a sentence of advice, for the Trainer's loop and Fabric's.
+"""Times and metrics of a training's steps, and its summary in two lines and one of advice, for the Trainer's loop and Fabric's.
 
 docs/tuning.md lists `METRICS`; a test compares both with what a training logs.
 """
@@ -6,10 +6,8 @@ docs/tuning.md lists `METRICS`; a test compares both with what a training logs.
 import math
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
-
-import torch
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.schedule import HIDDEN, SMALL_STALL
@@ -18,8 +16,8 @@ from lightning_zenflow.telemetry import CAUSES, Cause, Reading
 if TYPE_CHECKING:
     from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 
-_Formula = Callable[[Reading, float], float | None]
-"""Of a metric, from `Reading.since` and the seconds between the two readings; None: not known yet."""
+_Formula = Callable[[Reading, float], float]
+"""Of a metric, from `Reading.since` and the seconds between the two readings; NaN: not known yet."""
 
 
 def _waits(*causes: Cause) -> _Formula:
@@ -27,22 +25,20 @@ def _waits(*causes: Cause) -> _Formula:
     return lambda run, seconds: 100 * sum(run.device_stall_s[cause] for cause in causes) / seconds
 
 
-def _percent(share: float | None) -> float | None:
-    return None if share is None or not math.isfinite(share) else 100 * share
+def _percent(share: float | None) -> float:
+    return math.nan if share is None else 100 * share
 
 
 _WORKER: tuple[Cause, ...] = ("publish_wait", "slot", "correction")
 
 METRICS: dict[str, _Formula] = {
     "zenflow/stall/device_percent": _waits(*CAUSES),
-    "zenflow/stall/host_percent": lambda run, seconds: 100 * sum(run.host_stall_s.values()) / seconds,
+    "zenflow/stall/host_percent": lambda run, seconds: 100 * run.host_stall_s / seconds,
     # Parts of the device's; each cause is in one.
     "zenflow/stall/worker_percent": _waits("publish_wait", "slot"),
     "zenflow/stall/correction_percent": _waits("correction"),
-    "zenflow/stall/buffer_percent": _waits("publish_buffer"),
-    "zenflow/stall/select_percent": _waits("select"),
     "zenflow/stall/flush_percent": _waits("flush"),
-    "zenflow/stall/other_percent": _waits("restart", "reserve", "loss_scale"),
+    "zenflow/stall/other_percent": _waits("publish_buffer", "select", "restart", "reserve", "loss_scale"),
     "zenflow/stall/skipped_steps": lambda run, _: run.skipped_steps,
     "zenflow/stall/worker_restarts": lambda run, _: run.worker_restarts,
     "zenflow/overlap/step_ms": lambda run, seconds: 1e3 * seconds / run.steps,
@@ -50,19 +46,12 @@ METRICS: dict[str, _Formula] = {
     "zenflow/overlap/update_interval_steps": lambda run, _: run.update_interval,
     "zenflow/overlap/publish_lag_steps": lambda run, _: run.publish_lag,
     "zenflow/overlap/late_blocks_percent": lambda run, _: (
-        100 * run.late_jobs / run.in_backward_jobs if run.in_backward_jobs else None
+        100 * run.late_jobs / run.in_backward_jobs if run.in_backward_jobs else math.nan
     ),
     "zenflow/overlap/clip_prediction_error_percent": lambda run, _: _percent(run.factor_error),
-    "zenflow/overlap/steps_in_backward_percent": lambda run, _: 100 * run.steps_in_backward / run.steps,
-    "zenflow/overlap/corrected_steps_percent": lambda run, _: 100 * run.corrected_steps / run.steps,
-    "zenflow/traffic/d2h_model_sizes": lambda run, _: run.d2h_bytes / (run.model_bytes * run.steps),
-    "zenflow/traffic/h2d_model_sizes": lambda run, _: run.h2d_bytes / (run.model_bytes * run.steps),
-    "zenflow/selection/device_owned_percent": lambda run, _: 100 * run.owned_share,
     "zenflow/selection/device_squared_norm_percent": lambda run, _: _percent(run.owned_norm_share),
-    "zenflow/memory/arena_GB": lambda run, _: run.arena_bytes / 1e9,
-    "zenflow/memory/device_peak_GB": lambda run, _: run.device_peak_bytes / 1e9,
 }
-"""Metric -> formula; docs/tuning.md has their meaning. Milliseconds, percent, 1e9 bytes (GB), steps; one without a unit is a count."""
+"""Metric -> formula; docs/tuning.md has their meaning. Milliseconds, percent, steps; one without a unit is a count."""
 
 
 def interval_metrics(before: Reading, now: Reading, *, seconds: float) -> dict[str, float]:
@@ -73,7 +62,7 @@ def interval_metrics(before: Reading, now: Reading, *, seconds: float) -> dict[s
     run = now.since(before)
     assert run.steps > 0 and seconds > 0
     values = {name: formula(run, seconds) for name, formula in METRICS.items()}
-    return {name: float(value) for name, value in values.items() if value is not None}
+    return {name: float(value) for name, value in values.items() if math.isfinite(value)}
 
 
 _MANY_SKIPPED = 0.02
@@ -86,7 +75,7 @@ _SHOWN = 0.01
 _FEW = 0.1
 """Largest share of the CPU's work that is good news where it was waited for."""
 
-_REMEDIES = {
+_REMEDIES: dict[str, str] = {
     "publish_buffer": "in synchronous steps: lower full_warm_up_rounds, or validate and save checkpoints less often",
     "select": "selecting columns: raise select_interval",
     "flush": "completing updates before validations and checkpoints: have fewer of them",
@@ -162,68 +151,48 @@ class StepMeter:
         if len(self.step_s) == self._n_first:
             return None
         now, config = self._optimizer.parts.read_counters(), self._optimizer.zenflow_config
-        fp16 = self._optimizer.parts.rank.dtype == torch.float16
-        # Infinity: the norm is asked for.
-        clips = self._optimizer.clip_grad > 0
-        return summary(self.step_s[self._n_first :], self._before, now, config, fp16=fp16, clips=clips)
+        in_place = self._optimizer.parts.rank.in_place
+        return summary(self.step_s[self._n_first :], self._before, now, config, in_place=in_place)
 
     def _ns_without_waits(self) -> int:
         return time.perf_counter_ns() - round(1e9 * sum(self._optimizer.telemetry.seconds.values()))
 
 
 def summary(
-    step_s: Sequence[float], before: Reading, now: Reading, config: ZenFlowConfig, *, fp16: bool, clips: bool = False
+    step_s: Sequence[float], before: Reading, now: Reading, config: ZenFlowConfig, *, in_place: bool = False
 ) -> str:
-    """Formats the summary and, where something limits, the advice.
-
-    Args:
-        step_s: duration of each step but the first ones, which compile and allocate memory; one or more.
-        before: reading after the first ones.
-        now: reading after the last step.
-        config: of the training.
-        fp16: whether the model's type is float16.
-        clips: whether gradients are clipped.
+    """Formats the summary and, where something limits, the advice, from the durations of the steps between two readings: all but the first
+    ones, which compile and allocate memory.
     """
     n, seconds = len(step_s), sum(step_s)
     run = now.since(before)
-    host, busy_s, model_bytes = sum(run.host_stall_s.values()), run.worker_busy_s, n * run.model_bytes
-    waits = {cause: s / seconds for cause, s in run.device_stall_s.items()}
+    busy_s, waits = run.worker_busy_s, sum(run.device_stall_s.values()) / seconds
     work = f"CPU work {_ms(busy_s / n)} ms a step"
     waited_s = sum(run.device_stall_s[cause] for cause in (*_WORKER, "flush"))
     # A low share of little work would sound like a fault.
     if busy_s > _SHOWN * seconds and (waited_s < _FEW * busy_s or waited_s >= SMALL_STALL * seconds):
         work += f", {max(0.0, 1.0 - waited_s / busy_s):.0%} hidden"
-    details = [
-        work,
-        f"copies a step: d2h {run.d2h_bytes / model_bytes:.2f}, h2d {run.h2d_bytes / model_bytes:.2f} model sizes",
-        f"update_interval={now.update_interval}, publish_lag={now.publish_lag}",
-    ]
-    if run.in_backward_jobs and sum(waits.values()) > _SHOWN:
+    details = [work, f"update_interval={now.update_interval}, publish_lag={now.publish_lag}"]
+    if run.in_backward_jobs and waits > _SHOWN:
         details.append(f"{run.late_jobs / run.in_backward_jobs:.1%} of the blocks late")
-    in_time = run.steps_in_backward - run.corrected_steps
-    speculates = config.submits_in_backward and not config.predicts_clipping and now.publish_lag == 0
-    if speculates:
+    if speculates(run, config):
+        in_time = run.steps_in_backward - run.corrected_steps
         details.append(
             f"update in backward in {in_time / n:.1%} of the steps, corrected in {run.corrected_steps / n:.1%}"
         )
     lines = [
         f"ZenFlow: {n + before.steps} steps, median {_ms(quantile(step_s, 0.5))} ms, p99 {_ms(quantile(step_s, 0.99))} ms;"
-        f" waits of the device {sum(waits.values()):.1%}, of the training thread {host / seconds:.1%}",
+        f" waits of the device {waits:.1%}, of the training thread {run.host_stall_s / seconds:.1%}",
         "; ".join(details),
     ]
-    at_most = config.update_interval == "auto" and now.update_interval >= config.max_update_interval
-    sentence = advice(
-        waits,
-        config,
-        worker=busy_s / seconds,
-        skipped=(now.skipped_steps - before.skipped_steps) / n,
-        at_end=1.0 - in_time / n if speculates else 0.0,
-        followed=run.followed_steps / n,
-        longest=at_most,
-        fp16=fp16,
-        clips=clips,
-    )
+    skipped = (now.skipped_steps - before.skipped_steps) / n
+    sentence = advice(run, config, seconds=seconds, skipped=skipped, in_place=in_place)
     return "\n".join(lines if sentence is None else [*lines, sentence])
+
+
+def speculates(run: Reading, config: ZenFlowConfig) -> bool:
+    """True if steps are submitted in backward and corrected where they clip."""
+    return config.submits_in_backward and not config.predicts_clipping and run.publish_lag == 0
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -233,67 +202,45 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def advice(
-    waits: Mapping[str, float],
-    config: ZenFlowConfig,
-    *,
-    worker: float,
-    skipped: float,
-    at_end: float = 0.0,
-    followed: float = 0.0,
-    longest: bool = False,
-    fp16: bool = False,
-    clips: bool = False,
+    run: Reading, config: ZenFlowConfig, *, seconds: float, skipped: float = 0.0, in_place: bool = False
 ) -> str | None:
-    """The largest limit that the user can do something about, and its remedy, in a sentence; None if waits are negligible.
+    """The largest limit that the user can do something about, and its remedy, in a line; None if waits are negligible.
 
     Args:
-        waits: of the device, by cause (`CAUSES`), as shares of the time.
+        run: between two readings (`Reading.since`).
         config: what is `auto` is not advised.
-        worker: the worker's computation, as a share of the time.
-        skipped: share of the steps that were skipped because the gradient norm was not finite.
-        at_end: share of the steps whose update began at their end, at least for a part of the weights.
-        followed: share of the steps that were flushed because weights had been written in place.
-        longest: whether `update_interval: auto` has reached `max_update_interval`.
-        fp16: whether the model's type is float16.
-        clips: whether gradients are clipped.
+        seconds: time between them.
+        skipped: share of the steps whose gradient was not finite.
+        in_place: whether parameters are in host memory, and no weights may be late.
     """
     if skipped > _MANY_SKIPPED:
-        otherwise = " or train in bf16" if fp16 else ", or look for NaN in the loss"
-        return f"{skipped:.0%} of the steps were skipped because their gradient was not finite: lower the learning rate{otherwise}."
-    for cause, share in sorted(waits.items(), key=lambda item: item[1], reverse=True):
-        if share < SMALL_STALL:
+        return f"{skipped:.0%} of the steps were skipped: their gradient was not finite. Lower the learning rate, or look for NaN."
+    remedies = _REMEDIES | dict.fromkeys(_WORKER, _of_worker(run, config, seconds, in_place=in_place))
+    if run.followed_steps > _MANY_AT_END * run.steps:
+        remedies["flush"] = "completing updates, as weights are written in place: write them in fewer steps"
+    for cause, waited_s in sorted(run.device_stall_s.items(), key=lambda item: item[1], reverse=True):
+        if waited_s < SMALL_STALL * seconds:
             break
-        if cause in _WORKER and at_end > _MANY_AT_END:
-            why, remedy = (
-                f"the update begins at the end of about {at_end:.0%} of the steps",
-                "in manual optimization, run the backward pass in the closure of `optimizer.step`; else",
-            )
-            if clips:
-                why = f"the update begins in about {at_end:.0%} of the steps when the norm of their gradients is known"
-                remedy = "clip to a larger norm, or"
-            return (
-                f"{share:.0%} of the time is spent waiting for the CPU, because {why}: {remedy} allow predicted factors"
-                " (clip_prediction=True)."
-            )
-        if cause in _WORKER:
-            load = worker / max(1.0 - sum(waits.values()), 1e-9)
-            if load < _SHOWN:
-                continue  # its work does not explain them
-            if load > HIDDEN:
-                remedy = "give the worker more cores"
-                if longest or config.update_interval != "auto":
-                    remedy += f", or raise {'max_' * longest}update_interval"
-                return f"The CPU needs {load:.1f} steps per update: {remedy}."
-            remedy = "keep other processes off the worker's cores"
-            if config.publish_lag != "auto":
-                remedy += ", or raise publish_lag"
-            load_is_small = f"although it needs only {load:.1f} steps per update"
-            return f"{share:.0%} of the time is spent waiting for the CPU, {load_is_small}: {remedy}."
-        if cause == "flush" and followed > _MANY_AT_END:
-            return f"{share:.0%} of the time is spent completing updates, as weights are written in place: write them in fewer steps."
-        if cause in _REMEDIES:
-            return f"{share:.0%} of the time is spent {_REMEDIES[cause]}."
+        if said := remedies.get(cause):
+            return f"{waited_s / seconds:.0%} of the time is spent {said}."
     return None
+
+
+def _of_worker(run: Reading, config: ZenFlowConfig, seconds: float, *, in_place: bool) -> str:
+    """Why steps wait for the worker, and the remedy; empty if its work does not explain that."""
+    at_end = 1.0 - (run.steps_in_backward - run.corrected_steps) / run.steps
+    if speculates(run, config) and at_end > _MANY_AT_END:
+        return f"waiting for the CPU, as {at_end:.0%} of the steps begin their update at their end: set clip_prediction=True"
+    load = run.worker_busy_s / max(seconds - sum(run.device_stall_s.values()), 1e-9)
+    if load < _SHOWN:
+        return ""
+    is_auto, slow = config.update_interval == "auto", load > HIDDEN
+    remedy = "give the worker more cores" if slow else "keep other processes off the worker's cores"
+    if slow and not in_place and (not is_auto or run.update_interval >= config.max_update_interval):
+        remedy += f", or raise {'max_' * is_auto}update_interval"
+    if not slow and not in_place and config.publish_lag == 0:
+        remedy += ", or set publish_lag=1"
+    return f"waiting for the CPU, which needs {load:.1f} steps per update: {remedy}"
 
 
 def _ms(seconds: float) -> str:

@@ -32,7 +32,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.offload.fill import Fill
 from lightning_zenflow.offload.jobs import JobQueue
@@ -66,19 +65,15 @@ class StepParts:
 
     def read_counters(self) -> Reading:
         """Present values of all counters, without waiting for the device: those of the device are from an earlier step."""
-        rank, telemetry, jobs = self.rank, self.rank.telemetry, self.jobs
-        numel = sum(s.numel for s in rank.partition.slices)
+        telemetry, jobs = self.rank.telemetry, self.jobs
         return Reading(
             steps=telemetry.steps,
-            host_stall_s=telemetry.seconds,
+            host_stall_s=sum(telemetry.seconds.values()),
             device_stall_s=telemetry.device_seconds,
             worker_busy_s=telemetry.worker_busy_s,
             worker_restarts=telemetry.worker_restarts,
             followed_steps=telemetry.followed_steps,
             skipped_steps=telemetry.read_skipped(),
-            d2h_bytes=telemetry.d2h_bytes,
-            h2d_bytes=telemetry.h2d_bytes,
-            model_bytes=max(1, numel * rank.dtype.itemsize),
             in_backward_jobs=jobs.in_flight.n_in_backward,
             late_jobs=jobs.in_flight.n_late,
             factor_error=self.fill.factor_error.read(),
@@ -86,10 +81,7 @@ class StepParts:
             corrected_steps=jobs.verification.n_corrected,
             update_interval=jobs.schedule.update_interval,
             publish_lag=jobs.schedule.publish_lag,
-            owned_share=self.ownership.numel / numel if numel else 0.0,
             owned_norm_share=self.selector.owned_norm_share.read() if self.ownership.numel else None,
-            arena_bytes=rank.arena.reserved_bytes,
-            device_peak_bytes=runtime_of(rank.device).max_memory_allocated(),
         )
 
     def state_dict(self) -> dict[str, Any]:

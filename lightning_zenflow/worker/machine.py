@@ -131,8 +131,6 @@ class WorkerCores:
 
     cores: tuple[int, ...]
     """Logical cores, one thread each."""
-    reason: str
-    """Why these, for the log."""
     trainer_threads: int
     """Threads of a trainer on the CPU: one for each core of the rank's share that the worker leaves, at least one. More would compete with
     the worker, and OpenMP waits for the slowest thread."""
@@ -166,35 +164,25 @@ def worker_cores(
     allowed, candidates = place.allowed, _candidates(place)
     sharers = [i for i, other in enumerate(places) if not set(candidates).isdisjoint(_candidates(other))]
     share = _part(candidates, sharers.index(index), len(sharers))
-    limit = place.cpu_limit / len(places)
-    mine = share[-max(1, int(limit)) :] if limit < len(share) else share
+    n_granted = max(1, int(min(len(share), place.cpu_limit / len(places))))
     if isinstance(request, str):
-        reserved = _reserved(place, len(mine)) if reserved_share == "auto" else round(reserved_share * len(mine))
-        cores = mine[-max(1, len(mine) - reserved) :]
-        reason = "on the GPU's NUMA node" if set(candidates) <= set(place.gpu_cores) else "a share of the allowed cores"
-        if mine != share:
-            reason += f", limited by a control group to {limit:g} CPUs for this rank"
-    elif isinstance(request, int):
+        if reserved_share == "auto":
+            reserved_share = max(1 / 8, 2 / n_granted) if place.has_gpu else 1 / 2
+        request = max(1, n_granted - round(reserved_share * n_granted))
+    if isinstance(request, int):
         if request > len(allowed):
             raise ValueError(
                 f"ZenFlowConfig: worker_cores must be at most {len(allowed)}, the number of cores this process may use, got {request}"
             )
         cores = sorted(list(dict.fromkeys([*reversed(share), *reversed(candidates), *reversed(allowed)]))[:request])
-        reason = "number given by worker_cores"
     else:
-        forbidden = sorted(set(request) - set(allowed))
-        if forbidden:
+        if forbidden := sorted(set(request) - set(allowed)):
             raise ValueError(
                 f"ZenFlowConfig: worker_cores must be cores this process may use, which are {list(allowed)}, got {list(request)};"
                 f" remove {forbidden}"
             )
         cores = _part(list(request), index, len(places))
-        reason = "given by worker_cores"
-    return WorkerCores(cores=tuple(cores), reason=reason, trainer_threads=max(1, len(mine) - len(cores)))
-
-
-def _reserved(place: Place, n_cores: int) -> int:
-    return max(2, round(n_cores / 8)) if place.has_gpu else round(n_cores / 2)
+    return WorkerCores(cores=tuple(cores), trainer_threads=max(1, n_granted - len(cores)))
 
 
 def _candidates(place: Place) -> list[int]:

@@ -92,5 +92,4 @@ def test_steps_do_not_wait_and_all_metrics_are_logged(case: Case, tmp_path: Path
     with open(Path(logger.log_dir) / "metrics.csv", newline="") as file:
         last = {name: float(value) for name, value in list(csv.DictReader(file))[-1].items() if value}
     assert set(METRICS) - IN_BACKWARD <= set(last)
-    assert last["zenflow/memory/device_peak_GB"] > 0
     assert 0 <= last["zenflow/stall/device_percent"] <= 100

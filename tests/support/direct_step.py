@@ -73,7 +73,7 @@ class DirectStep:
         config = config.with_weights_on_host() if in_place else config
         cores = tuple(allowed_cores()[: config.worker_cores if isinstance(config.worker_cores, int) else 1])
         resources = RankResources(
-            cores=WorkerCores(cores=cores, reason="test", trainer_threads=1),
+            cores=WorkerCores(cores=cores, trainer_threads=1),
             ranks_on_host=1,
             word_timeout_s=config.worker_timeout,
         )

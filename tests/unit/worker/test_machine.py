@@ -127,19 +127,6 @@ def test_cores_that_are_not_allowed(request_: Request, message: str) -> None:
         choose(request_, [place(range(4))], 0.5)
 
 
-def test_the_reason() -> None:
-    near, far = FOUR_GPUS[0], place(range(8), SECOND)
-    limited = place(range(32), cpu_limit=3.5)
-    cases: list[tuple[Request, Place, str]] = [
-        ("auto", near, "on the GPU's NUMA node"),
-        ("auto", far, "a share of the allowed cores"),
-        ("auto", limited, "a share of the allowed cores, limited by a control group to 3.5 CPUs for this rank"),
-        ([3], near, "given by worker_cores"),
-        (3, near, "number given by worker_cores"),
-    ]
-    assert [choose(request, [here], 0.5)[0].reason for request, here, _ in cases] == [c[2] for c in cases]
-
-
 UNLIMITED = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}
 GPU = "sys/bus/pci/devices/0000:3b:00.0/"
 
