@@ -29,9 +29,9 @@ from lightning_zenflow.core.errors import Calls, MisconfigurationException, rais
 from lightning_zenflow.deepspeed.build import rank_resources
 from lightning_zenflow.deepspeed.config import (
     ConfigSource,
-    apply_options,
     offloads_parameters,
     prepare_deepspeed_config,
+    refuse_options,
     resolve_config,
     set_bucket_size,
 )
@@ -92,7 +92,7 @@ class Session(RankEnvironment):
         check_keys(options, (*KEYS, *inspect.signature(base).parameters), "ZenFlowStrategy")
         given = {key: value for key, value in keys.items() if value is not None}
         self.zenflow_config, self._users_config = resolve_config(config, given)
-        apply_options(options, self._users_config)
+        refuse_options(options, beside_config=self._users_config is not None)
         self.zenflow_optimizer = None
         self._frozen_at_setup: dict[str, Tensor] = {}
         # Names of the parameters of each group of the user's optimizer.
@@ -109,7 +109,7 @@ class Session(RankEnvironment):
         super().__init__(config=self._users_config, **options)
         self.config = prepare_deepspeed_config(self.config)
         said = {**options, **((self._users_config or {}).get("zero_optimization") or {})}
-        self._chooses_buckets = said.get("reduce_bucket_size") is None
+        self._chooses_buckets = said.get("reduce_bucket_size") in (None, "auto")
         if offloads_parameters(self.config):
             if unused := self.zenflow_config.without_effect_on_host:
                 rank_zero_info(

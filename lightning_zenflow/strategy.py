@@ -52,8 +52,9 @@ class TrainerStrategy(TrainerCheckpoints):
             configuration (JSON file or dict) with or without a ``zero_optimization.zenflow`` block.
         topk_ratio: this and all keywords up to `stall_monitor` are the keys of `ZenFlowConfig`; None takes the value of `config`, else the
             default.
-        stage: of ZeRO. Under stage 2 each rank has all weights, under stage 3 the ranks share them. None takes that of `config`, else 2.
-        offload_parameters: whether the weights are in host memory, under stage 3. None takes the value of `config`, else False.
+        stage: of ZeRO. Under stage 2 each rank has all weights, under stage 3 the ranks share them. None takes 2. Beside a DeepSpeed
+            configuration this and all other keywords of ZeRO must be absent.
+        offload_parameters: whether the weights are in host memory, under stage 3.
         **deepspeed_options: other keywords of `DeepSpeedStrategy`, such as `reduce_bucket_size` or `timeout`.
 
     Raises:

@@ -302,19 +302,23 @@ def test_deepspeed_json_with_zenflow_optimizer_and_scheduler_blocks(
 
 
 @pytest.mark.parametrize("strategy_class", [ZenFlowStrategy, FabricStrategy])
-@pytest.mark.parametrize("deepspeed", [None, {"bf16": {"enabled": True}}])
+@pytest.mark.parametrize("is_flat", [True, False])
 def test_the_environment_variable_names_a_yaml_file(
-    strategy_class: type[Any], deepspeed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    strategy_class: type[Any], is_flat: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read once, as `config=`: Lightning's own reader knows only JSON. Keywords of Lightning go before it."""
-    path = tmp_path / "zf.yaml"
-    path.write_text(OmegaConf.to_yaml({"zenflow": {"topk_ratio": 0.25}, "deepspeed": deepspeed}))
+    """Read once, as `config=`: Lightning's own reader knows only JSON. Keywords of ZeRO are not for a config that has ZeRO's keys."""
+    path, keys, zero = tmp_path / "zf.yaml", {"topk_ratio": 0.25}, {"stage": 3, "reduce_bucket_size": 12345}
+    path.write_text(OmegaConf.to_yaml(keys if is_flat else {"zero_optimization": {**zero, "zenflow": keys}}))
     monkeypatch.setenv("PL_DEEPSPEED_CONFIG_PATH", str(path))
-    strategy = strategy_class(stage=3, reduce_bucket_size=12345)
+    strategy = strategy_class(**zero if is_flat else {})
     assert strategy.zenflow_config == ZenFlowConfig(topk_ratio=0.25)
-    assert {"stage": 3, "reduce_bucket_size": 12345}.items() <= strategy.config["zero_optimization"].items()
+    assert zero.items() <= strategy.config["zero_optimization"].items()
     assert not strategy._chooses_buckets
-    assert strategy.config.get("bf16") == (deepspeed or {}).get("bf16")
+    if not is_flat:
+        with pytest.raises(
+            LightningsException, match=r"stage must be None or absent, got 3: .* PL_DEEPSPEED_CONFIG_PATH"
+        ):
+            strategy_class(stage=3)
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
