@@ -45,7 +45,7 @@ from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.removal import Released, as_in_training, make_whole, pickled_as_before, release
 from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
-from lightning_zenflow.deepspeed.users_objects import FromTrainer, UsersOptimizer
+from lightning_zenflow.deepspeed.users_objects import UsersOptimizer
 from lightning_zenflow.worker.process import WorkerError
 
 Built = TypeVar("Built", bound=tuple[Any, ...])
@@ -74,7 +74,6 @@ class Session(RankEnvironment):
     config: Any
     zenflow_config: ZenFlowConfig
     zenflow_optimizer: ZenFlowOptimizer | None
-    accelerator = FromTrainer()
     calls = Calls()
     # As the device of modules on it: `module.to` with an index would give weights other memory.
     _cpu = torch.device("cpu")

@@ -204,11 +204,9 @@ def test_names_of_fabric(caplog: pytest.LogCaptureFixture) -> None:
     assert adamw.zenflow_config == ZenFlowConfig(update_interval=1, publish_lag=0, clip_prediction=False)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("by_name", [True, False])
-def test_several_trainers(by_name: bool) -> None:
+def test_several_trainers() -> None:
     """Each with options of its own: fit, then evaluation of the same module, another fit of it, and further modules in turn."""
-    kept = ZenFlowStrategy(**NOTHING_LATE)
-    strategy = "zenflow_adamw" if by_name else kept
+    strategy = "zenflow_adamw"
     model, plain = Wrapped(), Wrapped()
     for who, module in ((strategy, model), ("auto", plain)):
         make_trainer(who, max_steps=3, gradient_clip_val=0.02).fit(module)
@@ -229,6 +227,22 @@ def test_several_trainers(by_name: bool) -> None:
     assert in_bf16.strategy.config["bf16"]["enabled"]  # type: ignore[attr-defined]
 
 
+def test_a_strategy_object_is_for_one_trainer() -> None:
+    """Which may fit, test and fit again with it."""
+    model, plain = Wrapped(), Wrapped()
+    for strategy, module in ((kept := ZenFlowStrategy(**NOTHING_LATE), model), ("auto", plain)):
+        trainer = make_trainer(strategy, max_steps=3, gradient_clip_val=0.02)
+        trainer.fit(module)
+        trainer.test(module, verbose=False)
+        trainer.fit_loop.epoch_loop.max_steps = 4
+        trainer.fit(module)
+    assert len(model.losses) == len(plain.losses) > 3 and model.losses == pytest.approx(plain.losses, rel=1e-5)
+    with pytest.raises(LightningsException, match="accelerator set through both strategy class and accelerator flag"):
+        make_trainer(kept)
+    with pytest.raises(LightningsException, match="must be given to one Trainer, got a second one: make a strategy"):
+        make_trainer(kept, accelerator="auto", devices="auto")
+
+
 class UsersPrecision(DeepSpeedPrecision):
     """A plugin of the user's."""
 
@@ -239,10 +253,9 @@ def test_what_the_strategy_was_given_itself_is_kept() -> None:
     own = UsersPrecision("bf16-true")
     for plugin in (DeepSpeedPrecision("bf16-true"), own):
         strategy = ZenFlowStrategy(precision_plugin=plugin)
-        for _ in range(2):
-            used = make_trainer(strategy).precision_plugin
-            # Lightning's own class only says which precision it is.
-            assert used is own if plugin is own else used.precision == "bf16-true"
+        used = make_trainer(strategy).precision_plugin
+        # Lightning's own class only says which precision it is.
+        assert used is own if plugin is own else used.precision == "bf16-true"
 
 
 @pytest.mark.slow  # imports everything anew
