@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_zenflow.config import KEYS, ZenFlowConfig
 from lightning_zenflow.core.errors import Calls, MisconfigurationException
 from lightning_zenflow.deepspeed.environment import PlainPrecision, inference_engine
-from lightning_zenflow.deepspeed.users_objects import FromTrainer, refuse_unsupported_module, validate_optimizer
+from lightning_zenflow.deepspeed.users_objects import own_precision, refuse_unsupported_module, validate_optimizer
 from lightning_zenflow.fabric_checkpoints import FabricCheckpoints
 from lightning_zenflow.monitor.summary import StepMeter
 from lightning_zenflow.offload.step import ZenFlowStep
@@ -84,7 +84,6 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
     """Keys of a DeepSpeed configuration that are refused, with what to do instead."""
     deepspeed_strategy = DeepSpeedStrategy
     precision_class = ZenFlowPrecision
-    precision = FromTrainer("precision_class")
 
     def __init__(self, config: ZenFlowConfig | Mapping[str, Any] | str | Path | None = None, **options: Any) -> None:
         keys = {key: options.pop(key) for key in KEYS if key in options}
@@ -113,6 +112,17 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         self._meter: StepMeter | None = None
         # Fabric tears nothing down.
         weakref.finalize(self, self._ending.close)
+
+    @property
+    @override
+    def precision(self) -> Any:
+        """Fabric's precision, as this package has it."""
+        return super().precision
+
+    @precision.setter
+    def precision(self, precision: Any) -> None:
+        # Private: where Fabric looks for one that the user gave the strategy.
+        self._precision = own_precision(precision, self.precision_class)
 
     @property
     @override

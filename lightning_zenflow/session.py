@@ -30,9 +30,9 @@ from lightning_zenflow.core.process import one_at_a_time, threads
 from lightning_zenflow.deepspeed.build import rank_resources
 from lightning_zenflow.deepspeed.config import (
     ConfigSource,
-    apply_options,
     offloads_parameters,
     prepare_deepspeed_config,
+    refuse_options,
     resolve_config,
     set_bucket_size,
 )
@@ -46,7 +46,7 @@ from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.removal import Released, as_in_training, make_whole, pickled_as_before, release
 from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
-from lightning_zenflow.deepspeed.users_objects import FromTrainer, UsersOptimizer
+from lightning_zenflow.deepspeed.users_objects import UsersOptimizer
 from lightning_zenflow.worker.process import WorkerError
 
 Built = TypeVar("Built", bound=tuple[Any, ...])
@@ -75,7 +75,6 @@ class Session(RankEnvironment):
     config: Any
     zenflow_config: ZenFlowConfig
     zenflow_optimizer: ZenFlowOptimizer | None
-    accelerator = FromTrainer()
     calls = Calls()
     # As the device of modules on it: `module.to` with an index would give weights other memory.
     _cpu = torch.device("cpu")
@@ -91,10 +90,9 @@ class Session(RankEnvironment):
         if config is None:
             config = os.environ.get(base.DEEPSPEED_ENV_VAR)
         check_keys(options, (*KEYS, *inspect.signature(base).parameters), "ZenFlowStrategy")
-        self.zenflow_config, self._users_config = resolve_config(
-            config, {k: v for k, v in keys.items() if v is not None}
-        )
-        apply_options(options, self._users_config)
+        given = {key: value for key, value in keys.items() if value is not None}
+        self.zenflow_config, self._users_config = resolve_config(config, given)
+        refuse_options(options, beside_config=self._users_config is not None)
         self.zenflow_optimizer = None
         self._frozen_at_setup: dict[str, Tensor] = {}
         # Names of the parameters of each group of the user's optimizer.
@@ -111,7 +109,7 @@ class Session(RankEnvironment):
         super().__init__(config=self._users_config, **options)
         self.config = prepare_deepspeed_config(self.config)
         said = {**options, **((self._users_config or {}).get("zero_optimization") or {})}
-        self._chooses_buckets = said.get("reduce_bucket_size") is None
+        self._chooses_buckets = said.get("reduce_bucket_size") in (None, "auto")
         if offloads_parameters(self.config):
             if unused := self.zenflow_config.without_effect_on_host:
                 rank_zero_info(

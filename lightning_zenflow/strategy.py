@@ -1,6 +1,5 @@
 """The Lightning strategy: configuration, life cycle, and the hooks at which weights must be exact."""
 
-import copy
 import math
 import sys
 import warnings
@@ -12,7 +11,6 @@ from types import ModuleType
 from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -29,7 +27,7 @@ from lightning_zenflow.core.process import one_at_a_time
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config
 from lightning_zenflow.deepspeed.environment import TrainerPrecision, inference_engine
 from lightning_zenflow.deepspeed.users_objects import (
-    FromTrainer,
+    own_precision,
     refuse_unsupported_callbacks,
     refuse_unsupported_module,
     validate_optimizer,
@@ -54,8 +52,9 @@ class TrainerStrategy(TrainerCheckpoints):
             configuration (JSON file or dict) with or without a ``zero_optimization.zenflow`` block.
         topk_ratio: this and all keywords up to `stall_monitor` are the keys of `ZenFlowConfig`; None takes the value of `config`, else the
             default.
-        stage: of ZeRO. Under stage 2 each rank has all weights, under stage 3 the ranks share them. None takes that of `config`, else 2.
-        offload_parameters: whether the weights are in host memory, under stage 3. None takes the value of `config`, else False.
+        stage: of ZeRO. Under stage 2 each rank has all weights, under stage 3 the ranks share them. None takes 2. Beside a DeepSpeed
+            configuration this and all other keywords of ZeRO must be absent.
+        offload_parameters: whether the weights are in host memory, under stage 3.
         **deepspeed_options: other keywords of `DeepSpeedStrategy`, such as `reduce_bucket_size` or `timeout`.
 
     Raises:
@@ -70,7 +69,6 @@ class TrainerStrategy(TrainerCheckpoints):
     """The callback for that Trainer."""
     precision_class: ClassVar[type[TrainerPrecision]]
     """The plugin for that Trainer."""
-    precision_plugin = FromTrainer("precision_class")
     _layer_sync: Any  # Lightning's own, declared for the type checker
 
     def __init__(
@@ -132,10 +130,6 @@ class TrainerStrategy(TrainerCheckpoints):
         place = {"stage": stage, "offload_parameters": offload_parameters}
         deepspeed_options |= {key: value for key, value in place.items() if value is not None}
         super().__init__(config, keys, deepspeed_options)
-        # Private: where a Trainer looks for a plugin that the user gave the strategy.
-        self._precision_plugin = deepspeed_options.get("precision_plugin")
-        self._trainers_plugin: CheckpointIO | None = None
-        self._config_without_trainer: dict[str, Any] | None = None
         self._n_in_closure = 0  # backward passes in the present closure of `optimizer.step`
 
     def __getstate__(self) -> dict[str, Any]:
@@ -151,25 +145,34 @@ class TrainerStrategy(TrainerCheckpoints):
     @override
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
-        if self._config_without_trainer is not None:
-            # The strategy may be another Trainer's now, which has other values. Private: Lightning asks for them once.
-            self.config, self._config_initialized = self._config_without_trainer, False
         # Private: `model.trainer` is an error where there is none.
         if model._trainer is not None:
             callbacks: list[pl.Callback] = model.trainer.callbacks  # type: ignore[attr-defined]  # one of Trainer's connectors sets it
             # A monitor of the user's own is kept instead.
             if self.zenflow_config.stall_monitor and not any(isinstance(c, StallMonitoring) for c in callbacks):
                 insert_first(callbacks, self.stall_monitor(summary_from=50))
-            # Private: a strategy keeps the plugin of the Trainer that was made last.
-            theirs = model.trainer._accelerator_connector.checkpoint_io
-            if theirs is not None or self._plugin is self._trainers_plugin:
-                self._plugin = theirs
-            self._trainers_plugin = theirs
 
     # The private names that follow are Lightning's. `Session` refuses a version that lacks one of them.
 
+    @property
+    @override
+    def precision_plugin(self) -> Any:
+        """The Trainer's precision, as this package has it."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        # Private: where a Trainer looks for one that the user gave the strategy.
+        self._precision_plugin = own_precision(plugin, self.precision_class)
+
     @override
     def _configure_launcher(self) -> None:
+        # Each Trainer calls it once. Lightning refuses a second one only if both are told their accelerator.
+        if self._variables_before is not None:
+            raise MisconfigurationException(
+                "ZenFlowStrategy: a strategy object must be given to one Trainer, got a second one: make a strategy for each, or give a"
+                " name, strategy='zenflow' or 'zenflow_adamw'"
+            )
         # Private: the last call before other ranks are started. Lightning recognises a notebook or Python's prompt so, too.
         is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
         if is_interactive and not self.is_alone:
@@ -212,7 +215,6 @@ class TrainerStrategy(TrainerCheckpoints):
     @override
     def _format_config(self) -> None:
         # Private: between the Trainer's values, which it reads, and the engine's construction.
-        self._config_without_trainer = copy.deepcopy(self.config)
         if self.lightning_module is not None:
             trainer = self.lightning_module.trainer
             self.config = prepare_deepspeed_config(

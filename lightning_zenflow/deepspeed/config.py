@@ -1,20 +1,13 @@
 """The ``config=`` argument in any of its forms, and the DeepSpeed configuration under ZenFlow: unsupported settings are refused, and those
 that the engine needs are set. Written against DeepSpeed 0.19.8.
 
-Sources are a DeepSpeed JSON file, an OmegaConf YAML file, a dict, a ``DictConfig`` or a ``ZenFlowConfig``. Each but the last has one of
-three forms:
+Sources are a JSON file, an OmegaConf YAML file, a dict, a ``DictConfig`` or a ``ZenFlowConfig``. Each but the last is flat, with keys of
+``ZenFlowConfig``, or a DeepSpeed config, recognised by its keys, with or without a ``zero_optimization.zenflow`` block. Keywords go before.
 
-- flat: keys of ``ZenFlowConfig``;
-- sections: ``zenflow:`` with keys of ``ZenFlowConfig`` and ``deepspeed:`` with a DeepSpeed config;
-- a DeepSpeed config, recognised by its keys, with or without a ``zero_optimization.zenflow`` block.
-
-Precedence: keywords, the ``zenflow:`` section, the ``zero_optimization.zenflow`` block, the defaults.
-
-The rules are what neither DeepSpeed nor Lightning knows; what DeepSpeed validates when the engine is built is not validated here.
+The rules are for settings with which the training would be another one without a word; what DeepSpeed refuses is not validated here.
 """
 
 import copy
-import difflib
 import json
 import math
 import os
@@ -35,9 +28,7 @@ from lightning_zenflow.deepspeed.users_objects import REQUIRED_OPTIONS
 
 ConfigSource: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | DictConfig | ZenFlowConfig | None
 
-_SECTIONS = ("zenflow", "deepspeed")
-
-# One of these makes a config DeepSpeed's, and most have several; mistyped ones are refused, since DeepSpeed ignores what it does not know.
+# One of these makes a config DeepSpeed's, and most have several.
 _DEEPSPEED_KEYS = (
     "zero_optimization", "optimizer", "scheduler", "bf16", "bfloat16", "fp16", "data_types", "gradient_clipping",
     "gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu", "steps_per_print",
@@ -99,39 +90,26 @@ def _read(config: Any, origin: str) -> dict[str, Any]:
 
 def _split(content: dict[str, Any], origin: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The keys for ``ZenFlowConfig`` and the DeepSpeed config, according to the form of `content`."""
-    if any(section in content for section in _SECTIONS):
-        check_keys(content, _SECTIONS, origin)
-        zenflow, deepspeed = (_mapping(content.get(section), f"{origin}: {section}") for section in _SECTIONS)
-        check_keys(zenflow, KEYS, f"{origin}, section zenflow")
-    elif any(key in _DEEPSPEED_KEYS for key in content):
-        zenflow, deepspeed = {}, content
-    else:
-        check_keys(content, (*KEYS, *_DEEPSPEED_KEYS), origin)
+    is_deepspeeds = any(key in _DEEPSPEED_KEYS for key in content)
+    for key in content:
+        if key in ("zenflow", "deepspeed") or (is_deepspeeds and key in KEYS):
+            raise MisconfigurationException(
+                f"{origin}: {key} must be absent at the top level, got {content[key]!r}: write keys of ZenFlow there without any others, or"
+                " a DeepSpeed config with them in zero_optimization.zenflow"
+            )
+    if not is_deepspeeds:
+        check_keys(content, KEYS, origin)
         return content, None
-    for key in map(str, deepspeed):
-        if key in KEYS:
-            raise MisconfigurationException(
-                f"{origin}: {key!r} is a key of ZenFlow; beside DeepSpeed's keys, move it into zero_optimization.zenflow, or use two"
-                " sections, `zenflow:` and `deepspeed:`"
-            )
-        if key not in _DEEPSPEED_KEYS and (near := difflib.get_close_matches(key, _DEEPSPEED_KEYS, n=1, cutoff=0.9)):
-            raise MisconfigurationException(
-                f"{origin}: unknown key {key!r} (did you mean {near[0]!r}?), which DeepSpeed would ignore"
-            )
-    where = f"{origin}, zero_optimization.zenflow"
-    zero_optimization = deepspeed.get("zero_optimization")
+    zero = content.get("zero_optimization")
     # With this block, DeepSpeed would start its own ZenFlow.
-    block = _mapping(zero_optimization.pop("zenflow", None) if isinstance(zero_optimization, dict) else None, where)
+    block = zero.pop("zenflow", None) if isinstance(zero, dict) else None
+    where = f"{origin}, zero_optimization.zenflow"
+    if not isinstance(block, dict | None):
+        raise MisconfigurationException(f"{where} must be a mapping, got {block!r}")
     # DeepSpeed's own result; all other keys of its ZenFlow are those of `ZenFlowConfig`.
-    block.pop("steps_per_epoch", None)
-    check_keys(block, KEYS, where)
-    return {**block, **zenflow}, deepspeed or None
-
-
-def _mapping(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict | None):
-        raise MisconfigurationException(f"{where} must be a mapping, got {value!r}")
-    return value or {}
+    keys = {key: value for key, value in (block or {}).items() if key != "steps_per_epoch"}
+    check_keys(keys, KEYS, where)
+    return keys, content
 
 
 class Rule(NamedTuple):
@@ -154,60 +132,44 @@ _SET_BY_LIGHTNING = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"
 )  # fmt: skip
 
-# Set by DeepSpeed if "auto".
-_SET_BY_DEEPSPEED = ("data_types.keep_in_fp32_modules", "pipeline.stages")
-
 _PARTITIONED = "ZenFlow works on ZeRO's partitioned gradients and optimizer states"
 _NEEDS_STAGE_3 = "ZeRO stage 3 has parameters in host memory: set stage to 3"
 _NOT_ON_DISK = "the worker writes parameters where they are, in host memory"
 
 _RULES = (
     Rule("zero_optimization.stage", lambda stage: type(stage) is int and stage in (1, 2, 3), "1, 2 or 3", _PARTITIONED),
-    _only("zero_optimization.contiguous_gradients", True, "gradients are taken from ZeRO's contiguous buckets"),
     _only("zero_optimization.parameter_alignment", False, "the worker needs no alignment"),
     _only("zero_optimization.compute_grad_norm", True, "the norm decides whether a step is applied"),
     _only("zero_optimization.elastic_checkpoint", False, "use DeepSpeed's universal checkpoints instead"),
     _only("zero_optimization.load_from_fp32_weights", True, "a checkpoint is continued from its master weights"),
     Rule("checkpoint.writer", lambda _: False, "absent", "ZenFlow's key async_checkpoints saves in the background"),
-    Rule("zero_optimization.cpu_offload_param", lambda value: isinstance(value, bool), "true, false or absent"),
     Rule("zero_optimization.offload_param.device", lambda device: device in ("cpu", "none"), "'cpu' or 'none'", _NOT_ON_DISK),
     _only("managed_gradient_accumulation", True, "Lightning leaves the boundary to DeepSpeed"),
     _only("torch_autocast.enabled", False, "the Trainer's `precision` sets the data type"),
     *(_only(f"optimizer.params.{key}", value, "the worker's update has no other") for key, value in REQUIRED_OPTIONS.items()),
-    _only("optimizer.params.fp32_optimizer_states", True, "ZenFlow's key moments_dtype decides"),
     _only("zero_optimization.zero_hpz_partition_size", 1, "a second copy of the weights would not get the worker's updates"),
     *(_only(f"zero_optimization.zero_quantized_{key}", False, "weights and gradients have the model's type")
       for key in ("weights", "nontrainable_weights", "gradients")),
-    _only("zero_optimization.offload_optimizer.ratio", 1.0, "all states are in host memory"),
-    _only("zero_optimization.offload_optimizer.super_offload", False, "it has an optimizer of its own"),
     _only("expert_parallel.enabled", False, "experts of AutoEP have groups of ranks of their own"),
     Rule("zero_optimization.offload_optimizer.device", lambda device: device in ("cpu", "none"), "'cpu'"),
-    Rule("gradient_accumulation_steps", lambda steps: type(steps) is int and steps >= 1,
-         "an integer >= 1 that equals the Trainer's accumulate_grad_batches"),
     Rule("gradient_clipping", lambda norm: type(norm) in (int, float) and 0 <= norm < math.inf,
          "a finite number >= 0 (0: off)"),
-    Rule("optimizer.type", lambda name: isinstance(name, str) and name.lower() in ("adamw", "adam"), "'AdamW' or 'Adam'"),
-    Rule("optimizer", lambda optimizer: "type" in optimizer, "a mapping with a type, 'AdamW' or 'Adam'"),
+    Rule("optimizer.type", lambda name: str(name).lower() in ("adamw", "adam"), "'AdamW' or 'Adam'"),
 )  # fmt: skip
 
 # Keywords of Lightning's `DeepSpeedStrategy`; it would ignore some of these.
 _OPTION_RULES = (
     _only("zero_optimization", True, _PARTITIONED),
     _only("offload_optimizer_device", "cpu", "the states are in host memory"),
-    Rule("offload_parameters", lambda value: isinstance(value, bool), "True, False or absent"),
     _only("offload_params_device", "cpu", _NOT_ON_DISK),
     _only("remote_device", None, "a model is made where its parameters are trained"),
-    _only("load_full_weights", False, "a checkpoint in one file is known as such when it is loaded"),
 )
 
-# Those that are keys of a DeepSpeed config; the last two of ZeRO's are what `offload_parameters` is there.
-_OPTIONS_OF = {
-    "zero_optimization": ("stage", "sub_group_size", "contiguous_gradients", "overlap_comm", "allgather_partitions", "reduce_scatter",
-                          "allgather_bucket_size", "reduce_bucket_size", "offload_param", "cpu_offload_param"),
-    "activation_checkpointing": ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
-                                 "synchronize_checkpoint_boundary"),
-    "fp16": ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
-}  # fmt: skip
+# Those that Lightning reads beside a DeepSpeed config; all others are keys of one.
+_BESIDE_CONFIG = (
+    "accelerator", "parallel_devices", "cluster_environment", "precision", "precision_plugin", "process_group_backend", "timeout",
+    "logging_level", "remote_device", "load_full_weights", "exclude_frozen_parameters",
+)  # fmt: skip
 
 # Lightning takes any number and never ends a step with some. A negative norm would not clip.
 _TRAINER_RULES = (
@@ -279,30 +241,24 @@ def prepare_deepspeed_config(
 def offloads_parameters(config: Mapping[str, Any]) -> bool:
     """Whether a DeepSpeed config keeps the parameters in host memory."""
     values = _flat(config)
-    by_old_name = values.get("zero_optimization.cpu_offload_param") is True
+    by_old_name = bool(values.get("zero_optimization.cpu_offload_param"))
     return by_old_name or values.get("zero_optimization.offload_param.device") == "cpu"
 
 
-def apply_options(options: Mapping[str, Any], config: dict[str, Any] | None) -> None:
-    """Writes keywords of Lightning's strategy into the user's DeepSpeed config, if there is one: Lightning does not read them beside it.
+def refuse_options(options: Mapping[str, Any], *, beside_config: bool) -> None:
+    """Checks keywords of Lightning's strategy.
+
+    Args:
+        options: the keywords.
+        beside_config: whether there is a DeepSpeed config: Lightning does not read most of them then.
 
     Raises:
-        MisconfigurationException: a keyword asks for another place of states or parameters.
+        MisconfigurationException: a keyword asks for another place of states or parameters, or is a key of the config.
     """
     _refuse(options, _OPTION_RULES, "ZenFlowStrategy")
-    given = zero = {key: value for key, value in options.items() if value is not None}
-    if config is not None:
-        if "offload_parameters" in given:
-            place = {"device": "cpu" if given["offload_parameters"] else "none"}
-            given |= {"offload_param": place, "cpu_offload_param": None}
-        for section, keys in _OPTIONS_OF.items():
-            of_section = {key: given[key] for key in keys if key in given}
-            # Lightning makes the one of fp16, and reads the keywords then.
-            if of_section and (config.get(section) or section != "fp16"):
-                config[section] = {**_mapping(config.get(section), f"DeepSpeed config: {section}"), **of_section}
-        zero = config.get("zero_optimization") or {}
-    if given.get("offload_parameters") and zero.get("stage") != 3:
-        _refuse(given, [_only("offload_parameters", False, _NEEDS_STAGE_3)], "ZenFlowStrategy")
+    if beside_config:
+        instead = "beside a DeepSpeed config (of `config` or of PL_DEEPSPEED_CONFIG_PATH) write the setting into it"
+        _refuse(options, (_only(k, None, instead) for k in options if k not in _BESIDE_CONFIG), "ZenFlowStrategy")
 
 
 def set_bucket_size(config: dict[str, Any], model: Module) -> None:
@@ -359,13 +315,10 @@ def _rules(
     if clip is not None:
         allowed = f"the Trainer's gradient_clip_val ({clip}) or absent"
         yield Rule("gradient_clipping", lambda norm: norm == clip, allowed)
-    if values.get("zero_optimization.reduce_scatter") is not False:
-        for path, value in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
-            yield _only(path, value, "other values need zero_optimization.reduce_scatter false")
     for path, value in values.items():
-        if isinstance(value, str) and value == "auto" and path not in _SET_BY_DEEPSPEED:
-            allowed = f"a value (Lightning replaces 'auto' only in {', '.join(_SET_BY_LIGHTNING)})"
-            yield Rule(path, lambda _: False, allowed)
+        # DeepSpeed drops it elsewhere, or refuses it.
+        if value == "auto" and path.startswith(("optimizer.", "scheduler.")):
+            yield Rule(path, lambda _: False, "a value, which Lightning does not choose")
     if precision is None:
         return
     for key, of_trainer in (("fp16", "16"), ("bf16", "bf16")):

@@ -39,39 +39,20 @@ _trained: "WeakSet[Optimizer]" = WeakSet()
 """Those that a training has given back: its moments are in its own arena."""
 
 
-class FromTrainer:
-    """Property of a strategy that has the value of the present Trainer or Fabric, or else one that the user gave the strategy itself.
-
-    Lightning keeps both in one place. A strategy that has been in one Trainer would then be refused by the next one, for having an
-    accelerator "through both strategy class and accelerator flag", and would go on with the first one's precision.
+def own_precision(plugin: Any, ours: type[Any]) -> Any:
+    """The plugin that a strategy has for the one that Lightning or the user gives it.
 
     Args:
-        ours: name of the strategy's attribute with a subclass of Lightning's precision, of which an object takes the place of Lightning's.
+        plugin: one that Lightning has made is replaced; one of the user's own class stays.
+        ours: subclass of Lightning's precision for DeepSpeed.
     """
-
-    def __init__(self, ours: str | None = None) -> None:
-        self._ours = ours
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._owner, self._name = owner, name
-
-    def __get__(self, strategy: Any, _: type) -> Any:
-        if strategy is None:
-            return self
-        return vars(strategy).get(self._name) or getattr(super(self._owner, strategy), self._name)
-
-    def __set__(self, strategy: Any, value: Any) -> None:
-        if self._ours is not None and value is not None:
-            ours = getattr(strategy, self._ours)
-            lightnings = ours.__bases__[-1]
-            if not isinstance(value, lightnings):
-                raise MisconfigurationException(
-                    f"ZenFlowStrategy: a precision plugin must be a {lightnings.__name__}, got {type(value).__name__}: set `precision`"
-                    " instead, without a plugin"
-                )
-            if type(value) is lightnings:
-                value = ours(value.precision)
-        vars(strategy)[self._name] = value
+    lightnings = ours.__bases__[-1]
+    if not isinstance(plugin, lightnings | None):
+        raise MisconfigurationException(
+            f"ZenFlowStrategy: a precision plugin must be a {lightnings.__name__}, got {type(plugin).__name__}: set `precision`"
+            " instead, without a plugin"
+        )
+    return ours(plugin.precision) if type(plugin) is lightnings else plugin
 
 
 class UsersOptimizer:

@@ -155,7 +155,7 @@ class Case:
 
     def keys(self) -> dict[str, Any]:
         """This case's keys of the strategy."""
-        return {
+        keys = {
             "topk_ratio": self.topk_ratio,
             "full_warm_up_rounds": self.warm_up,
             "worker_timeout": 250,  # only so that a hang ends before the test runner does
@@ -171,6 +171,11 @@ class Case:
             **({} if self.stage == 2 else {"config": {"zero_optimization": self.zero_3()}}),
             **self.strategy_options,
         }
+        if (config := keys.get("config")) is not None:
+            # Keywords of ZeRO are for strategies without a configuration.
+            zero = {key: keys.pop(key) for key in ("reduce_bucket_size", "overlap_comm") if key in keys}
+            keys["config"] = {**config, "zero_optimization": {**config.get("zero_optimization", {}), **zero}}
+        return keys
 
     @property
     def sub_group_size(self) -> int:

@@ -204,11 +204,9 @@ def test_names_of_fabric(caplog: pytest.LogCaptureFixture) -> None:
     assert adamw.zenflow_config == ZenFlowConfig(update_interval=1, publish_lag=0, clip_prediction=False)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("by_name", [True, False])
-def test_several_trainers(by_name: bool) -> None:
+def test_several_trainers() -> None:
     """Each with options of its own: fit, then evaluation of the same module, another fit of it, and further modules in turn."""
-    kept = ZenFlowStrategy(**NOTHING_LATE)
-    strategy = "zenflow_adamw" if by_name else kept
+    strategy = "zenflow_adamw"
     model, plain = Wrapped(), Wrapped()
     for who, module in ((strategy, model), ("auto", plain)):
         make_trainer(who, max_steps=3, gradient_clip_val=0.02).fit(module)
@@ -229,6 +227,22 @@ def test_several_trainers(by_name: bool) -> None:
     assert in_bf16.strategy.config["bf16"]["enabled"]  # type: ignore[attr-defined]
 
 
+def test_a_strategy_object_is_for_one_trainer() -> None:
+    """Which may fit, test and fit again with it."""
+    model, plain = Wrapped(), Wrapped()
+    for strategy, module in ((kept := ZenFlowStrategy(**NOTHING_LATE), model), ("auto", plain)):
+        trainer = make_trainer(strategy, max_steps=3, gradient_clip_val=0.02)
+        trainer.fit(module)
+        trainer.test(module, verbose=False)
+        trainer.fit_loop.epoch_loop.max_steps = 4
+        trainer.fit(module)
+    assert len(model.losses) == len(plain.losses) > 3 and model.losses == pytest.approx(plain.losses, rel=1e-5)
+    with pytest.raises(LightningsException, match="accelerator set through both strategy class and accelerator flag"):
+        make_trainer(kept)
+    with pytest.raises(LightningsException, match="must be given to one Trainer, got a second one: make a strategy"):
+        make_trainer(kept, accelerator="auto", devices="auto")
+
+
 class UsersPrecision(DeepSpeedPrecision):
     """A plugin of the user's."""
 
@@ -239,10 +253,9 @@ def test_what_the_strategy_was_given_itself_is_kept() -> None:
     own = UsersPrecision("bf16-true")
     for plugin in (DeepSpeedPrecision("bf16-true"), own):
         strategy = ZenFlowStrategy(precision_plugin=plugin)
-        for _ in range(2):
-            used = make_trainer(strategy).precision_plugin
-            # Lightning's own class only says which precision it is.
-            assert used is own if plugin is own else used.precision == "bf16-true"
+        used = make_trainer(strategy).precision_plugin
+        # Lightning's own class only says which precision it is.
+        assert used is own if plugin is own else used.precision == "bf16-true"
 
 
 @pytest.mark.slow  # imports everything anew
@@ -302,19 +315,23 @@ def test_deepspeed_json_with_zenflow_optimizer_and_scheduler_blocks(
 
 
 @pytest.mark.parametrize("strategy_class", [ZenFlowStrategy, FabricStrategy])
-@pytest.mark.parametrize("deepspeed", [None, {"bf16": {"enabled": True}}])
+@pytest.mark.parametrize("is_flat", [True, False])
 def test_the_environment_variable_names_a_yaml_file(
-    strategy_class: type[Any], deepspeed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    strategy_class: type[Any], is_flat: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read once, as `config=`: Lightning's own reader knows only JSON. Keywords of Lightning go before it."""
-    path = tmp_path / "zf.yaml"
-    path.write_text(OmegaConf.to_yaml({"zenflow": {"topk_ratio": 0.25}, "deepspeed": deepspeed}))
+    """Read once, as `config=`: Lightning's own reader knows only JSON. Keywords of ZeRO are not for a config that has ZeRO's keys."""
+    path, keys, zero = tmp_path / "zf.yaml", {"topk_ratio": 0.25}, {"stage": 3, "reduce_bucket_size": 12345}
+    path.write_text(OmegaConf.to_yaml(keys if is_flat else {"zero_optimization": {**zero, "zenflow": keys}}))
     monkeypatch.setenv("PL_DEEPSPEED_CONFIG_PATH", str(path))
-    strategy = strategy_class(stage=3, reduce_bucket_size=12345)
+    strategy = strategy_class(**zero if is_flat else {})
     assert strategy.zenflow_config == ZenFlowConfig(topk_ratio=0.25)
-    assert {"stage": 3, "reduce_bucket_size": 12345}.items() <= strategy.config["zero_optimization"].items()
+    assert zero.items() <= strategy.config["zero_optimization"].items()
     assert not strategy._chooses_buckets
-    assert strategy.config.get("bf16") == (deepspeed or {}).get("bf16")
+    if not is_flat:
+        with pytest.raises(
+            LightningsException, match=r"stage must be None or absent, got 3: .* PL_DEEPSPEED_CONFIG_PATH"
+        ):
+            strategy_class(stage=3)
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])

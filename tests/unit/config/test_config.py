@@ -103,7 +103,7 @@ def test_help_has_the_arguments(documented: type[Any]) -> None:
 
 def test_the_command_line(tmp_path: Path) -> None:
     """Keys, where weights are, and a file: without `dict_kwargs`."""
-    (path := tmp_path / "zenflow.yaml").write_text("zenflow: {provisional_scale: 0.3}")
+    (path := tmp_path / "zenflow.yaml").write_text("provisional_scale: 0.3")
 
     def strategy(*options: str) -> Any:
         arguments = [f"--trainer.strategy{option}" for option in ("=lightning_zenflow.ZenFlowStrategy", *options)]
@@ -120,7 +120,7 @@ def test_the_command_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", [ZenFlowStrategy, FabricStrategy])
 def test_keywords_override_the_file(strategy: Any, tmp_path: Path) -> None:
     path = tmp_path / "zenflow.yaml"
-    path.write_text("zenflow: {publish_lag: 2, topk_ratio: 0.3}")
+    path.write_text("{publish_lag: 2, topk_ratio: 0.3}")
     assert strategy(config=path, publish_lag=1).zenflow_config == ZenFlowConfig(publish_lag=1, topk_ratio=0.3)
     assert strategy(config=path, topk_ratio=None).zenflow_config == ZenFlowConfig(publish_lag=2, topk_ratio=0.3)
     with pytest.raises(MisconfigurationException, match=r"unknown key 'ratio'; keys are"):

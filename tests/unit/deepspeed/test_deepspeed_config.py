@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 
 from lightning_zenflow.config import KEYS, ZenFlowConfig
-from lightning_zenflow.deepspeed.config import apply_options, prepare_deepspeed_config, resolve_config
+from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, refuse_options, resolve_config
 
 ZERO = {"stage": 2, "contiguous_gradients": True, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
 RESULT = {
@@ -45,7 +45,7 @@ def refusal_of(config: dict[str, Any], **trainer: Any) -> str:
     [
         {},
         {"zero_optimization": None, "optimizer": None, "timers": None},
-        {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True, "buffer_count": 4}}},
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": 0.5}, "contiguous_gradients": False}},
         {"zero_optimization": {"offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}},
         {"zero_optimization": {"cpu_offload": True, "cpu_offload_use_pin_memory": True, "cpu_offload_param": False}},
         {"train_batch_size": 8, "gradient_accumulation_steps": 1},
@@ -124,27 +124,15 @@ def test_disagrees_with_the_trainer(config: dict[str, Any], trainer: dict[str, A
     assert message in refusal_of(config, **trainer)
 
 
-def test_what_reduce_scatter_excludes() -> None:
-    for key, value, allowed in (("prescale_gradients", True, "False"), ("gradient_predivide_factor", 2.0, "1.0")):
-        message = (
-            f"{key} must be {allowed} or absent, got {value!r}: other values need zero_optimization.reduce_scatter"
-        )
-        assert message in refusal_of({key: value})
-        assert prepare_deepspeed_config({key: value, "zero_optimization": {"reduce_scatter": False}})[key] == value
-
-
 REFUSED: list[tuple[str, list[Any], str]] = [
     ("zero_optimization", [True, 2, "auto"], "a mapping"),
     ("zero_optimization.stage", [0, 4, "2", True, "auto"], "1, 2 or 3, got "),
-    ("zero_optimization.contiguous_gradients", [False, 1], "True"),
     ("zero_optimization.parameter_alignment", [True], "False"),
     ("zero_optimization.compute_grad_norm", [False], "True"),
     ("zero_optimization.elastic_checkpoint", [True], "False"),
     ("zero_optimization.load_from_fp32_weights", [False], "True"),
     ("zero_optimization.zero_hpz_partition_size", [2, 8], "1"),
     *((f"zero_optimization.zero_quantized_{key}", [True], "False") for key in ("weights", "nontrainable_weights", "gradients")),
-    ("zero_optimization.offload_optimizer.ratio", [0.5], "1.0"),
-    ("zero_optimization.offload_optimizer.super_offload", [True], "False"),
     ("checkpoint.writer", [{"decoupled": True}], "absent"),
     ("expert_parallel.enabled", [True], "False"),
     ("zero_optimization.cpu_offload_param", [True], "False"),
@@ -153,19 +141,14 @@ REFUSED: list[tuple[str, list[Any], str]] = [
     ("zero_optimization.offload_param", ["cpu"], "a mapping"),
     ("zero_optimization.offload_param.device", ["nvme"], "'cpu' or 'none'"),
     ("zero_optimization.offload_param.device", ["cpu"], "'none'"),
-    ("gradient_accumulation_steps", [0, -1, 2.0, "2", True], "an integer >= 1"),
     ("gradient_clipping", [-1, NAN, float("inf"), "1.0", True, [1]], "a finite number >= 0 (0: off)"),
     ("managed_gradient_accumulation", [False], "True"),
     ("torch_autocast.enabled", [True], "False"),
     ("optimizer", ["AdamW", 3], "a mapping"),
-    ("optimizer", [{}, {"type": None}, {"params": {}}], "a mapping with a type, 'AdamW' or 'Adam'"),
     ("optimizer.type", ["Lamb", "OneBitAdam", "Lion", "SGD", "", 3], "'AdamW' or 'Adam'"),
     *((f"optimizer.params.{key}", [True], "False") for key in ("amsgrad", "maximize", "differentiable")),
-    *((f"optimizer.params.{key}", [False], "True") for key in ("bias_correction", "fp32_optimizer_states")),
-    *((path, ["auto"], "a value (Lightning replaces 'auto' only in ") for path in (
-        "optimizer.params.lr", "scheduler.params.steps", "zero_optimization.reduce_bucket_size", "bf16.enabled", "fp16.loss_scale",
-        "steps_per_print"
-    )),
+    ("optimizer.params.bias_correction", [False], "True"),
+    *((path, ["auto"], "a value, which Lightning does not choose") for path in ("optimizer.params.lr", "scheduler.params.steps")),
 ]  # fmt: skip
 
 
@@ -194,32 +177,15 @@ def test_stages() -> None:
 
 
 def test_keywords_of_lightning_that_it_would_ignore() -> None:
-    apply_options({"offload_optimizer_device": "cpu", "remote_device": None}, None)
-    for config in (None, {"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 2, "cpu_offload_param": False}}):
-        apply_options({"stage": 3, "offload_parameters": True, "cpu_checkpointing": True}, config)
-    prepared = prepare_deepspeed_config(config)
-    assert prepared["zero_optimization"] == {
-        **ZERO,
-        "stage": 3,
-        "offload_param": {"device": "cpu", "pin_memory": False},
-    }
-    assert prepared["activation_checkpointing"] == {"cpu_checkpointing": True}
-    apply_options({"offload_parameters": False}, config)
-    assert prepare_deepspeed_config(config)["zero_optimization"] == {**ZERO, "stage": 3}
-    for section in ({"fp16": {"enabled": True}}, {}):
-        apply_options({"loss_scale": 128.0}, config := copy.deepcopy(section))
-        # Lightning reads the keyword where there is no such section.
-        assert config == {key: {**values, "loss_scale": 128.0} for key, values in section.items()}
+    refuse_options({"stage": 3, "offload_optimizer_device": "cpu", "remote_device": None}, beside_config=False)
+    refuse_options({"stage": None, "remote_device": None, "logging_level": 30}, beside_config=True)
+    for option, value in (("stage", 3), ("offload_parameters", False), ("loss_scale", 128.0)):
+        must = f"ZenFlowStrategy: {option} must be None or absent, got {value}: beside a DeepSpeed config .* write the setting into it"
+        with pytest.raises(MisconfigurationException, match=must):
+            refuse_options({option: value}, beside_config=True)
     for option in ("offload_optimizer_device", "offload_params_device"):
         with pytest.raises(MisconfigurationException, match=f"{option} must be 'cpu' or absent, got 'nvme'"):
-            apply_options({option: "nvme"}, None)
-    for config in (None, {}, {"zero_optimization": {"stage": 2}}):
-        with pytest.raises(
-            MisconfigurationException, match=r"offload_parameters must be False .*, got True: .*set stage"
-        ):
-            apply_options({"offload_parameters": True}, config)
-    with pytest.raises(MisconfigurationException, match="zero_optimization must be a mapping, got 3"):
-        apply_options({"stage": 3}, {"zero_optimization": 3})
+            refuse_options({option: "nvme"}, beside_config=False)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +225,6 @@ FLAT = {"topk_ratio": 0.25, "update_interval": 2}
 DEEPSPEED = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
 FORMS: dict[str, dict[str, Any]] = {
     "flat": FLAT,
-    "sections": {"zenflow": FLAT, "deepspeed": DEEPSPEED},
     "deepspeed": {**DEEPSPEED, "zero_optimization": {"stage": 2, "zenflow": FLAT}},
 }
 
@@ -287,16 +252,12 @@ def test_keywords_instances_and_nothing(tmp_path: Path) -> None:
     assert resolve_config(None, {"topk_ratio": 0.5}) == (ZenFlowConfig(topk_ratio=0.5), None)
     config = ZenFlowConfig(update_interval=2)
     assert resolve_config(config, {"topk_ratio": 0.5}) == (ZenFlowConfig(update_interval=2, topk_ratio=0.5), None)
-    # A keyword before a section before the block before the default.
-    block = with_block(topk_ratio=7, update_interval=3, full_warm_up_rounds=3)
-    found = resolve_config(
-        {"zenflow": {"topk_ratio": 0.2, "update_interval": 2}, "deepspeed": block}, {"topk_ratio": 0.1}
-    )
-    config = ZenFlowConfig(topk_ratio=0.1, update_interval=2, full_warm_up_rounds=3)
-    assert found == (config, {"zero_optimization": {"stage": 2}})
+    # A keyword before the block before the default.
+    found = resolve_config(with_block(topk_ratio=7, update_interval=3), {"topk_ratio": 0.1})
+    assert found == (ZenFlowConfig(topk_ratio=0.1, update_interval=3), {"zero_optimization": {"stage": 2}})
     with pytest.raises(ValueError, match=r"^ZenFlowConfig: update_interval must be .*, got 0"):
         resolve_config({"topk_ratio": 0.5}, {"update_interval": 0})
-    for empty in ("", "zenflow:\n", "zenflow: {}\ndeepspeed:\n", "{}"):
+    for empty in ("", "{}"):
         assert resolve_config(write(tmp_path / "c.yaml", empty), {}) == (ZenFlowConfig(), None)
     objects = {"data_types": {"grad_accum_dtype": torch.float32}, "fp16": {}}
     assert resolve_config(objects, {}) == (ZenFlowConfig(), objects)
@@ -305,10 +266,10 @@ def test_keywords_instances_and_nothing(tmp_path: Path) -> None:
 def test_interpolations_and_numbers_of_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("S", "2")
     content = (
-        "zenflow:\n  update_interval: ${oc.decode:${oc.env:S}}\n  topk_ratio: 1e-2\n"
-        "deepspeed:\n  gradient_clipping: ${zenflow.topk_ratio}\n"
+        "zero_optimization:\n  zenflow:\n    update_interval: ${oc.decode:${oc.env:S}}\n    topk_ratio: 1e-2\n"
+        "gradient_clipping: ${zero_optimization.zenflow.topk_ratio}\n"
     )
-    expected = (ZenFlowConfig(update_interval=2, topk_ratio=0.01), {"gradient_clipping": 0.01})
+    expected = (ZenFlowConfig(update_interval=2, topk_ratio=0.01), {"zero_optimization": {}, "gradient_clipping": 0.01})
     assert resolve_config(write(tmp_path / "c.yaml", content), {}) == expected
     assert resolve_config({"update_interval": "${oc.decode:${oc.env:S}}"}, {})[0].update_interval == 2
 
@@ -328,15 +289,9 @@ def test_deepspeeds_block() -> None:
     ("content", "message"),
     [
         ({"topk_ration": 0.1}, r"unknown key 'topk_ration' \(did you mean 'topk_ratio'\?\); keys are topk_ratio"),
-        ({"zenflow": {"topk_rate": 1}}, r"section zenflow: unknown key 'topk_rate' \(did you mean 'topk_ratio'\?\)"),
-        ({"zenflow": {}, "fp16": {}}, "unknown key 'fp16'; keys are zenflow, deepspeed"),
-        (
-            {"fp16": {}, "gradient_cliping": 1.0},
-            r"unknown key 'gradient_cliping' \(did you mean 'gradient_clipping'\?\), which DeepSpeed would ignore",
-        ),
-        ({"deepspeed": {"zero_optimisation": {}}}, r"unknown key 'zero_optimisation' \(did you mean 'zero_optimization'"),
-        ({"zenflow": 3}, "zenflow must be a mapping, got 3"),
-        ({"topk_ratio": 0.1, "fp16": {}}, "'topk_ratio' is a key of ZenFlow; .* move it into zero_optimization.zenflow"),
+        ({"zenflow": {"topk_ratio": 1}, "deepspeed": {}}, "zenflow must be absent at the top level, got {'topk_ratio': 1}: write keys"),
+        ({"deepspeed": {"fp16": {}}}, "deepspeed must be absent at the top level, .* with them in zero_optimization.zenflow"),
+        ({"topk_ratio": 0.1, "fp16": {}}, "topk_ratio must be absent at the top level, got 0.1: .* in zero_optimization.zenflow"),
         (with_block(lag=1), "zero_optimization.zenflow: unknown key 'lag'"),
         ({"zero_optimization": {"zenflow": True}}, r"zero_optimization\.zenflow must be a mapping, got True"),
         ({"topk_ratio": "${nowhere}"}, "nowhere"),
