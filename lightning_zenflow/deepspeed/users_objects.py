@@ -43,16 +43,17 @@ def own_precision(plugin: Any, ours: type[Any]) -> Any:
     """The plugin that a strategy has for the one that Lightning or the user gives it.
 
     Args:
-        plugin: one that Lightning has made is replaced; one of the user's own class stays.
+        plugin: Lightning's, the user's own, or None.
         ours: subclass of Lightning's precision for DeepSpeed.
     """
-    lightnings = ours.__bases__[-1]
+    lightnings: type[Any] = ours.__bases__[-1]
     if not isinstance(plugin, lightnings | None):
         raise MisconfigurationException(
             f"ZenFlowStrategy: a precision plugin must be a {lightnings.__name__}, got {type(plugin).__name__}: set `precision`"
             " instead, without a plugin"
         )
-    return ours(plugin.precision) if type(plugin) is lightnings else plugin
+    # A user's own subclass stays.
+    return ours(plugin.precision) if plugin is not None and type(plugin) is lightnings else plugin
 
 
 class UsersOptimizer:

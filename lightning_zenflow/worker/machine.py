@@ -166,9 +166,9 @@ def worker_cores(
     share = _part(candidates, sharers.index(index), len(sharers))
     n_granted = max(1, int(min(len(share), place.cpu_limit / len(places))))
     if isinstance(request, str):
-        if reserved_share == "auto":
-            reserved_share = max(1 / 8, 2 / n_granted) if place.has_gpu else 1 / 2
-        request = max(1, n_granted - round(reserved_share * n_granted))
+        automatic = max(1 / 8, 2 / n_granted) if place.has_gpu else 1 / 2
+        share_of_trainer = automatic if isinstance(reserved_share, str) else reserved_share
+        request = max(1, n_granted - round(share_of_trainer * n_granted))
     if isinstance(request, int):
         if request > len(allowed):
             raise ValueError(
