@@ -1,13 +1,14 @@
 #include "cpu_device/device_kernels.h"
 
+#include <algorithm>
 #include <cstring>
 #include <exception>
-#include <functional>
 #include <thread>
 #include <vector>
 
 #include "adamw/replay_adamw.h"
 #include "adamw/tile_journal.h"
+#include "common/half.h"
 
 namespace zenflow {
 
@@ -24,28 +25,20 @@ InstructionSet instruction_set() {
 
 DeviceKernels kernels(uint32_t dtype) { return device_kernels(static_cast<DataType>(dtype), instruction_set()); }
 
-// Calls `work` with each part: the last on the caller's thread, and where the system refuses threads, others as well.
-template <typename Args, typename Work>
-void run_parts(const Args* parts, int64_t n_parts, const Work& work) {
+// Calls `work` with each thread's number and part of `n` rows: the last on the caller's thread, and where the system refuses
+// threads, others as well.
+template <typename Work>
+void divide(int64_t n, int64_t n_threads, const Work& work) {
+    const auto run = [=, &work](int64_t i) { work(i, Rows{n * i / n_threads, n * (i + 1) / n_threads}); };
     std::vector<std::thread> threads;
     int64_t part = 0;
     try {
-        threads.reserve(static_cast<size_t>(n_parts));
-        for (; part + 1 < n_parts; ++part) threads.emplace_back(work, std::cref(parts[part]));
+        threads.reserve(static_cast<size_t>(n_threads));
+        for (; part + 1 < n_threads; ++part) threads.emplace_back(run, part);
     } catch (const std::exception&) {
     }
-    for (; part < n_parts; ++part) work(parts[part]);
+    for (; part < n_threads; ++part) run(part);
     for (std::thread& thread : threads) thread.join();
-}
-
-void adamw(const zenflow_adamw_args& args) {
-    const auto type = static_cast<DataType>(args.dtype);
-    const StepCoefficients coefficients = step_coefficients(*args.hyperparameters, args.count, args.factor);
-    const WindowView window{1, &args.gradient, &coefficients, 0.0f};
-    JournalEntry journal;
-    start_at(journal, 0);
-    const auto kernel = replay_kernel(type, DataType::kFloat32, instruction_set());
-    kernel({args.master, args.exp_avg, args.exp_avg_sq}, static_cast<size_t>(args.n), window, args.weights, journal);
 }
 
 template <typename T>
@@ -65,21 +58,38 @@ void scatter_columns(const zenflow_columns& columns) {
 }  // namespace
 }  // namespace zenflow
 
-void zenflow_route(const zenflow_route_part* parts, int64_t n_parts) {
-    zenflow::run_parts(parts, n_parts, [](const zenflow_route_part& part) {
-        for (int64_t i = 0; i < part.n_runs; ++i) zenflow::kernels(part.runs[i].dtype).route(part.runs[i]);
+void zenflow_route(const zenflow_route_args* args, int64_t n_threads) {
+    const auto route = zenflow::kernels(args->dtype).route;
+    zenflow::divide(args->rows, n_threads, [=](int64_t thread, zenflow::Rows part) {
+        float* const columns = args->col_squared_norms == nullptr ? nullptr : args->col_squared_norms + thread * args->columns;
+        for (int64_t i = 0; i < args->n_destinations; ++i) {
+            const zenflow_destination& to = args->destinations[i];
+            const zenflow::Rows rows{std::max(part.begin, to.first_row), std::min(part.end, to.first_row + to.rows)};
+            if (rows.begin < rows.end) route(*args, to, rows, columns);
+        }
     });
 }
 
-bool zenflow_factored_step(const zenflow_factored_step_args* args) {
-    return zenflow::device_kernels(zenflow::DataType::kFloat32, zenflow::instruction_set()).factored_step(*args);
+void zenflow_provisional_update(const zenflow_provisional_update_args* args, int64_t n_threads) {
+    const auto update = zenflow::kernels(args->dtype).provisional_update;
+    zenflow::divide(args->rows, n_threads, [=](int64_t, zenflow::Rows rows) { update(*args, rows); });
 }
 
-void zenflow_provisional_update(const zenflow_provisional_update_args* parts, int64_t n_parts) {
-    zenflow::run_parts(parts, n_parts, zenflow::kernels(parts->dtype).provisional_update);
+void zenflow_adamw(const zenflow_adamw_args* args, int64_t n_threads) {
+    using namespace zenflow;
+    const auto type = static_cast<DataType>(args->dtype);
+    const auto kernel = replay_kernel(type, DataType::kFloat32, instruction_set());
+    const StepCoefficients coefficients = step_coefficients(*args->hyperparameters, args->count, args->factor);
+    const auto bytes = with_type(type, [](auto value) { return int64_t{sizeof(value)}; });
+    divide(args->n, n_threads, [&](int64_t, Rows elements) {
+        const int64_t begin = elements.begin;
+        const void* const gradient = static_cast<const char*>(args->gradient) + begin * bytes;
+        JournalEntry journal;
+        start_at(journal, 0);
+        kernel({args->master + begin, args->exp_avg + begin, args->exp_avg_sq + begin}, static_cast<size_t>(elements.end - begin),
+               {1, &gradient, &coefficients, 0.0f}, static_cast<char*>(args->weights) + begin * bytes, journal);
+    });
 }
-
-void zenflow_adamw(const zenflow_adamw_args* parts, int64_t n_parts) { zenflow::run_parts(parts, n_parts, zenflow::adamw); }
 
 void zenflow_scatter_columns(const zenflow_columns* columns, int64_t n, uint32_t dtype) {
     const bool wide = static_cast<zenflow::DataType>(dtype) == zenflow::DataType::kFloat32;

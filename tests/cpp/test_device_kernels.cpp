@@ -3,7 +3,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <random>
 #include <vector>
 
@@ -60,8 +59,8 @@ void check_copies(const DeviceKernels& kernels, const std::vector<T>& gradient, 
         const std::vector<T> untouched = random_values<T>(shape.rows * shape.columns + 8, 5);
         std::vector<T> slot = untouched, selected(rows.size() * indices.size());
         std::vector<float> same_rows(rows.size());
-        kernels.route({gradient.data(), shape.rows, shape.columns, same_rows.data(), nullptr, slot.data() + shift, indices.data(),
-                       3, selected.data(), 0});
+        const zenflow_route_args args{gradient.data(), shape.rows, shape.columns, same_rows.data(), nullptr, nullptr, 0, 0};
+        kernels.route(args, {0, shape.rows, slot.data() + shift, indices.data(), 3, selected.data()}, {0, shape.rows}, nullptr);
         CHECK(same_bits(rows, same_rows));
         std::vector<T> expected = untouched;
         std::copy(gradient.begin(), gradient.end(), expected.begin() + static_cast<std::ptrdiff_t>(shift));
@@ -80,7 +79,8 @@ void check_route(DataType type, T, Shape shape) {
     for (const InstructionSet set : test::instruction_sets()) {
         std::vector<float> rows(static_cast<size_t>(shape.rows), -1.0f), columns(static_cast<size_t>(shape.columns), 1.0f);
         const DeviceKernels kernels = device_kernels(type, set);
-        kernels.route({gradient.data(), shape.rows, shape.columns, rows.data(), columns.data(), nullptr, nullptr, 0, nullptr, 0});
+        const zenflow_route_args args{gradient.data(), shape.rows, shape.columns, rows.data(), nullptr, nullptr, 0, 0};
+        kernels.route(args, {0, shape.rows, nullptr, nullptr, 0, nullptr}, {0, shape.rows}, columns.data());
         check_copies<T>(kernels, gradient, shape, rows);
         if (set == InstructionSet::kBaseline) {
             first_rows = rows;
@@ -103,16 +103,14 @@ void check_provisional_update(DataType type, T, Shape shape) {
     std::vector<int32_t> noise;
     std::mt19937 engine(4);
     for (int64_t i = 0; i <= kNoiseMask; ++i) noise.push_back(static_cast<int32_t>(engine() & 0xffffu));
-    for (const int64_t first : {int64_t{0}, int64_t{37}}) {
-        std::vector<T> of_baseline;
-        for (const InstructionSet set : test::instruction_sets()) {
-            std::vector<T> weights = random_values<T>(n, 5);
-            device_kernels(type, set).provisional_update({weights.data(), gradient.data(), shape.rows, shape.columns,
-                                                          row_scale.data(), col_scale.data(), noise.data(), kNoiseMask, first,
-                                                          kSize, 0});
-            if (set == InstructionSet::kBaseline) of_baseline = weights;
-            CHECK(same_bits(weights, of_baseline));
-        }
+    std::vector<T> of_baseline;
+    for (const InstructionSet set : test::instruction_sets()) {
+        std::vector<T> weights = random_values<T>(n, 5);
+        device_kernels(type, set).provisional_update({weights.data(), gradient.data(), shape.rows, shape.columns,
+                                                      row_scale.data(), col_scale.data(), noise.data(), kNoiseMask, kSize, 0},
+                                                     {0, shape.rows});
+        if (set == InstructionSet::kBaseline) of_baseline = weights;
+        CHECK(same_bits(weights, of_baseline));
     }
 }
 
@@ -120,58 +118,24 @@ TEST(device_kernels, provisional_update) {
     for_each_type_and_shape([](DataType type, auto zero, Shape shape) { check_provisional_update(type, zero, shape); });
 }
 
-void check_factored_step(Shape shape) {
-    std::vector<float> of_baseline;
-    for (const InstructionSet set : test::instruction_sets()) {
-        const auto n_rows = static_cast<size_t>(shape.rows), n_columns = static_cast<size_t>(shape.columns);
-        std::vector<float> row(n_rows), column(n_columns), row_scale(n_rows), col_scale(n_columns), steps(1);
-        const auto step = [&](const std::vector<float>& row_norms, const std::vector<float>& col_norms) {
-            return device_kernels(DataType::kFloat32, set)
-                .factored_step({row_norms.data(), shape.rows, col_norms.data(), shape.columns, row.data(), column.data(),
-                                steps.data(), row_scale.data(), col_scale.data(), 0.95, 0.1, 0.5f});
-        };
-        const auto all = [&] {
-            std::vector<float> values = steps;
-            for (const auto* array : {&row, &column, &row_scale, &col_scale}) {
-                values.insert(values.end(), array->begin(), array->end());
-            }
-            return values;
-        };
-        for (unsigned seed = 1; seed <= 3; ++seed) {
-            CHECK(step(random_factors(shape.rows, seed), random_factors(shape.columns, 10 + seed)));
-        }
-        CHECK(steps[0] == 3.0f);
-        const std::vector<float> after = all();
-        if (set == InstructionSet::kBaseline) of_baseline = after;
-        CHECK(same_bits(after, of_baseline));
-        std::vector<float> bad = random_factors(shape.columns, 7);
-        bad.back() = std::numeric_limits<float>::infinity();
-        CHECK(!step(random_factors(shape.rows, 8), bad));
-        CHECK(same_bits(all(), after));
-    }
-}
-
-TEST(device_kernels, factored_step) {
-    for (const Shape shape : kShapes) check_factored_step(shape);
-}
-
 TEST(device_kernels, adamw_is_the_replay_kernel) {
-    const size_t n = 1031;
+    constexpr size_t n = 1031;
     const Hyperparameters& h = test::kDecoupled;
     const std::vector<BFloat16> gradient = random_values<BFloat16>(n, 1);
     test::State state = test::random_state(n, 2), expected = state;
     std::vector<BFloat16> weights(n), expected_weights(n);
     const AdamState view = state.view();
-    // Parts of any size, each on a thread.
-    std::vector<zenflow_adamw_args> parts;
-    const size_t ends[] = {0, 300, 301, n};
-    for (size_t i = 0; i < 3; ++i) {
-        const size_t begin = ends[i];
-        parts.push_back({view.master + begin, view.exp_avg + begin, view.exp_avg_sq + begin, gradient.data() + begin,
-                         weights.data() + begin, static_cast<int64_t>(ends[i + 1] - begin), &h, 3, 0.5f,
-                         static_cast<uint32_t>(DataType::kBFloat16)});
-    }
-    zenflow_adamw(parts.data(), static_cast<int64_t>(parts.size()));
+    const zenflow_adamw_args args{view.master,
+                                  view.exp_avg,
+                                  view.exp_avg_sq,
+                                  gradient.data(),
+                                  weights.data(),
+                                  n,
+                                  &h,
+                                  3,
+                                  0.5f,
+                                  static_cast<uint32_t>(DataType::kBFloat16)};
+    zenflow_adamw(&args, 3);
     const StepCoefficients coefficients = step_coefficients(h, 3, 0.5f);
     const void* const gradients = gradient.data();
     JournalEntry journal;
