@@ -4,10 +4,14 @@ socket, and the files of a save that is under way.
 A descriptor in a child keeps memory, disk space or a lock, and hides the trainer's death from the worker. `MADV_DONTFORK` excludes a
 mapping from children, and `O_CLOEXEC` closes descriptors in programs that a child executes; this module covers the time between fork and
 exec. Where the mapping was, the kernel puts memory of the child's own. The Python object of the mapping must therefore never be freed
-there: it would unmap that memory. A child's collection of garbage would free it if the trainer of an earlier fit is garbage.
+there: it would unmap that memory.
+
+Nor does a child collect the garbage that it inherits, such as the trainer of an earlier fit. The destructor of Gloo's process group, which
+is part of that garbage, would wait for threads that the child does not have.
 """
 
 import ctypes
+import gc
 import mmap
 import os
 import re
@@ -49,6 +53,7 @@ def new_pages(n_bytes: int) -> Tensor:
 
 
 def _release() -> None:
+    gc.freeze()
     for memory in list(_mappings):
         # A reference for ever; one in a variable would go when the child's interpreter ends, and with it the child's memory.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))

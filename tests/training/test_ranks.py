@@ -8,10 +8,11 @@ import functools
 import math
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
 from itertools import product
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -140,16 +141,15 @@ MORE = {
 def delay_words(seconds: float, trainer: pl.Trainer) -> None:
     """The second rank's words of the fourth step come late, or never, as behind a reduction that waits for a rank that saves alone."""
 
-    def late(write: Callable[..., None], index: int, step: int, factor: Tensor) -> None:
-        if step != 4:
-            write(index, step, factor)
+    def late(write: Callable[..., None], words: StepWords, index: int, word: Tensor, *, behind: Iterable[Any]) -> None:
+        if word.view(torch.int64)[1] != 4:
+            write(words, index, word, behind=behind)
         elif seconds < math.inf:
-            threading.Timer(seconds, write, (index, step, factor)).start()
+            threading.Timer(seconds, words[index].copy_, (word.clone(),)).start()
 
     if trainer.global_rank == 1:
-        arena = optimizer_of(trainer).parts.rank.arena
-        for words in (arena.step_words, arena.block_words):
-            words.write = functools.partial(late, words.write)  # type: ignore[method-assign]
+        jobs = optimizer_of(trainer).parts.jobs
+        jobs._write_word = functools.partial(late, jobs._write_word)  # type: ignore[method-assign]
 
 
 def test_a_rank_that_waits_for_another_outlives_its_workers_limit() -> None:
