@@ -167,12 +167,6 @@ class TrainerStrategy(TrainerCheckpoints):
 
     @override
     def _configure_launcher(self) -> None:
-        # Each Trainer calls it once. Lightning refuses a second one only if both are told their accelerator.
-        if self._variables_before is not None:
-            raise MisconfigurationException(
-                "ZenFlowStrategy: a strategy object must be given to one Trainer, got a second one: make a strategy for each, or give a"
-                " name, strategy='zenflow' or 'zenflow_adamw'"
-            )
         # Private: the last call before other ranks are started. Lightning recognises a notebook or Python's prompt so, too.
         is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
         if is_interactive and not self.is_alone:

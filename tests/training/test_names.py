@@ -239,7 +239,9 @@ def test_a_strategy_object_is_for_one_trainer() -> None:
     assert len(model.losses) == len(plain.losses) > 3 and model.losses == pytest.approx(plain.losses, rel=1e-5)
     with pytest.raises(LightningsException, match="accelerator set through both strategy class and accelerator flag"):
         make_trainer(kept)
-    with pytest.raises(LightningsException, match="must be given to one Trainer, got a second one: make a strategy"):
+    with pytest.raises(
+        LightningsException, match="CPU parallel_devices set through ZenFlowStrategy class, but accelerator set"
+    ):
         make_trainer(kept, accelerator="auto", devices="auto")
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from callbacks import At
 from harness import APPROXIMATE, EVERYTHING, Case, optimizer_of
+from lightning_zenflow.worker.arena import StepWords
 from models import OptimizerOptions
 from rank_processes import Runs, run_each, run_on_ranks
 from same_bits import assert_close_to_adamw, assert_is_adamw, assert_same_run, assert_same_tensors, compare_with_oracle
