@@ -38,7 +38,7 @@ def main(devices: int, strategy: Any = "zenflow") -> None:
     model = Model()
     x, y = model.train_dataloader().dataset.tensors  # type: ignore[attr-defined]
     before = nn.functional.mse_loss(model.net(x), y).item()
-    options: dict[str, Any] = {"max_epochs": 2, "logger": False, "enable_checkpointing": False}
+    options: dict[str, Any] = {"max_epochs": 2, "logger": False, "enable_checkpointing": False, "log_every_n_steps": 16}
     trainer = pl.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **options)
     trainer.fit(model)
     # DeepSpeed's Muon would compile its functions, for seconds.
