@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,7 +38,6 @@ from lightning_zenflow.deepspeed.config import (
 from lightning_zenflow.deepspeed.environment import (
     RankEnvironment,
     in_place_of_deepspeeds,
-    missing_overrides,
     restore_types,
 )
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
@@ -81,12 +79,6 @@ class Session(RankEnvironment):
 
     def __init__(self, config: ConfigSource, keys: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         base = self.deepspeed_strategy
-        if missing := missing_overrides(type(self), base):
-            package = import_module(base.__module__.partition(".")[0])
-            raise RuntimeError(
-                f"lightning_zenflow cannot extend {base.__module__}.{base.__name__} of {package.__name__} {package.__version__} (missing"
-                f" there: {missing}); it is tested with 2.6.6: install that version or a newer lightning-zenflow"
-            )
         if config is None:
             config = os.environ.get(base.DEEPSPEED_ENV_VAR)
         check_keys(options, (*KEYS, *inspect.signature(base).parameters), "ZenFlowStrategy")

@@ -152,7 +152,7 @@ class TrainerStrategy(TrainerCheckpoints):
             if self.zenflow_config.stall_monitor and not any(isinstance(c, StallMonitoring) for c in callbacks):
                 insert_first(callbacks, self.stall_monitor(summary_from=50))
 
-    # The private names that follow are Lightning's. `Session` refuses a version that lacks one of them.
+    # The private names that follow are Lightning's; `test_private_names.py` looks for all that are overridden.
 
     @property
     @override

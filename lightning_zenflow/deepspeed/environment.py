@@ -286,7 +286,7 @@ def in_place_of_deepspeeds(
     this context only.
 
     Args:
-        ours: the class of the stage of ZeRO. DeepSpeed's class must have its overrides.
+        ours: the class of the stage of ZeRO.
         factory: makes the optimizer, with DeepSpeed's arguments.
         module: the model that DeepSpeed initialises in this context. Parameters in another memory format (`torch.channels_last`) are
             contiguous from now on.
@@ -299,10 +299,8 @@ def in_place_of_deepspeeds(
     """
     base, namespace = ours.__bases__[-1], ours.namespace
     name = base.__name__
-    missing = missing_overrides(ours, base) + [call for call in ours.private_calls if not hasattr(base, call)]
-    found = vars(namespace).get(name)
-    if found is not base or missing:
-        raise _unsupported(f"missing in {name}: {missing}" if missing else "no name to replace")
+    if vars(namespace).get(name) is not base:
+        raise _unsupported("no name to replace")
     built: list[Any] = []
     note_users_flags(module)
     scalars = _lay_out_for_broadcast(module)
@@ -349,25 +347,6 @@ def inference_engine(module: Module, config: Mapping[str, Any], device: torch.de
             args=arguments, config=settings, model=module, model_parameters=[], dist_init_required=False
         )
     return engine
-
-
-def missing_overrides(subclass: type, base: type) -> list[str]:
-    """Methods that `subclass` overrides and `base` does not define, so that the library would never call them.
-
-    Args:
-        subclass: a class, any of whose bases in this package may mark methods with `override`. Names that one of these bases defines
-            without the mark are the package's own.
-        base: a class of another library among its bases.
-    """
-    package = __name__.partition(".")[0]
-    marked: dict[bool, set[str]] = {True: set(), False: set()}
-    for owner in subclass.__mro__:
-        if owner.__module__.partition(".")[0] == package:
-            for name, member in vars(owner).items():
-                # A property or a class method is made of a function, which has the mark.
-                function = getattr(member, "fget", None) or getattr(member, "__func__", member)
-                marked[getattr(function, "__override__", False)].add(name)
-    return sorted(name for name in marked[True] - marked[False] if not hasattr(base, name))
 
 
 def _lay_out_for_broadcast(module: Module) -> list[Parameter]:

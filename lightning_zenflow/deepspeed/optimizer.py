@@ -2,7 +2,7 @@
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar, NoReturn
@@ -61,8 +61,6 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
 
     namespace: ClassVar[ModuleType]
     """Module in which DeepSpeed's engine finds the class that a stage's class extends, the last of its bases."""
-    private_calls: ClassVar[Sequence[str]] = ()
-    """Private methods of that class which are called under a mangled name, which no type check and no override finds."""
     # DeepSpeed's own, declared for the type checker.
     optimizer: Optimizer
     param_names: dict[Tensor, str]

@@ -49,7 +49,6 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
     """
 
     namespace = stage3_module
-    private_calls = (_REDUCE_BUCKET,)
     state_key = OPTIMIZER_STATE_DICT
 
     def __init__(self, *args: Any, ds_config: dict[str, Any], **kwargs: Any) -> None:
