@@ -154,11 +154,12 @@ class Worker:
                 self._release()
                 if not isinstance(error, OSError):
                     raise
-                if error.errno == errno.EAGAIN:
-                    message = f"the ZenFlow worker could not be started: {error}{_threads_refused(str(error))}"
-                else:
-                    message = cannot_run(self._executable, error.strerror or str(error))
-                raise WorkerError(message) from error
+                # A limit of processes, or the file does not suit the machine.
+                is_refused = error.errno == errno.EAGAIN
+                said = f"the ZenFlow worker could not be started: {error}"
+                raise WorkerError(
+                    said if is_refused else cannot_run(self._executable, error.strerror or said)
+                ) from error
         try:
             # The start takes as long as the system needs to allocate the states, 12 bytes a parameter.
             ready = self.wait()
@@ -309,8 +310,7 @@ class Worker:
             return WorkerError(cannot_run(self._executable, reason))
         if status < 0:
             return WorkerKilled(f"{self} was killed by signal {-status}{self._quoted_stderr()}")
-        hint = _threads_refused(self._last_output())
-        return WorkerError(f"{self} exited with status {status}{self._quoted_stderr()}{hint}")
+        return WorkerError(f"{self} exited with status {status}{self._quoted_stderr()}")
 
     def _quoted_stderr(self) -> str:
         text = self._last_output()
@@ -331,13 +331,3 @@ def _why_it_cannot_start(status: int, output: str) -> str | None:
     if status > 0 and ("GLIBC" in output or "while loading shared libraries" in output):
         return output.splitlines()[0]
     return None
-
-
-def _threads_refused(output: str) -> str:
-    """A sentence with what to do where the system has refused a thread or process; empty if the output does not say so."""
-    if "Thread creation failed" not in output and "Resource temporarily unavailable" not in output:
-        return ""
-    return (
-        ". The system allows no more threads (`ulimit -u`, or the control group's pids.max): raise the limit, or lower worker_cores or the"
-        " number of data loaders' processes"
-    )
