@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_zenflow.checkpoint.background import Archive, BackgroundSaves
 from lightning_zenflow.checkpoint.files import CheckpointError, StagedSave, place_of, read, recover, sync_all, verify
-from lightning_zenflow.checkpoint.reader import SavedCheckpoint, is_part
+from lightning_zenflow.checkpoint.reader import SavedCheckpoint
 from lightning_zenflow.checkpoint.single_file import COUNTS, SavedFile, WholeState, restore_counts
 from lightning_zenflow.core.distributed import all_agree, raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
@@ -205,7 +205,7 @@ def read_file_together(path: Any, io: CheckpointIO | None, *, weights_only: bool
         with _loading(place):
             if dist.get_rank() == 0:
                 recover(Path(place))
-                is_file = [Path(place).is_file() and not is_part(Path(place))]
+                is_file = [Path(place).is_file()]
                 if is_file[0]:
                     verify(Path(place))
                 else:
