@@ -175,9 +175,8 @@ def _clear(path: Path) -> None:
     """Deletes what killed saves and removals of a checkpoint have left. Another process that saves it has lost its files, which it finds
     out in `StagedSave.commit`.
     """
-    left = [*path.parent.glob(f"{_prefix(path)}*{SAVING}")]
-    # The new checkpoint is in place.
-    for leftover in (*left, *([_replaced_path(path)] if os.path.lexists(path) else [])):
+    # Behind `recover`, the new checkpoint is in place of what it replaces.
+    for leftover in (*path.parent.glob(f"{_prefix(path)}*{SAVING}"), _replaced_path(path)):
         # What cannot be deleted, as another user's, is no reason not to save.
         with contextlib.suppress(OSError):
             _discard(leftover, path)

@@ -90,8 +90,9 @@ class WholeState:
         self._places = {_place(p): name for name, p in self._parameters.items() if p.numel() > 0}
         self.weights = weights
         if without_frozen:
-            of_entry: dict[str, Any] = {e: self._parameters.get(self._name_of(e)) for e in weights}
-            for entry in [e for e, p in of_entry.items() if p is not None and not p.requires_grad]:
+            names = {entry: self._name_of(entry) or self._firsts.get(entry, entry) for entry in weights}
+            frozen = {name for name, p in self._parameters.items() if not p.requires_grad}
+            for entry in [entry for entry, name in names.items() if name in frozen]:
                 del weights[entry]
         self._refuse_changed_pieces(handed or {})
         self._shapes = {} if optimizer is None else optimizer.full_state.shapes
@@ -102,12 +103,14 @@ class WholeState:
         self.optimizer_state: dict[str, Any] = {}
         self.run_state: dict[str, Any] | None = None
 
-    def _name_of(self, entry: str) -> str:
-        """Name of the parameter that an entry of the weights shows, which the module's `state_dict` or a hook may have renamed."""
+    def _name_of(self, entry: str) -> str | None:
+        """Name of the parameter that an entry of the weights is: by its memory, or where it is in pieces by its name."""
         name, shown = self._firsts.get(entry, entry), self.weights[entry]
-        if name in self._parameters or not isinstance(shown, Tensor) or shown.layout is not torch.strided:
+        if not isinstance(shown, Tensor) or shown.layout is not torch.strided:
+            return None
+        if shown.numel() == 0 and is_divided(self._parameters.get(name)):
             return name
-        return self._places.get(_place(shown), name)
+        return self._places.get(_place(shown))
 
     def _refuse_changed_pieces(self, handed: Mapping[str, Any]) -> None:
         """Raises MisconfigurationException if an entry shows a piece that nothing tells the parameter of, or that a hook has changed."""
@@ -206,9 +209,10 @@ class WholeState:
 
     def _fill(self, copies: Mapping[str | None, Mapping[str, Tensor]]) -> None:
         masters = copies[None]
-        for entry, shown in self.weights.items():
+        for entry in self.weights:
             name = self._name_of(entry)
-            if name in masters and self._is_parameter(name, shown):
+            # What is in pieces has been gathered where it is not exact.
+            if name is not None and (name in self._exact or is_divided(self._parameters[name])):
                 self.weights[entry] = masters[name]
         if len(self._keys) == 1:
             return
@@ -228,14 +232,6 @@ class WholeState:
                 for group, names in zip(self._optimizer.optimizer.param_groups, self._order, strict=True)
             ],
         }
-
-    def _is_parameter(self, name: str, shown: Any) -> bool:
-        """True if an entry is the parameter, which shows the rounded master weight, or stands for its pieces."""
-        p = self._parameters[name]
-        if not isinstance(shown, Tensor) or shown.layout is not torch.strided:
-            return False
-        stands_for_pieces = is_divided(p) and shown.numel() == 0
-        return stands_for_pieces or (name in self._exact and _place(shown) == _place(p))
 
 
 class SavedFile:
