@@ -85,8 +85,7 @@ class TrainerCheckpoints(Session):
         is_one_twice = len({*places}) < len(places) or any(
             self._may_repeat(c, name) for c, name in names.items() if c.save_top_k not in (0, 1)
         )
-        self._saves.linking = [c for c in models if c.save_last == "link"]
-        self._needs_files = is_one_twice or bool(self._saves.linking)
+        self._needs_files = is_one_twice or any(c.save_last == "link" for c in models)
         if self._needs_files and self.zenflow_config.async_checkpoints:
             rank_zero_info(
                 "ZenFlow: async_checkpoints has no effect: a link of `ModelCheckpoint(save_last='link')` must lead to a complete"
@@ -119,25 +118,9 @@ class TrainerCheckpoints(Session):
 
     def _handle(self, handler: Callable[..., None], *arguments: Any) -> None:
         if self._saves.must_wait:
-            self._wait_for_save(partial(handler, *arguments))
+            self._saves.wanted.append(partial(handler, *arguments))
         else:
             handler(*arguments)
-
-    def _wait_for_save(self, call: Callable[[], None]) -> None:
-        """Has something called that saves, as soon as the state is whole."""
-        self._saves.wanted.append(call)
-        if self.zenflow_optimizer is not None:
-            self.zenflow_optimizer.before_step = self._save_before_step
-
-    def _save_before_step(self) -> None:
-        """Saves what was deferred since the batch began, with the state after the last step; the present step goes on as without a save."""
-        assert self.zenflow_optimizer is not None
-        self.zenflow_optimizer.before_step = None
-        # Not where the batch before has made up for them.
-        if self._saves.wanted:
-            with self.zenflow_optimizer.zenflow_step.gradients_set_aside():
-                self._saves.end_batch()
-                self._saves.in_batch = True
 
     @override
     def flush(self, *, in_save: bool = False) -> None:
@@ -180,7 +163,7 @@ class TrainerCheckpoints(Session):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Saves the exact state after the last step, atomically, as one file or as DeepSpeed's folder (`checkpoint_format`).
 
-        In the middle of a batch, or of what must not be disturbed, the save is made up for before the step or right afterwards.
+        In the middle of a batch, or of what must not be disturbed, the save is made up for right afterwards.
 
         Raises:
             TypeError: there are `storage_options`, and no plugin that reads them.
@@ -188,15 +171,14 @@ class TrainerCheckpoints(Session):
             MisconfigurationException: there has been no training.
         """
         self._saves.is_missing = self._saves.must_wait or self._saves.makes_up or self._ends_with_error
-        self._saves.note_links()
         if self._saves.must_wait:
             if self.zenflow_optimizer is not None:
                 self.zenflow_optimizer.between_steps.in_update.resume()
             assert self.lightning_module is not None
             save = partial(self.lightning_module.trainer.save_checkpoint, place_of(filepath))
-            self._wait_for_save(partial(save, "optimizer_states" not in checkpoint, storage_options))
+            self._saves.wanted.append(partial(save, "optimizer_states" not in checkpoint, storage_options))
             rank_zero_info(
-                f"ZenFlow: {filepath} will be saved as soon as the state is whole: a batch, a save or the like is under way"
+                f"ZenFlow: {filepath} will be saved at the end of the batch, or of the save or the like that is under way"
             )
             return
         with self._saves.undisturbed(), all_cores(ranks_on_host=self.num_processes):
@@ -334,8 +316,6 @@ class TrainerCheckpoints(Session):
             self._saves.end_batch()
         finally:
             self._saves.over = True
-            if self.is_global_zero:
-                self._saves.put_links_back()
         super().on_exception(exception)
 
     @override

@@ -124,10 +124,12 @@ class ZenFlowTraining(OtherBases):  # type: ignore[misc]
     @override
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         optimizer = self.deepspeed.optimizer
-        # `TrainingArguments.enable_jit_checkpoint` saves between backward and step.
-        with optimizer.zenflow_step.gradients_set_aside():
-            optimizer.flush()
-            super()._save_checkpoint(*args, **kwargs)
+        if optimizer.zenflow_step.has_gradients:
+            # `TrainingArguments.enable_jit_checkpoint` saves between backward and step, behind which the Trainer looks at this.
+            self.control.should_save = True
+            return
+        optimizer.flush()
+        super()._save_checkpoint(*args, **kwargs)
 
     @override
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from lightning_zenflow.checkpoint.background import Archive, BackgroundSaves
 from lightning_zenflow.checkpoint.files import CheckpointError, StagedSave, place_of, read, recover, sync_all, verify
-from lightning_zenflow.checkpoint.reader import SavedCheckpoint, is_part
+from lightning_zenflow.checkpoint.reader import SavedCheckpoint
 from lightning_zenflow.checkpoint.single_file import COUNTS, SavedFile, WholeState, restore_counts
 from lightning_zenflow.core.distributed import all_agree, raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.parameters import is_divided, is_in_pieces, load_pieces, load_whole, whole_shape
+from lightning_zenflow.deepspeed.parameters import is_in_pieces, load_pieces, load_whole, whole_shape
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY, difference_of
 from lightning_zenflow.worker.machine import allowed_cores
 from lightning_zenflow.worker.process import WorkerError
@@ -205,7 +205,7 @@ def read_file_together(path: Any, io: CheckpointIO | None, *, weights_only: bool
         with _loading(place):
             if dist.get_rank() == 0:
                 recover(Path(place))
-                is_file = [Path(place).is_file() and not is_part(Path(place))]
+                is_file = [Path(place).is_file()]
                 if is_file[0]:
                     verify(Path(place))
                 else:
@@ -319,14 +319,13 @@ def load_file_together(
             load_whole(engine.module, weights or {}, strict=strict)
         return
     with _loading(saved.path):
-        masters = None if weights is None else saved.masters_for(optimizer, weights)
         state = None if states is None else saved.state_for(optimizer, order, states)
     if state is not None:
         _begin_alike(saved.path, state, optimizer)
     with optimizer.loading(), _loading(saved.path):
         if weights is not None:
             load_whole(engine.module, weights, strict=strict)
-        optimizer.load_full_state({} if masters is None else _as_loaded(masters, optimizer), state)
+        optimizer.load_full_state({} if weights is None else saved.masters(optimizer, weights), state)
         if state is not None:
             saved.restore_engine(engine)
 
@@ -344,16 +343,3 @@ def _begin_alike(path: Path | str, state: Mapping[str, Any], optimizer: ZenFlowO
 def optimizer_of(engine: Any) -> ZenFlowOptimizer | None:
     """The optimizer of this package that an engine has, if any."""
     return engine.optimizer if isinstance(engine.optimizer, ZenFlowOptimizer) else None
-
-
-def _as_loaded(masters: Mapping[str, Tensor], optimizer: ZenFlowOptimizer) -> dict[str, Tensor]:
-    """The master weights where the module shows them after loading; otherwise those that its loader has made of the file's, or left."""
-    loaded = {}
-    for name, p in optimizer.full_state.parameters.items():
-        master = masters.get(name)
-        if is_divided(p) or (master is not None and torch.equal(p.detach().cpu(), master.cpu().to(p.dtype))):
-            assert master is not None
-            loaded[name] = master
-        else:
-            loaded[name] = p.detach().to("cpu", torch.float32)
-    return loaded

@@ -1,19 +1,16 @@
 """Files of checkpoints: where they are; atomic creation and replacement, safe against a kill of the writing process and a failure of power;
 and what torch has written, read and compared with its checksums, with errors that name the file.
 
-A checkpoint, directory or file, is written in a staging directory in the same folder and renamed when it is complete. Names that only this
-module makes, with a random TOKEN:
+A checkpoint, directory or file, is written in a directory beside it and renamed when it is complete. Names that only this module makes:
 
-* ``.TOKEN.zenflow-saving``: being written.
-* ``.TOKEN.zenflow-lock``: file on which the process that saves holds a lock (flock), which ends with the process. The next save in the
-  folder, of any name, deletes what belongs to a lock that no process holds.
-* ``.TOKEN.zenflow-removed``: being deleted; the next save in the folder deletes it.
+* ``.HASH.TOKEN.zenflow-saving``: a directory in which a checkpoint is being written, or anything of one that is being deleted, with a hash
+  of the checkpoint's name and a random token. The next save of that name deletes what killed processes have left.
 * ``STEM.zenflow-replaced.SUFFIX``: the complete checkpoint STEM.SUFFIX between two renames, see `StagedSave.commit`.
 """
 
 import contextlib
 import errno
-import fcntl
+import hashlib
 import os
 import pickle
 import re
@@ -26,14 +23,14 @@ from typing import Any
 
 import torch
 
-from lightning_zenflow.core.forks import LOCK, SAVING
+from lightning_zenflow.core.forks import SAVING
 from lightning_zenflow.deepspeed.host_state import WithoutConversion
 from lightning_zenflow.offload.run_state import VERSION
 
 _OF_DEEPSPEED = re.compile(r"latest|zero_to_\w+\.py|[^/]+/[^/]+_states\.pt")
 """Files of a checkpoint; a folder in it has those of the ranks."""
 
-_REMOVED, _REPLACED = ".zenflow-removed", ".zenflow-replaced"
+_REPLACED = ".zenflow-replaced"
 
 
 class StagedSave:
@@ -45,8 +42,7 @@ class StagedSave:
         is_file: whether it is a single file.
 
     Attributes:
-        content: what becomes the checkpoint: the staging directory, empty at first, to which its files are to be written; or the file to
-            be written in it.
+        content: what becomes the checkpoint: an empty directory, to which its files are to be written; or the file to be written.
 
     Raises:
         IsADirectoryError: a folder has the path that is no checkpoint.
@@ -62,17 +58,18 @@ class StagedSave:
             folder.mkdir(exist_ok=True)
         if sync:
             sync_all(folder.parent for folder in created)
-        _clear(path.parent)
         recover(path)
-        self._lock_file = _beside(path, LOCK)
-        self._lock_file.touch()
-        # Without a lock no process can tell that this one has ended, and none deletes its files.
-        self._lock_fd = _lock(self._lock_file, wait=True)
-        self._folder = self._lock_file.with_suffix(SAVING)
+        _clear(path)
+        self._folder = _beside(path)
+        # Where another process has cleared this folder, a rank that has more to write may make it again, without this.
+        self._mark = self._folder / "begun"
         # Not the checkpoint's own name: torch refuses some, such as ".hidden".
-        self.content = self._folder / "file" if is_file else self._folder
+        self.content = self._folder / ("file" if is_file else "folder")
         try:
             self._folder.mkdir()
+            self._mark.touch()
+            if not is_file:
+                self.content.mkdir()
         except BaseException:
             self.abandon()
             raise
@@ -85,10 +82,12 @@ class StagedSave:
         system call, since network file systems cannot do it.
 
         Raises:
-            OSError: the content cannot be renamed or synced.
+            OSError: the content cannot be renamed or synced; or another process has begun to save under this name meanwhile.
         """
+        if not self._mark.exists():
+            raise OSError("another process has begun to save under this name meanwhile")
         if self._sync:
-            sync_all([*self._folder.rglob("*"), self._folder])
+            sync_all([*self.content.rglob("*"), self.content])
         replaced = _replaced_path(self._path)
         if os.path.lexists(self._path) and (self._path.is_dir() or self.content.is_dir()):
             self._path.rename(replaced)
@@ -99,16 +98,12 @@ class StagedSave:
             raise
         if self._sync:
             sync_all([self._path.parent])
-        _discard(replaced)
+        _discard(replaced, self._path)
         self.abandon()
 
     def abandon(self) -> None:
-        """Deletes the directory with what is left in it, and ends the lock; may be called again, and after `commit`."""
+        """Deletes the directory with what is left in it; may be called again, and after `commit`."""
         _delete(self._folder)
-        self._lock_file.unlink(missing_ok=True)
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
 
 
 def recover(path: Path) -> None:
@@ -152,8 +147,8 @@ def remove(path: Path) -> None:
     refuse_folder(path)
     try:
         # First what a killed save was replacing: alone, it would be taken for the checkpoint.
-        _discard(_replaced_path(path))
-        _discard(path)
+        _discard(_replaced_path(path), path)
+        _discard(path, path)
     except OSError as error:
         raise OSError(f"checkpoint {path} could not be removed: {error}; training can continue") from error
 
@@ -176,41 +171,25 @@ def sync_all(paths: Iterable[Path]) -> None:
             os.close(fd)
 
 
-def _clear(folder: Path) -> None:
-    """Deletes what killed processes have left in a folder; nothing of a process that is alive, and nothing of the user's."""
-    names = set(os.listdir(folder))
-    for file in map(folder.joinpath, names):
+def _clear(path: Path) -> None:
+    """Deletes what killed saves and removals of a checkpoint have left. Another process that saves it has lost its files, which it finds
+    out in `StagedSave.commit`.
+    """
+    # Behind `recover`, the new checkpoint is in place of what it replaces.
+    for leftover in (*path.parent.glob(f"{_prefix(path)}*{SAVING}"), _replaced_path(path)):
         # What cannot be deleted, as another user's, is no reason not to save.
         with contextlib.suppress(OSError):
-            if file.suffix == _REMOVED:
-                _delete(file)
-            elif file.suffix == LOCK and (lock := _lock(file, wait=False)) is not None:
-                _delete(file.with_suffix(SAVING))
-                file.unlink(missing_ok=True)
-                os.close(lock)
-            elif (replaced := _replaced_path(file)).name in names:
-                # The new checkpoint is in place.
-                _discard(replaced)
+            _discard(leftover, path)
 
 
-def _lock(file: Path, *, wait: bool) -> int | None:
-    """Locks a file; None if another process holds the lock (and `wait` is false) or has deleted the file, or if there are no locks.
-
-    The process that saves waits for one that looks whether it is alive, which takes no time.
-    """
-    with contextlib.suppress(OSError):
-        fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            return fd
-        except OSError:
-            os.close(fd)
-    return None
+def _prefix(path: Path) -> str:
+    """Begin of the names of what is temporary; a name with the checkpoint's own in it might be too long."""
+    return f".{hashlib.blake2b(os.fsencode(path.name), digest_size=8).hexdigest()}."
 
 
-def _beside(path: Path, suffix: str) -> Path:
+def _beside(path: Path) -> Path:
     """A new name in the folder of a checkpoint."""
-    return path.with_name(f".{secrets.token_hex(8)}{suffix}")
+    return path.with_name(f"{_prefix(path)}{secrets.token_hex(8)}{SAVING}")
 
 
 def _replaced_path(path: Path) -> Path:
@@ -218,10 +197,10 @@ def _replaced_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}{_REPLACED}{path.suffix}")
 
 
-def _discard(path: Path) -> None:
-    """Deletes a file or directory so that a kill on the way leaves nothing under its name; ignores a missing one."""
+def _discard(path: Path, checkpoint: Path) -> None:
+    """Deletes a file or directory of a checkpoint so that a kill on the way leaves nothing under its name; ignores a missing one."""
     if os.path.lexists(path):
-        removed = _beside(path, _REMOVED)
+        removed = _beside(checkpoint)
         with contextlib.suppress(FileNotFoundError):
             path.rename(removed)
         _delete(removed)

@@ -21,13 +21,11 @@ from deepspeed.checkpoint.constants import (
     OPTIMIZER_STATE_DICT,
     PARAM_ALIGNMENT_PADDINGS,
     PARAM_SHAPES,
-    PARTITION_COUNT,
     SINGLE_PARTITION_OF_FP32_GROUPS,
-    ZERO_STAGE,
 )
 from torch import Tensor
 
-from lightning_zenflow.checkpoint.files import CheckpointError, read, refusal, refuse_other_version, verify
+from lightning_zenflow.checkpoint.files import read, refusal, refuse_other_version, verify
 from lightning_zenflow.deepspeed.flat_buffers import Layout, copy_parts
 from lightning_zenflow.deepspeed.host_state import MOMENTS
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
@@ -39,21 +37,17 @@ _TERMS = {FP32_FLAT_GROUPS: SINGLE_PARTITION_OF_FP32_GROUPS, OPTIMIZER_STATE_DIC
 """Keys of stage 3 with those of stage 2: the flat master weights, and the state of the user's optimizer."""
 
 
-def is_part(path: Path) -> Path | None:
-    """The directory of a checkpoint in which the path is; None where it is in none, or is a whole one."""
-    folders = () if (path / "latest").is_file() else (path.parent, path.parent.parent)
-    return next((folder for folder in folders if (folder / "latest").is_file()), None)
-
-
 @dataclass(frozen=True)
 class SavedCheckpoint:
     """A checkpoint directory. Its file ``latest`` names the folder with one file of the model, under stage 3 one per rank, and one file of
     the optimizer per rank.
 
-    Content that is not what DeepSpeed writes may raise errors of any kind beside those named here.
+    A checkpoint is refused where a file is missing or damaged, where the run has another ZeRO stage, other parameter groups or parameters
+    of other shapes, and where another version of this package has written it. Content that is not what DeepSpeed writes for AdamW may
+    raise errors of any kind besides.
 
     Raises:
-        CheckpointError: `path` is missing, or not a complete checkpoint of ZeRO.
+        CheckpointError: `path` is no checkpoint of DeepSpeed, or has no file of the model.
     """
 
     path: Path
@@ -63,25 +57,15 @@ class SavedCheckpoint:
     """Name of the folder, if it is not the one that ``latest`` names."""
 
     def __post_init__(self) -> None:
-        """Checks the structure of the directory."""
-        if not self.path.exists():
-            raise refusal(self.path, "the path must exist")
-        if self.tag is None and (whole := is_part(self.path)) is not None:
-            raise refusal(self.path, f"the path must be a whole checkpoint, got a part: use {whole}")
+        """Checks that the folder of the ranks is there."""
         if self.tag is None and not (self.path / "latest").is_file():
-            raise refusal(self.path, "the path must be a checkpoint of DeepSpeed, got one without the file `latest`")
-        # Not `Path.is_dir`, which raises an error for a name that is too long.
-        if not os.path.isdir(self.folder):
-            name = str(self.folder.relative_to(self.path))
-            named = "named by its file `latest`" if self.tag is None else "of the given tag"
-            raise refusal(self.path, f"the folder {name[:60]!r}, {named}, is missing")
-        if not any(file.is_file() for file in self._first_model_files):
-            name = self._first_model_files[0].name
-            raise refusal(self.path, f"the file {name} is missing: the checkpoint is incomplete")
-        if all(file.is_file() for file in self._first_model_files):
             raise refusal(
-                self.path, f"{self.folder.name}/ must have files of one ZeRO stage, got 2 and 3: save to a new one"
+                self.path, "the path must be a file, or a folder of DeepSpeed with its file `latest`, got neither"
             )
+        # Not `Path.is_file`, which raises an error for a name that is too long.
+        if not any(map(os.path.isfile, self._first_model_files)):
+            name = self._first_model_files[0].relative_to(self.path)
+            raise refusal(self.path, f"a file is missing in the folder that `latest` or the tag names: {name}")
 
     @cached_property
     def folder(self) -> Path:
@@ -110,9 +94,20 @@ class SavedCheckpoint:
                 ' which every stage loads (`checkpoint_format="lightning"` in the run that saves)',
             )
 
+    def _file(self, rank: int, *names: str) -> Path:
+        """The one of these files that a rank has."""
+        found = [file for name in names if (file := self.folder / name).is_file()]
+        if len(found) != 1:
+            raise refusal(
+                self.path,
+                f"rank {rank} of {self.world_size} must have one file for this run's precision, {self.folder.name}/{names[0]}, got"
+                f" {len(found)}",
+            )
+        return found[0]
+
     def _model_file(self, rank: int) -> Path:
-        whole, first = self._first_model_files
-        return first.with_name(f"zero_pp_rank_{rank}_{whole.name}") if self.is_stage_3 else whole
+        whole = self._first_model_files[0]
+        return self._file(rank, f"zero_pp_rank_{rank}_{whole.name}") if self.is_stage_3 else whole
 
     @cached_property
     def model_states(self) -> Mapping[str, Any]:
@@ -126,15 +121,10 @@ class SavedCheckpoint:
     def read_model(self, rank: int, *, mapped: bool = True) -> dict[str, Any]:
         """Content of a rank's model file (`model_states`); tensors are memory-mapped if `mapped`."""
         file = self._model_file(rank)
-        if not file.is_file():
-            raise self._missing(rank, file)
-        states = read(file, mapped=mapped)
         # Written by `DeepSpeedEngine._save_checkpoint`; DeepSpeed has no constants for these keys.
-        if not isinstance(states, dict) or not {"module", "dp_world_size"} <= states.keys():
-            raise refusal(file, "the file must be a model file of DeepSpeed's engine")
+        states: dict[str, Any] = read(file, mapped=mapped)
         for key in ("dp_world_size", "global_steps") if rank > 0 else ():
-            first, other = self.model_states.get(key), states.get(key)
-            if first != other:
+            if (first := self.model_states.get(key)) != (other := states.get(key)):
                 raise refusal(file, f"the files of all ranks must be of one save: {key} must be {first}, got {other}")
         return states
 
@@ -142,11 +132,6 @@ class SavedCheckpoint:
     def world_size(self) -> int:
         """Number of ranks that saved the optimizer state."""
         return int(self.model_states["dp_world_size"])
-
-    def _missing(self, rank: int, file: Path) -> "CheckpointError":
-        return refusal(
-            self.path, f"the file of rank {rank} of {self.world_size} is missing: {self.folder.name}/{file.name}"
-        )
 
     def verify_model(self) -> None:
         """Compares the model's files with their checksums, for which it reads all of them.
@@ -178,18 +163,16 @@ class SavedCheckpoint:
         if len(groups) != len(ours):
             must = "configure_optimizers must return the saved number of parameter groups"
             raise refusal(self.path, f"{must}, {len(groups)}, got {len(ours)}")
-        for group, (saved, present) in enumerate(zip(groups, ours, strict=True)):
-            if saved.keys() != present.keys():
-                unknown = [f"{n} only in the checkpoint" for n in saved if n not in present]
-                unknown += [f"{n} only in the model" for n in present if n not in saved]
-                raise refusal(
-                    self.path,
-                    f"parameter group {group} must have {len(saved)} parameters, got {len(present)}: {', '.join(unknown[:4])}",
-                )
-            for name, shape in saved.items():
-                if tuple(shape) != tuple(present[name]):
-                    must = f"the model must be the saved one: parameter group {group} must have"
-                    raise refusal(self.path, f"{must} {name} {list(shape)}, got {name} {list(present[name])}")
+        for number, of_group in enumerate(zip(groups, ours, strict=True)):
+            self._refuse_other_shapes(*of_group, where=f"in parameter group {number} ")
+
+    def _refuse_other_shapes(
+        self, saved: Mapping[str, Sequence[int]], present: Mapping[str, Sequence[int]], *, where: str = ""
+    ) -> None:
+        for name in {**saved, **present}:
+            theirs, ours = (list(shapes[name]) if name in shapes else "absent" for shapes in (saved, present))
+            if theirs != ours:
+                raise refusal(self.path, f"the model must be the saved one: {name} {where}must be {theirs}, got {ours}")
 
     @property
     def _shapes(self) -> Sequence[Mapping[str, tuple[int, ...]]]:
@@ -202,64 +185,36 @@ class SavedCheckpoint:
     def _optimizer_file(self, rank: int) -> Path:
         # As `DeepSpeedEngine._get_rank_zero_ckpt_name`, which has no public counterpart.
         name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        files = {is_bf16: self.folder / f"{prefix}{name}" for is_bf16, prefix in ((False, ""), (True, "bf16_"))}
-        found = [is_bf16 for is_bf16, file in files.items() if file.is_file()]
-        if not found:
-            raise self._missing(rank, files[self.bf16 or False])
-        wanted = found if self.bf16 is None else [self.bf16]
-        if wanted[0] not in found:
-            saved, present = ("one without bf16", "bf16") if self.bf16 else ("bf16", "another")
-            raise refusal(self.path, f"the precision must be that of the checkpoint, {saved}, got {present}")
-        if len(wanted) > 1:
-            raise refusal(self.path, f"the files of rank {rank} must have one precision, got bf16 and another")
-        return files[wanted[0]]
+        of_bf16 = f"bf16_{name}"
+        return self._file(rank, *((name, of_bf16) if self.bf16 is None else (of_bf16,) if self.bf16 else (name,)))
 
     def optimizer_state(self, rank: int) -> dict[str, Any]:
         """Optimizer state of one rank of the run that saved, in the terms of DeepSpeed's stage 2; large tensors are memory-mapped.
 
         Raises:
-            CheckpointError: the state is missing, damaged, or not that of AdamW under the folder's ZeRO stage.
+            CheckpointError: the state is missing or damaged, or of another stage or version.
         """
         file = self._optimizer_file(rank)
-        content = read(file)
-        state = content.get(OPTIMIZER_STATE_DICT) if isinstance(content, dict) else None
-        stage = "stage 3" if self.is_stage_3 else "stage 1 or 2"
-        masters = FP32_FLAT_GROUPS if self.is_stage_3 else SINGLE_PARTITION_OF_FP32_GROUPS
-        if not isinstance(state, dict) or masters not in state:
-            raise refusal(file, f"the file must be an optimizer state of ZeRO {stage}")
+        state = read(file)[OPTIMIZER_STATE_DICT]
+        if (FP32_FLAT_GROUPS in state) != self.is_stage_3:
+            raise refusal(
+                file, f"the file must be an optimizer state of ZeRO stage {'3' if self.is_stage_3 else '1 or 2'}"
+            )
         if self.is_stage_3:
             state = {_TERMS.get(key, key): value for key, value in state.items()}
-        base = state[BASE_OPTIMIZER_STATE]
-        if int(state[ZERO_STAGE]) // 3 != self.is_stage_3 or not isinstance(base, dict):
-            raise refusal(file, f"the state must be of ZeRO {stage} with zero_optimization.elastic_checkpoint=False")
-        flats = state[SINGLE_PARTITION_OF_FP32_GROUPS]
-        for buffer, (key, flat) in enumerate(zip(_keys_of(base), flats, strict=True)):
-            what = f"{'sub-group' if self.is_stage_3 else 'parameter group'} {buffer}"
-            of_buffer = base["state"].get(key, {})
-            missing = [name for name in ("step", *MOMENTS) if name not in of_buffer]
-            if missing:
-                raise refusal(file, f"{what} must have the complete state of AdamW or Adam, got no {missing[0]}")
-            # Master weights are saved without padding.
-            sizes = [of_buffer[name].numel() for name in MOMENTS]
-            if min(sizes) < flat.numel() or len(set(sizes)) > 1:
-                raise refusal(file, f"{what} must have moments of {flat.numel()} elements or more, got {sizes}")
-        if self.is_stage_3:
-            self._refuse_other_pieces(file, state)
         ours = state.get(CHECKPOINT_KEY)
         refuse_other_version(file, ours, " (`zero_to_fp32.py` in the checkpoint makes one file of them)")
+        numels = [[t.numel() for t in of_buffer] for of_buffer in _partitions_of(state)]
+        for number, ((master, *moments), layout) in enumerate(zip(numels, self._layouts(state), strict=True)):
+            # Stage 2 saves master weights without padding. What stage 3 cuts in another way (MiCS, AutoEP), or has elsewhere (NVMe), has
+            # other lengths.
+            n = layout.partition_numel
+            if {*moments} != {n} or (master != n if self.is_stage_3 else master > n):
+                raise refusal(
+                    file, f"flat buffer {number} must have {n} elements of each state, got {master, *moments}"
+                )
         # Copied because it is kept: a mapped tensor would hold the file for as long as the run lasts.
         return {**state, CHECKPOINT_KEY: copy.deepcopy(ours)}
-
-    def _refuse_other_pieces(self, file: Path, state: Mapping[str, Any]) -> None:
-        """Refuses what DeepSpeed cuts in another way (MiCS, AutoEP), or has elsewhere (NVMe), and files of another save."""
-        count, places = state.get(PARTITION_COUNT), state.get("ds_zero_partition_groups")
-        if count != self.world_size or places is not None:
-            must = f"each parameter must be cut into a piece for each of {self.world_size} ranks"
-            raise refusal(file, f"{must}, got {count if places is None else places}")
-        sizes = [flat.numel() for flat in state[SINGLE_PARTITION_OF_FP32_GROUPS]]
-        needed = [layout.partition_numel for layout in self._layouts(state)]
-        if sizes != needed:
-            raise refusal(file, f"the sub-groups must have {needed} master weights, got {sizes}")
 
     def state_for(self, rank: int, layouts: Sequence[Layout], *, world_size: int) -> dict[str, Any]:
         """State of one rank of this run, redistributed if ranks or order of the parameters are others.
@@ -333,10 +288,7 @@ class SavedCheckpoint:
         module, of_frozen = self.model_states["module"], self.model_states.get(FROZEN_PARAM_SHAPES) or {}
         saved = {n: s for of_buffer in (*self._shapes, of_frozen) for n, s in of_buffer.items() if n in module}
         names = [name for name in shapes if name in saved]
-        for name in names:
-            if tuple(saved[name]) != tuple(shapes[name]):
-                must = f"the model must be the saved one: {name} must be {list(saved[name])}"
-                raise refusal(self.path, f"{must}, got {list(shapes[name])}")
+        self._refuse_other_shapes(*({name: of[name] for name in names} for of in (saved, shapes)))
 
         def cut(n_ranks: int, names: Iterable[str]) -> list[Layout]:
             return [Layout.of_pieces({name: math.prod(saved[name])}, n_ranks=n_ranks) for name in names]

@@ -11,8 +11,6 @@ Under the Trainer::
         clip_grad         largest gradient norm
         count             applied steps; each parameter's own, without those in which it was frozen, are in its state
         counts            of DeepSpeed's engine
-        entries           in the state dict, of parameters whose entries have other names
-        masters           by name, where the model is in 16 bits and a hook has made something else of the entry
     ...                   what Lightning saves besides
 
 Under Fabric weights and state have the names that the loop gives them. A file with weights only has the weights only. All of it but the
@@ -66,8 +64,8 @@ class WholeState:
         without_frozen: whether weights are left out that are not trained at present.
 
     Attributes:
-        weights: the same dict, and in `saved_as`, on rank 0, with whole master weights where the module shows these
-            and an entry is what the module shows. All else is the user's: averaged weights, or what a hook has made of a weight.
+        weights: the same dict, and in `saved_as`, on rank 0, with whole master weights where the module shows these and an entry is the
+            parameter, in its memory. All else is the user's: averaged weights, or what a hook has made of a weight.
         optimizer_state: there the state in torch's layout.
         run_state: there and later the entry of ours, None where there is no optimizer's state.
     """
@@ -92,8 +90,9 @@ class WholeState:
         self._places = {_place(p): name for name, p in self._parameters.items() if p.numel() > 0}
         self.weights = weights
         if without_frozen:
-            of_entry: dict[str, Any] = {e: self._parameters.get(self._name_of(e)) for e in weights}
-            for entry in [e for e, p in of_entry.items() if p is not None and not p.requires_grad]:
+            names = {entry: self._name_of(entry) or self._firsts.get(entry, entry) for entry in weights}
+            frozen = {name for name, p in self._parameters.items() if not p.requires_grad}
+            for entry in [entry for entry, name in names.items() if name in frozen]:
                 del weights[entry]
         self._refuse_changed_pieces(handed or {})
         self._shapes = {} if optimizer is None else optimizer.full_state.shapes
@@ -104,12 +103,14 @@ class WholeState:
         self.optimizer_state: dict[str, Any] = {}
         self.run_state: dict[str, Any] | None = None
 
-    def _name_of(self, entry: str) -> str:
-        """Name of the parameter that an entry of the weights shows, which the module's `state_dict` or a hook may have renamed."""
+    def _name_of(self, entry: str) -> str | None:
+        """Name of the parameter that an entry of the weights is: by its memory, or where it is in pieces by its name."""
         name, shown = self._firsts.get(entry, entry), self.weights[entry]
-        if name in self._parameters or not isinstance(shown, Tensor) or shown.layout is not torch.strided:
+        if not isinstance(shown, Tensor) or shown.layout is not torch.strided:
+            return None
+        if shown.numel() == 0 and is_divided(self._parameters.get(name)):
             return name
-        return self._places.get(_place(shown), name)
+        return self._places.get(_place(shown))
 
     def _refuse_changed_pieces(self, handed: Mapping[str, Any]) -> None:
         """Raises MisconfigurationException if an entry shows a piece that nothing tells the parameter of, or that a hook has changed."""
@@ -207,19 +208,15 @@ class WholeState:
                 pass
 
     def _fill(self, copies: Mapping[str | None, Mapping[str, Tensor]]) -> None:
-        masters, entries = copies[None], dict[str, str]()
-        for entry, shown in self.weights.items():
+        masters = copies[None]
+        for entry in self.weights:
             name = self._name_of(entry)
-            if name in masters and self._is_as_shown(name, shown):
+            # What is in pieces has been gathered where it is not exact.
+            if name is not None and (name in self._exact or is_divided(self._parameters[name])):
                 self.weights[entry] = masters[name]
-                entries.setdefault(name, entry)
         if len(self._keys) == 1:
             return
         assert self._optimizer is not None and self.run_state is not None
-        self.run_state["entries"] = {name: entry for name, entry in entries.items() if entry != name}
-        # Of which hooks have made something else. A float32 weight that is loaded from that is the master.
-        rounded = [n for n in self._exact - entries.keys() if self._parameters[n].dtype != torch.float32]
-        self.run_state["masters"] = {name: masters[name] for name in sorted(rounded)}
         numbers = {name: i for i, name in enumerate(n for of_group in self._order for n in of_group)}
         counts = self.run_state["ranks"][0]["counts"]
         self.optimizer_state = {
@@ -235,15 +232,6 @@ class WholeState:
                 for group, names in zip(self._optimizer.optimizer.param_groups, self._order, strict=True)
             ],
         }
-
-    def _is_as_shown(self, name: str, shown: Any) -> bool:
-        """True if an entry is the weight that the module shows, by place or values, and that weight is the rounded master weight."""
-        p = self._parameters[name]
-        if not isinstance(shown, Tensor) or (is_divided(p) and shown.numel() == 0):
-            return isinstance(shown, Tensor)
-        if name not in self._exact or _layout(shown) != _layout(p):
-            return False
-        return _place(shown) == _place(p) or torch.equal(shown.detach().to(p.device), p.detach())
 
 
 class SavedFile:
@@ -294,22 +282,24 @@ class SavedFile:
         """Copies what is in the content, but for the entries `mapped`, so that who keeps it does not hold the file."""
         self.content = {k: v if k in mapped else copy.deepcopy(v) for k, v in self.content.items()}
 
-    def masters_for(self, optimizer: ZenFlowOptimizer, weights: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The master weights of the optimizer's parameters, by their names, before the module loads its weights (see `load_file_together`).
-
-        Raises:
-            CheckpointError: a module in pieces must have the file's, and the file has others.
+    def masters(self, optimizer: ZenFlowOptimizer, weights: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Master weights of the optimizer's parameters, by their names, when the module has loaded `weights`: the file's where the module
+        shows these; otherwise those that its loader has made of the file's, or left.
         """
-        run_state = self._run_state or {}
-        entries, masters = run_state.get("entries", {}), dict(run_state.get("masters", {}))
-        for name, shape in optimizer.full_state.shapes.items():
-            # The module's `load_state_dict` or `on_load_checkpoint` renames them.
-            weight = weights.get(name, weights.get(entries.get(name, name)))
-            if isinstance(weight, Tensor) and weight.shape == shape:
-                masters.setdefault(name, weight)
-            elif is_divided(optimizer.full_state.parameters[name]):
-                found = "none" if weight is None else f"one of {list(weight.shape)}"
-                raise refusal(self.path, f"the model must be the saved one: {name} must be {list(shape)}, got {found}")
+        run_state, masters = self._run_state or {}, dict[str, Tensor]()
+        # In files of before, where a hook has renamed an entry or, in 16 bits, changed it.
+        entries, changed = run_state.get("entries", {}), run_state.get("masters", {})
+        for name, p in optimizer.full_state.parameters.items():
+            # An entry has another name where the module's `load_state_dict` renames it.
+            weight = changed.get(name, weights.get(name, weights.get(entries.get(name))))
+            if is_divided(p):
+                # `load_whole` has compared the shapes; without `strict` one may be missing.
+                if weight is not None:
+                    masters[name] = weight
+            elif isinstance(weight, Tensor) and torch.equal(p.detach().cpu(), weight.cpu().to(p.dtype)):
+                masters[name] = weight
+            else:
+                masters[name] = p.detach().to("cpu", torch.float32)
         return masters
 
     def state_for(
@@ -390,9 +380,5 @@ def restore_counts(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
         setattr(engine, name, saved[name])
 
 
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.shape, tensor.stride() if tensor.layout is torch.strided else tensor.layout
-
-
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.device, tensor.data_ptr(), *_layout(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -1,7 +1,7 @@
 """What children that are forked, such as the processes of a data loader, do not inherit: the arena and copies of weights, the worker's
 socket, and the files of a save that is under way.
 
-A descriptor in a child keeps memory, disk space or a lock, and hides the trainer's death from the worker. `MADV_DONTFORK` excludes a
+A descriptor in a child keeps memory or disk space, and hides the trainer's death from the worker. `MADV_DONTFORK` excludes a
 mapping from children, and `O_CLOEXEC` closes descriptors in programs that a child executes; this module covers the time between fork and
 exec. Where the mapping was, the kernel puts memory of the child's own. The Python object of the mapping must therefore never be freed
 there: it would unmap that memory.
@@ -25,10 +25,10 @@ from torch import Tensor
 MEMORY_PREFIX = "zenflow-"
 """Prefix of the names of this package's memfds."""
 
-SAVING, LOCK = ".zenflow-saving", ".zenflow-lock"
-"""Suffixes of the directory in which a checkpoint is written, and of the file that is locked meanwhile."""
+SAVING = ".zenflow-saving"
+"""Suffix of the directory in which a checkpoint is written."""
 
-_OURS = re.compile(rf"/memfd:{MEMORY_PREFIX}|.*/\.[0-9a-f]+({re.escape(SAVING)}/|{re.escape(LOCK)})")
+_OURS = re.compile(rf"/memfd:{MEMORY_PREFIX}|.*/\.[0-9a-f.]+{re.escape(SAVING)}/")
 """Files whose descriptors no child keeps."""
 
 kept_from_children: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()

@@ -247,13 +247,13 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
         """Continues from whole states, right after a flush and after the model has loaded its weights; all ranks call it together.
 
         Args:
-            weights: master weights by name, [*shape of the parameter], any type; of all trained parameters, perhaps of others, or of none.
+            weights: master weights by name, [*shape of the parameter], any type; others stay.
             saved: "count" of applied steps, and "counts" of each parameter's own by name, the same where there is none; "groups" of
                 hyperparameters; "moments" by key and name, 0 where there is none; and "zenflow", this rank's `ZenFlowStep.state_dict` or
                 None. None: weights only.
         """
         for name, shape in self.full_state.shapes.items():
-            if weights:
+            if name in weights:
                 self.full_state.write(name, weights[name])
             for key, of_names in sorted(({} if saved is None else saved["moments"]).items(), reverse=True):
                 moment = of_names.get(name)

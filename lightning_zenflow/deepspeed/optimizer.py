@@ -54,7 +54,6 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
             Infinity: no clipping, which backward passes do not rely on.
         shapes_by_name: for each parameter group the shapes of its whole parameters that are trained, by name.
         zenflow_config: configuration of this training.
-        before_step: called before the next step; None: nothing is.
         zenflow_step: the step. Not `zenflow`, which is a flag of the base class.
         between_steps: what the user's code does between two steps.
     """
@@ -76,7 +75,6 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         self._updates_in_backward = zenflow.updates_in_backward
         self._worker: SupervisedWorker | None = None
         self._destroyed = self._in_backward = self._is_behind_step = False
-        self.before_step: Callable[[], None] | None = None
         self._process = os.getpid()
         try:
             super().__init__(*args, **kwargs)
@@ -222,8 +220,6 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
             )
         self.refuse_asleep()
         self.between_steps.in_update.end()
-        if self.before_step is not None:
-            self.before_step()
         # Private: runs torch's hooks around a step, those of all optimizers and those of the user's.
         Optimizer.profile_hook_step(lambda _: self._step())(self.optimizer)
 

@@ -1,7 +1,6 @@
 """One optimizer step, without DeepSpeed: its phases, and the state that they share."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -136,29 +135,6 @@ class ZenFlowStep:
     def state_written(self) -> None:
         """Notes that the arena's exact state has been changed from outside, right after a flush."""
         self._state_written = True
-
-    @contextmanager
-    def gradients_set_aside(self) -> Iterator[None]:
-        """Context between backward and step in which a flush, which drops the step's gradients, does not lose them.
-
-        They are copied to host memory, and received again in the same order.
-        """
-        if not self.has_gradients:
-            yield
-            return
-        arrived, sums = list(self._fill.arrived), sorted(self._fill.accumulation.pending)
-        kept = {index: self._fill.gradient(index).to("cpu", copy=True) for index in (*sums, *arrived)}
-        micro_batches = self.micro_batches
-        try:
-            yield
-        finally:
-            if self._state is StepState.IDLE:
-                for index in sums:
-                    self._fill.accumulate(index, kept[index].to(self._rank.device), self.number + 1)
-                self.begin_backward(last=True)
-                for index in arrived:
-                    self.receive(index, kept.pop(index).to(self._rank.device), last=True)
-                self.micro_batches = micro_batches
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:

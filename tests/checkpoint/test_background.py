@@ -295,7 +295,7 @@ def test_a_checkpoint_goes_where_it_was_meant_to(format_: Any, tmp_path: Path, m
 
 
 def test_children_inherit_neither_copies_nor_files(tmp_path: Path) -> None:
-    """They would keep memory of each save, the space of files that are deleted, and the lock that a killed save leaves."""
+    """They would keep memory of each save, and the space of files that are deleted."""
     memory, staged = new_pages(2**20), StagedSave(tmp_path / "a.ckpt", sync=False, is_file=True)
     memory.fill_(1)
 
@@ -324,10 +324,10 @@ def cannot_remove(folder: Path, trainer: Any) -> None:
     """At once, and behind a save, which is made."""
     discard, path = files._discard, folder / "other.ckpt"
 
-    def refuses(discarded: Path) -> None:
+    def refuses(discarded: Path, checkpoint: Path) -> None:
         if discarded == path:
             raise PermissionError(errno.EACCES, "denied", str(path))
-        discard(discarded)
+        discard(discarded, checkpoint)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "_discard", refuses)

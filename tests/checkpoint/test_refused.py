@@ -38,28 +38,19 @@ def of_state(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
 
 
 DAMAGED = "this file is truncated or damaged"
+NO_FOLDER = "the path must be a file, or a folder of DeepSpeed with its file `latest`, got neither"
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "nothing there": (shutil.rmtree, "the path must exist"),
-    "empty directory": (
-        lambda p: (shutil.rmtree(p), p.mkdir()),
-        "must be a checkpoint of DeepSpeed, got one without the file `latest`",
-    ),
-    "a file": (lambda p: (shutil.rmtree(p), p.write_text("x")), "must be a checkpoint of DeepSpeed, got one without"),
+    "nothing there": (shutil.rmtree, NO_FOLDER),
+    "empty directory": (lambda p: (shutil.rmtree(p), p.mkdir()), NO_FOLDER),
     "no folder": (
         lambda p: (p / "latest").write_text("other"),
-        "the folder 'other', named by its file `latest`, is missing",
+        "a file is missing .*: other/mp_rank_00_model_states.pt",
     ),
-    "a long name": (lambda p: (p / "latest").write_text("c" * 300), "the folder '(c{60})', named by its file `latest`"),
-    "a name that is none": (lambda p: (p / "latest").write_bytes(b"\0\xff"), "named by its file `latest`, is missing"),
-    "its own folder": (
-        lambda p: (p / "latest").write_text("/"),
-        "the file .* is missing: the checkpoint is incomplete",
-    ),
-    "no model": (
-        lambda p: (p / MODEL_FILE).unlink(),
-        "the file mp_rank_00_model_states.pt is missing: the checkpoint is incomplete",
-    ),
-    "no rank": (lambda p: (p / RANK_FILE).unlink(), f"the file of rank 0 of 1 is missing: {RANK_FILE}"),
+    "a long name": (lambda p: (p / "latest").write_text("c" * 300), "a file is missing .*: c{300}/"),
+    "a name that is none": (lambda p: (p / "latest").write_bytes(b"\0\xff"), "a file is missing .*: "),
+    "its own folder": (lambda p: (p / "latest").write_text("/"), "a file is missing .*: mp_rank_00_model_states.pt"),
+    "no model": (lambda p: (p / MODEL_FILE).unlink(), f"a file is missing .*: {MODEL_FILE}"),
+    "no rank": (lambda p: (p / RANK_FILE).unlink(), f"rank 0 of 1 must have one file .*, {RANK_FILE}, got 0"),
     "stage 2 for stage 3": (
         lambda p: (p / MODEL_FILE).rename(p / "checkpoint/zero_pp_rank_0_mp_rank_00_model_states.pt"),
         "the file must be an optimizer state of ZeRO stage 3",
@@ -67,23 +58,13 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "half a model file": truncate(MODEL_FILE, 0.5),
     "empty rank file": truncate(RANK_FILE, 0),
     "nearly a rank file": truncate(RANK_FILE, 0.9999),
-    "another file of torch": (lambda p: torch.save([1], p / MODEL_FILE), "must be a model file of DeepSpeed's engine"),
-    "another optimizer": (
-        of_state(lambda state: state["base_optimizer_state"]["state"][1].pop("exp_avg_sq")),
-        "parameter group 1 must have the complete state of AdamW or Adam, got no exp_avg_sq",
-    ),
     "other sizes": (
         of_state(lambda state: state["base_optimizer_state"]["state"][0].update(exp_avg=torch.zeros(3))),
-        r"parameter group 0 must have moments of \d+ elements or more, got \[3, \d+\]",
+        r"flat buffer 0 must have 3 elements of each state, got \(\d+, 3, \d+\)",
     ),
-    "an elastic checkpoint": (
-        of_state(lambda state: state.update(base_optimizer_state=[])),
-        "with zero_optimization.elastic_checkpoint=False",
-    ),
-    "no optimizer": (lambda p: torch.save({"a": 1}, p / RANK_FILE), "must be an optimizer state of ZeRO stage 1 or 2"),
     "another precision": (
         lambda p: (p / RANK_FILE).rename(p / RANK_FILE.replace("zero_", "bf16_zero_")),
-        "the precision must be that of the checkpoint, bf16, got another",
+        f"must have one file for this run's precision, {RANK_FILE}, got 0",
     ),
     "another layout": (
         of_state(lambda state: state["zenflow"].update(version=1)),
@@ -102,10 +83,10 @@ def test_refused(name: str, saved: Path, tmp_path: Path) -> None:
     assert len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize("part", ["checkpoint", RANK_FILE])
-def test_a_part_of_a_checkpoint_is_refused(part: str, saved: Path) -> None:
-    with pytest.raises(CheckpointError, match=f"must be a whole checkpoint, got a part: use {saved}$"):
-        SavedCheckpoint(saved / part)
+def test_a_part_of_a_checkpoint_is_refused(saved: Path) -> None:
+    for part, message in (("checkpoint", NO_FOLDER), (MODEL_FILE, "the file must have an entry 'state_dict', got")):
+        with pytest.raises(CheckpointError, match=message):
+            run_here(Case(steps=4, checkpoint=str(saved / part)))
 
 
 @pytest.mark.parametrize("n", [60, pytest.param(2000, marks=pytest.mark.slow)])
@@ -163,8 +144,15 @@ def wrong_model(**entries: Any) -> Callable[[Path], None]:
 
 
 IN_TRAINING: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
+    "another file of torch": (lambda p: torch.save([1], p / MODEL_FILE), {}, ""),
+    "no optimizer": (lambda p: torch.save({"a": 1}, p / RANK_FILE), {}, ""),
+    "another optimizer": (
+        of_state(lambda state: state["base_optimizer_state"]["state"][1].pop("exp_avg_sq")),
+        {},
+        r"its content cannot be loaded \(KeyError: 'exp_avg_sq'\)",
+    ),
+    "an elastic checkpoint": (of_state(lambda state: state.update(base_optimizer_state=[])), {}, ""),
     "optimizer, no groups": (of_state(lambda s: s["base_optimizer_state"].pop("param_groups")), {}, ""),
-    "optimizer, no stage": (of_state(lambda s: s.pop("zero_stage")), {}, ""),
     "model, ranks": (wrong_model(dp_world_size="two"), {}, ""),
     "optimizer, layout": (of_state(lambda s: s["zenflow"].pop("layout")), {}, ""),
     "optimizer, columns": (of_state(lambda s: s["zenflow"].update(ownership={})), {}, ""),
@@ -174,12 +162,12 @@ IN_TRAINING: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
     "another shape": (
         Path.exists,
         {"model_options": {"shapes": (*SHAPES[:2], (53, 8), *SHAPES[3:])}},
-        r"the model must be the saved one: parameter group 0 must have weights.2 \[53, 7\], got weights.2 \[53, 8\]",
+        r"the model must be the saved one: weights.2 in parameter group 0 must be \[53, 7\], got \[53, 8\]",
     ),
     "fewer parameters": (
         Path.exists,
         {"model_options": {"shapes": SHAPES[:-1]}},
-        "parameter group 0 must have 5 parameters, got 4: weights.6 only in the checkpoint",
+        r"weights.6 in parameter group 0 must be \[.*\], got absent",
     ),
     "fewer groups": (
         Path.exists,

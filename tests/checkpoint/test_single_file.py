@@ -139,6 +139,14 @@ def test_frozen_pieces_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert_same_tensors([saved[name] for name in frozen], expected)
 
 
+def test_frozen_weights_may_be_left_out(tmp_path: Path) -> None:
+    model = LinearLossModule()
+    names, path = [name for name, _ in model.named_parameters()], tmp_path / "a.ckpt"
+    model.get_parameter(names[0]).requires_grad_(False)
+    fit(model, ZenFlowStrategy(exclude_frozen_parameters=True), steps=1).save_checkpoint(path)
+    assert [*torch.load(path, weights_only=True)["state_dict"]] == names[1:]
+
+
 class Noted(SmallNet):
     """Keeps its losses."""
 

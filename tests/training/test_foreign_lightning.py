@@ -159,8 +159,7 @@ def test_the_users_error_is_raised_before_there_is_anything_to_save(hook: str, t
 
 
 @pytest.mark.parametrize("hook", ["on_after_backward", "on_train_batch_end"])
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("save_last", [True, "link"])
+@pytest.mark.parametrize(("fails", "save_last"), [(False, True), (True, True), (False, "link")])
 def test_the_last_checkpoint_stays_until_another_one_is_complete(
     hook: str, fails: bool, save_last: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
