@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
@@ -93,7 +93,6 @@ class Session(RankEnvironment):
         self._trained: Any = None
         self._released: list[Released] = []
         self._users_optimizer: UsersOptimizer | None = None
-        self._plugin: CheckpointIO | None = None
         # During a training with `async_checkpoints`.
         self._background: BackgroundSaves | None = None
         # What must end with the training; refers to no strategy.
@@ -306,17 +305,11 @@ class Session(RankEnvironment):
         return weights_only or format_ == "lightning" or (format_ == "auto" and self.world_size == 1)
 
     @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        """The user's plugin, or Lightning's own, which no further Trainer takes for one of the user's."""
-        if any(kind.__name__ == "_WrappingCheckpointIO" for kind in type(self._plugin).__mro__):
-            # As Lightning's getter: what a plugin without a base wraps. The class is private, and there are two of it.
-            self._plugin.checkpoint_io = TorchCheckpointIO()  # type: ignore[union-attr]
-        return self._plugin or TorchCheckpointIO()
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, plugin: CheckpointIO | None) -> None:
-        self._plugin = plugin
+    def _plugin(self) -> CheckpointIO | None:
+        """The user's plugin for checkpoints, if there is one."""
+        # Private: where Lightning keeps it, or a `TorchCheckpointIO` of its own. There is one in each of its packages.
+        plugin: CheckpointIO | None = self._checkpoint_io
+        return None if type(plugin).__name__ == "TorchCheckpointIO" else plugin
 
     def _io_of(self, place: Path | str) -> CheckpointIO | None:
         """What writes, reads and removes a file: a plugin of the user's, or Lightning's own in a store; None: this package, as folders."""

@@ -131,17 +131,16 @@ class Noting(TorchCheckpointIO):
 
 
 def test_a_plugin_saves_loads_and_removes(whole: list[Tensor], tmp_path: Path) -> None:
-    """That of the present Trainer, where one strategy is given to several in turn."""
-    strategy, path = ZenFlowStrategy(**LIMIT), tmp_path / "a.ckpt"
+    path = tmp_path / "a.ckpt"
     first, second = Noting(), Noting()
-    _, trainer = fit(4, strategy=strategy, plugins=[first])
+    _, trainer = fit(4, strategy=ZenFlowStrategy(**LIMIT), plugins=[first])
     trainer.save_checkpoint(path, storage_options=7)
-    rest, trainer = fit(8, resume=str(path), strategy=strategy, plugins=[second])
+    rest, trainer = fit(8, resume=str(path), strategy=ZenFlowStrategy(**LIMIT), plugins=[second])
     torch.testing.assert_close(weights_of(rest), whole, rtol=0, atol=0)
-    strategy.remove_checkpoint(path)
+    trainer.strategy.remove_checkpoint(path)
     assert first.calls == [("save", "a.ckpt 7")]
     assert second.calls == [("load", "a.ckpt"), ("remove", "a.ckpt")]
-    _, trainer = fit(1, strategy=strategy)
+    _, trainer = fit(1, strategy=ZenFlowStrategy(**LIMIT))
     trainer.save_checkpoint(path)
     with pytest.raises(TypeError, match="storage_options must be None without a plugin"):
         trainer.save_checkpoint(path, storage_options=7)
