@@ -82,9 +82,8 @@ class TrainerCheckpoints(Session):
         names = {c: re.sub(r"(\{[^:}]*):[^}]*", r"\1", c.filename or "{epoch}-{step}") for c in models}
         lasts = [(c.dirpath, c.CHECKPOINT_NAME_LAST) for c in models if c.save_last]
         places = [*((c.dirpath, name) for c, name in names.items()), *lasts]
-        is_one_twice = len({*places}) < len(places) or any(
-            self._may_repeat(c, name) for c, name in names.items() if c.save_top_k not in (0, 1)
-        )
+        is_one_twice = len({*places}) < len(places)
+        is_one_twice |= any("{step}" not in name for c, name in names.items() if c.save_top_k not in (0, 1))
         self._needs_files = is_one_twice or any(c.save_last == "link" for c in models)
         if self._needs_files and self.zenflow_config.async_checkpoints:
             rank_zero_info(
@@ -92,15 +91,6 @@ class TrainerCheckpoints(Session):
                 " checkpoint, and two ModelCheckpoints in one folder, or one that keeps several, see by its files which names are free; use"
                 " save_last=True, and a `filename` for each, with {step} where it keeps several"
             )
-
-    def _may_repeat(self, callback: Any, name: str) -> bool:
-        """Whether a `ModelCheckpoint` may use its name again before a file is there."""
-        assert self.lightning_module is not None
-        # A number of batches may be 1, and where the interval is a time, there is no attribute.
-        interval = getattr(self.lightning_module.trainer, "val_check_interval", None)
-        # Private: 0 where it saves by steps or time.
-        in_epochs = callback._every_n_epochs > 0 and isinstance(interval, float) and interval == 1.0
-        return not any(key in name for key in (("{step}", "{epoch}") if in_epochs else ("{step}",)))
 
     @override
     def _background_of(self, path: Any) -> BackgroundSaves | None:
