@@ -123,13 +123,11 @@ class ZenFlowTraining(OtherBases):  # type: ignore[misc]
 
     @override
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        optimizer = self.deepspeed.optimizer
-        if optimizer.zenflow_step.has_gradients:
+        if self.deepspeed.optimizer.zenflow_step.has_gradients:
             # `TrainingArguments.enable_jit_checkpoint` saves between backward and step, behind which the Trainer looks at this.
             self.control.should_save = True
-            return
-        optimizer.flush()
-        super()._save_checkpoint(*args, **kwargs)
+        else:
+            super()._save_checkpoint(*args, **kwargs)
 
     @override
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -179,11 +177,11 @@ def _keep_given(optimizer: Any, trainer: Any, config: Any, args: TrainingArgumen
             raise MisconfigurationException(
                 f"ZenFlowTrainer: {name} must be absent where DeepSpeed's configuration has a block `{block}`: leave the block out"
             )
-    # transformers compares what a block says with the arguments, and leaves what it does not say to DeepSpeed's defaults.
+    # transformers has compared what a block says with the arguments, and leaves what it does not say to DeepSpeed's defaults.
     if "optimizer" in blocks:
         betas = [args.adam_beta1, args.adam_beta2]
         adam = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay}
-        params["optimizer"].update(adam | params["optimizer"])
+        params["optimizer"].update(adam)
         if has_trained and has_steps:
             rank_zero_warn(NEW_MOMENTS)
     if kind in _KINDS:

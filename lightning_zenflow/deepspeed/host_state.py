@@ -183,6 +183,11 @@ class Checkpointing(OtherBases):  # type: ignore[misc]
             group["params"] = list(params)
         return before
 
+    def _leave_users_optimizer(self) -> None:
+        """Of groups that the user has added in training DeepSpeed knows nothing."""
+        self._reading.remove()
+        del self.optimizer.param_groups[len(self._of_groups) :]
+
     def _refuse_reading(self, _: Optimizer) -> None:
         if not self._is_read:
             raise MisconfigurationException(

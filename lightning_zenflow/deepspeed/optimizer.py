@@ -164,8 +164,10 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         """`ZenFlowStep.begin_backward`, behind `begin_micro_batch`.
 
         Raises:
-            MisconfigurationException: there was a backward pass of the user's own, or the gradients of the step before were not zeroed.
+            MisconfigurationException: a backward pass of the user's own, gradients of the step before, or a further parameter group.
         """
+        if len(self.optimizer.param_groups) > len(self._of_groups):
+            self.add_param_group({})
         if self.zenflow_step.micro_batches == 0:
             self.between_steps.taken.refuse_accumulation()
         self.between_steps.end()
@@ -383,7 +385,7 @@ class ZenFlowOptimizer(Sleep, Checkpointing):
         if not self.closed:
             self.close()
         if not self._destroyed:
-            self._reading.remove()
+            self._leave_users_optimizer()
             self._destroyed = True
             super().destroy()
             # The strategy outlives the training, and a module refers to it.

@@ -66,10 +66,9 @@ class UsersOptimizer:
     def __init__(self, optimizer: Optimizer) -> None:
         if optimizer.state or optimizer in _trained:
             rank_zero_warn(NEW_MOMENTS)
-        self._optimizer, groups = optimizer, optimizer.param_groups
-        self._is_given_back = False
-        # What the other side has as groups, in them, and as the state: nothing is left for the user.
-        self._other = list(groups), [list(group["params"]) for group in groups], defaultdict[Tensor, Any](dict)
+        self._optimizer, self._is_given_back = optimizer, False
+        # What the other side has in the groups, and as the state: nothing is left for the user.
+        self._other = [list(group["params"]) for group in optimizer.param_groups], defaultdict[Tensor, Any](dict)
 
     def give_back(self, *, has_trained: bool) -> None:
         """Ends the training, in which there was a step or not. May be called again."""
@@ -91,10 +90,8 @@ class UsersOptimizer:
                 self._exchange()
 
     def _exchange(self) -> None:
-        ours, (groups, of_groups, state) = self._optimizer.param_groups, self._other
-        self._other = list(ours), [group["params"] for group in ours], self._optimizer.state
-        # The user may have added groups, which a step refuses.
-        ours[:] = groups
+        groups, (of_groups, state) = self._optimizer.param_groups, self._other
+        self._other = [group["params"] for group in groups], self._optimizer.state
         for group, params in zip(groups, of_groups, strict=True):
             group["params"] = params
         self._optimizer.state = state

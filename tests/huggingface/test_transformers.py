@@ -29,6 +29,7 @@ from transformers import (
 
 import sft
 from accelerate_loops import EXACT, LATE, Net, new_process
+from lightning_zenflow.deepspeed.parameters import is_in_pieces
 from lightning_zenflow.transformers import ZenFlowTrainer
 from rank_processes import free_port
 from same_bits import assert_same_tensors
@@ -125,7 +126,8 @@ def test_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
 def test_configuration_of_the_seeds_and_a_second_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # On a CPU it is refused, although torch computes it there.
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
-    options = {"per_device_train_batch_size": 32, "learning_rate": 2e-5, "weight_decay": 0.01, "bf16": True}
+    options = {"per_device_train_batch_size": 32, "learning_rate": 2e-5, "weight_decay": 0.01}
+    options |= {"bf16": True, "bf16_full_eval": True}
     ours = trainer(tmp_path, **options, deepspeed=str(ROOT / "conf" / "zf_config.json"))
     ours.train()
     config = ours.deepspeed.optimizer.zenflow_config
@@ -141,10 +143,13 @@ def test_configuration_of_the_seeds_and_a_second_training(tmp_path: Path, monkey
 
 
 def test_the_trainer_says_which_epoch_it_is(tmp_path: Path) -> None:
-    keys = {"update_interval": 2, "select_strategy": "epoch", "select_interval": 2, "worker_cores": 1}
+    keys = {**LATE, "select_strategy": "epoch", "select_interval": 2}
     ours = trainer(tmp_path, num_train_epochs=3, eval_strategy="no", deepspeed=configuration(keys))
     ours.train()
     assert ours.deepspeed.optimizer.parts.selector.state_dict()["next"] == 4  # after epochs 0 and 2
+    shown = [p.detach().clone() for p in ours.model.parameters()]
+    ours.accelerator.strategy.flush()
+    assert_same_tensors(shown, list(ours.model.parameters()))
     end(ours)
 
 
@@ -190,6 +195,15 @@ def test_evaluation_before_and_training_behind_an_interrupt(tmp_path: Path) -> N
         assert logged(ours, "loss") == losses
         assert [*(tmp_path / "saved").glob("checkpoint-*")] == [tmp_path / "saved" / "checkpoint-4"]
         end(ours)
+
+
+def test_evaluation_in_pieces_before_a_training(tmp_path: Path) -> None:
+    with new_process():
+        expected = trainer(tmp_path, ours=False).evaluate()["eval_loss"]
+    ours = trainer(tmp_path, deepspeed=configuration(EXACT, stage=3))
+    assert ours.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-6)
+    assert is_in_pieces(ours.model)
+    end(ours)
 
 
 def test_two_ranks_train_as_one(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import copy
 import io
 import os
 import pickle
+import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -29,6 +30,8 @@ from checkpoint_files import assert_saved
 from fabric_runs import launch, set_up, train_step
 from harness import PLACES, Case, fit, make_trainer
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.deepspeed.removal import make_whole
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
 from lightning_zenflow.deepspeed.users_objects import UsersOptimizer
 from lightning_zenflow.worker.machine import HOST_MEMORY
@@ -250,6 +253,26 @@ def test_weights_that_find_no_room_stay_divided() -> None:
         assert run.error is not None and "RuntimeError: all in pieces" in run.error
 
 
+def test_pieces_stay_where_whole_weights_find_no_room_or_a_rank_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of one of two ranks of a host, which has no room for the weights of both."""
+    looked = []
+
+    def stay(trainer: pl.Trainer) -> None:
+        parameters: list[Any] = list(trainer.lightning_module.parameters())
+        before = [p.numel() for p in parameters]
+        n_bytes = sum(p.ds_numel * p.element_size() for p in parameters)
+        for together, room in ((False, 2.0), (True, 1.9)):
+            with monkeypatch.context() as patch:
+                patch.setattr("lightning_zenflow.deepspeed.removal.dist.get_world_size", lambda *_: 2)
+                patch.setattr("lightning_zenflow.deepspeed.removal.all_agree", bool)
+                patch.setenv(HOST_MEMORY, str(room * n_bytes / 2**30))
+                make_whole(trainer.lightning_module, ranks_on_host=2, together=together)
+            looked.append([p.numel() for p in parameters] == before)
+
+    fit(Owned(), ZenFlowStrategy(stage=3), callbacks=[At("on_train_end", stay)])
+    assert looked == [True, True]
+
+
 class OwnOptimizer(Owned):
     """Its optimizer is made once, as Hugging Face's and Lightly's examples do."""
 
@@ -277,6 +300,9 @@ def test_the_optimizer_has_the_modules_parameters_again(stage: str, checkpoint_f
             trainer.fit(model)
         if not ends:
             trainer.save_checkpoint(tmp_path / "end")
+            pieces = [of.get("ds_tensor") for of_module in strategy._released for of in of_module.values()]
+            # The module has the memory.
+            assert not any(piece.numel() for piece in pieces if piece is not None)
         for group, params in zip(model.own.param_groups, given, strict=True):
             assert [*map(id, group["params"])] == [*map(id, params)]
         assert model.own.state_dict()["state"] == {}
@@ -287,6 +313,20 @@ def test_the_optimizer_has_the_modules_parameters_again(stage: str, checkpoint_f
     with pytest.warns(UserWarning, match="moments and step count start at zero"):
         UsersOptimizer(copy.deepcopy(model.own))
     assert not any(torch.equal(p, weights[name]) for name, p in model.named_parameters() if p.requires_grad)
+
+
+def test_an_optimizer_that_has_not_trained_begins_without_a_warning() -> None:
+    """And without the group that a callback has added to it."""
+    model = OwnOptimizer()
+    late = [nn.Parameter(torch.ones(2, dtype=torch.float32))]
+    adds = At("on_train_start", lambda _: model.own.add_param_group({"params": late}))
+    with pytest.raises(MisconfigurationException, match="add_param_group must not be called in training"):
+        fit(model, ZenFlowStrategy(), steps=2, callbacks=[adds])
+    assert len(model.own.param_groups) == 1
+    trainer = make_trainer(ZenFlowStrategy(), max_steps=2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "ZenFlow: the optimizer's moments")
+        trainer.fit(model)
 
 
 @pytest.mark.parametrize("entirely", [False, True])
