@@ -288,16 +288,6 @@ def allowed_values(schema: Mapping[str, Any]) -> str:
     return f"{noun} >= {least}" if most is None else f"{noun} from {least} to {most:g}"
 
 
-_REMOVED = {
-    **dict.fromkeys(
-        ("timeline", "timeline_steps"), "Trainer(profiler='pytorch'), or torch.profiler, shows the phases of a step"
-    ),
-    "optimizer_in_backward": "overlap_step=False waits for the worker at the end of each step, publish_lag=1 is one step late",
-    "tail": "publish_lag='auto', or a fixed publish_lag of 1, hides the blocks that arrive last behind the next step",
-}
-"""Removed keys, each with the option that replaces the key."""
-
-
 def check_keys(keys: Iterable[object], known: Collection[str], where: str) -> None:
     """Refuses unknown keys.
 
@@ -307,8 +297,6 @@ def check_keys(keys: Iterable[object], known: Collection[str], where: str) -> No
     for key in keys:
         if key in known:
             continue
-        if key in _REMOVED:
-            raise MisconfigurationException(f"{where}: key {key!r} was removed: {_REMOVED[str(key)]}")
         # "topk_ratio" is near to "ratio", and something else.
         near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.7)
         suggestion = f" (did you mean {near[0]!r}?)" if near else ""

@@ -4,7 +4,6 @@ import inspect
 import logging
 import math
 import pydoc
-import re
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -127,20 +126,6 @@ def test_keywords_override_the_file(strategy: Any, tmp_path: Path) -> None:
         ZenFlowConfig(ratio=0.5)
     with pytest.raises(MisconfigurationException, match=r"unknown key 'topk_ration' \(did you mean 'topk_ratio'\?\)"):
         strategy(topk_ration=0.1)
-
-
-@pytest.mark.parametrize(
-    ("key", "instead"),
-    [
-        *((key, "Trainer(profiler='pytorch'), or") for key in ("timeline", "timeline_steps")),
-        ("tail", "publish_lag='auto', or a fixed publish_lag of 1, hides"),
-        ("optimizer_in_backward", "overlap_step=False waits for the worker at the end of each step"),
-    ],
-)
-def test_a_key_that_was_removed(key: str, instead: str) -> None:
-    for make in (ZenFlowConfig, ZenFlowStrategy, FabricStrategy):
-        with pytest.raises(MisconfigurationException, match=re.escape(f"{key!r} was removed: {instead}")):
-            make(**{key: "a.json"})
 
 
 def test_documented_table_is_that_of_the_fields() -> None:
