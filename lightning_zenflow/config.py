@@ -294,9 +294,7 @@ def check_keys(keys: Iterable[object], known: Collection[str], where: str) -> No
     Raises:
         MisconfigurationException: names the first one, the nearest known one and `where` it is, such as a file and a section.
     """
-    for key in keys:
-        if key in known:
-            continue
+    for key in (key for key in keys if key not in known):
         # "topk_ratio" is near to "ratio", and something else.
         near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.7)
         suggestion = f" (did you mean {near[0]!r}?)" if near else ""

@@ -32,7 +32,7 @@ from lightning_zenflow.deepspeed.users_objects import (
     refuse_unsupported_module,
     validate_optimizer,
 )
-from lightning_zenflow.monitor.callbacks import StallMonitor, StallMonitoring, insert_first
+from lightning_zenflow.monitor.callbacks import StallMonitor, StallMonitoring
 from lightning_zenflow.trainer_checkpoints import TrainerCheckpoints
 
 
@@ -150,7 +150,8 @@ class TrainerStrategy(TrainerCheckpoints):
             callbacks: list[pl.Callback] = model.trainer.callbacks  # type: ignore[attr-defined]  # one of Trainer's connectors sets it
             # A monitor of the user's own is kept instead.
             if self.zenflow_config.stall_monitor and not any(isinstance(c, StallMonitoring) for c in callbacks):
-                insert_first(callbacks, self.stall_monitor(summary_from=50))
+                # First: at the end it would be behind the checkpoint callbacks, which Lightning keeps last.
+                callbacks.insert(0, self.stall_monitor(summary_from=50))
 
     # The private names that follow are Lightning's; `test_private_names.py` looks for all that are overridden.
 
@@ -203,7 +204,9 @@ class TrainerStrategy(TrainerCheckpoints):
                 if plugin is not None and not self.is_alone:
                     self.model = plugin.apply(self.model)
                     self._ending.callback(plugin.revert, self.model)
-            insert_first(trainer.callbacks, self._exact_weights)  # type: ignore[attr-defined]  # set where mypy does not see it
+            callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not see it
+            if self._exact_weights not in callbacks:
+                callbacks.insert(0, self._exact_weights)
             super().setup(trainer)
 
     @override

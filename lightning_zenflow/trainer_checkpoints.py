@@ -82,9 +82,9 @@ class TrainerCheckpoints(Session):
         names = {c: re.sub(r"(\{[^:}]*):[^}]*", r"\1", c.filename or "{epoch}-{step}") for c in models}
         lasts = [(c.dirpath, c.CHECKPOINT_NAME_LAST) for c in models if c.save_last]
         places = [*((c.dirpath, name) for c, name in names.items()), *lasts]
-        is_one_twice = len({*places}) < len(places)
-        is_one_twice |= any("{step}" not in name for c, name in names.items() if c.save_top_k not in (0, 1))
-        self._needs_files = is_one_twice or any(c.save_last == "link" for c in models)
+        self._needs_files = len({*places}) < len(places) or any(
+            c.save_last == "link" or ("{step}" not in name and c.save_top_k not in (0, 1)) for c, name in names.items()
+        )
         if self._needs_files and self.zenflow_config.async_checkpoints:
             rank_zero_info(
                 "ZenFlow: async_checkpoints has no effect: a link of `ModelCheckpoint(save_last='link')` must lead to a complete"

@@ -118,15 +118,6 @@ def tensorboard_layout() -> dict[str, dict[str, list[Any]]]:
     }
 
 
-def insert_first(callbacks: list[pl.Callback], callback: pl.Callback) -> None:
-    """Inserts a callback in front of all others, unless the list has it.
-
-    At the end it would be behind the checkpoint callbacks, which Lightning keeps last.
-    """
-    if callback not in callbacks:
-        callbacks.insert(0, callback)
-
-
 def rank_zero_optimizer(trainer: pl.Trainer) -> "ZenFlowOptimizer | None":
     """The optimizer on rank zero, whose numbers are shown; None before the first fit, and on all other ranks.
 
