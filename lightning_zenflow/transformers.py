@@ -177,11 +177,11 @@ def _keep_given(optimizer: Any, trainer: Any, config: Any, args: TrainingArgumen
             raise MisconfigurationException(
                 f"ZenFlowTrainer: {name} must be absent where DeepSpeed's configuration has a block `{block}`: leave the block out"
             )
-    # transformers compares what a block says with the arguments, and leaves what it does not say to DeepSpeed's defaults.
+    # transformers has compared what a block says with the arguments, and leaves what it does not say to DeepSpeed's defaults.
     if "optimizer" in blocks:
         betas = [args.adam_beta1, args.adam_beta2]
         adam = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay}
-        params["optimizer"].update(adam | params["optimizer"])
+        params["optimizer"].update(adam)
         if has_trained and has_steps:
             rank_zero_warn(NEW_MOMENTS)
     if kind in _KINDS:

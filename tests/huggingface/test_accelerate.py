@@ -1,5 +1,7 @@
 """`ZenFlowAccelerator` beside Accelerate's own AdamW, what it saves, and the errors that name what it does not do."""
 
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -9,14 +11,16 @@ from unittest import mock
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from torch import nn
 
 import accelerate_loops
 from accelerate_loops import EXACT, LATE, Loop, Net, new_process, train_plain
-from lightning_zenflow.accelerate import ZenFlowAccelerator
+from lightning_zenflow.accelerate import CALLS, AccelerateStrategy, ZenFlowAccelerator
 from lightning_zenflow.checkpoint.files import CheckpointError
 from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.schedule import bucket_size
 from rank_processes import free_port
 from same_bits import assert_same_tensors
 
@@ -59,7 +63,8 @@ def test_losses_and_weights_are_adamws(stage: dict[str, Any], accumulate: int, m
     torch.testing.assert_close(loop.weights(), weights, rtol=0, atol=5e-6)
     model = loop.accelerator.unwrap_model(loop.model)
     loop.accelerator.end_training()
-    # A script may save the model when training has ended.
+    # A script may save the model when training has ended, on its first rank.
+    assert loop.accelerator.is_main_process
     torch.testing.assert_close(dict(model.state_dict()), weights, rtol=0, atol=5e-6)
 
 
@@ -74,6 +79,8 @@ def test_evaluation_and_state_dict_have_exact_weights(late: Loop) -> None:
     torch.testing.assert_close(nn.functional.cross_entropy(exact(x), y), loss)
     assert late.accelerator.strategy.metrics()["zenflow/overlap/update_interval_steps"] == 4
     assert late.accelerator.strategy.summary()
+    of_engine = late.accelerator.deepspeed_config["zero_optimization"]
+    assert of_engine["reduce_bucket_size"] == bucket_size(sum(p.numel() for p in model.layers.parameters()))
 
 
 @pytest.mark.parametrize("keys", [EXACT, LATE], ids=["exact", "late"])
@@ -133,17 +140,22 @@ def test_configuration_of_the_seeds_in_a_plugin() -> None:
 
 
 def test_accumulation_under_no_sync_and_a_second_training() -> None:
-    accelerator = ZenFlowAccelerator(**EXACT)
+    # Without the size of a micro-batch.
+    config = {"train_batch_size": "auto", "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}
+    accelerator = ZenFlowAccelerator(DeepSpeedPlugin(hf_ds_config=config), **EXACT)
     (x, y), plain = (torch.ones(2, 16, dtype=torch.float32), torch.zeros(2, dtype=torch.int64)), Net()
     optimizer = torch.optim.AdamW(plain.layers.parameters(), lr=1e-2)
     for _ in range(2):
         (2 * nn.functional.cross_entropy(plain(x), y)).backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
     optimizer.step()
     for _ in range(2):
         loop = Loop(accelerator)
         with accelerator.no_sync(loop.model):
-            accelerator.backward(2 * loop.loss(x, y))
-        accelerator.backward(2 * loop.loss(x, y))
+            accelerator.backward(2 * loop.loss(x, y), scale_wrt_gas=False)
+        accelerator.backward(4 * loop.loss(x, y))
+        trained = [p for p in loop.model.parameters() if p.requires_grad]
+        torch.testing.assert_close(accelerator.clip_grad_norm_(trained, 0.5), norm, rtol=1e-5, atol=0)
         loop.optimizer.step()
         torch.testing.assert_close(loop.weights()["layers.4.weight"], plain.layers[4].weight.data, rtol=0, atol=1e-6)
         accelerator.free_memory()
@@ -177,6 +189,15 @@ def test_mistakes_in_the_loop(act: Callable[[Loop], object], error: type[Excepti
     late.optimizer.zero_grad()
 
 
+def test_dropped_gradients_change_nothing(late: Loop) -> None:
+    before = late.weights()
+    backward(late)
+    for _ in range(2):
+        late.optimizer.zero_grad()
+    late.optimizer.step()
+    assert_same_tensors(list(late.weights().values()), list(before.values()))
+
+
 def test_mistakes_before_the_loop() -> None:
     block = {
         "zero_optimization": {"stage": 2, "zenflow": {"async_checkpoints": True}},
@@ -205,6 +226,36 @@ def test_mistakes_before_the_loop() -> None:
         accelerator.prepare(model)
     with pytest.raises(MisconfigurationException, match=r"exactly one of torch.optim.AdamW.*got torch.optim.sgd.SGD"):
         accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    # A scheduler counts the groups.
+    optimizer = torch.optim.AdamW([{"params": model.layers.parameters()}, {"params": []}])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    with pytest.raises(MisconfigurationException, match="group 1: params must be a list with a trainable parameter"):
+        accelerator.prepare(model, optimizer, scheduler)
+
+
+def test_the_process_and_its_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = ZenFlowAccelerator(**EXACT)
+    assert ZenFlowAccelerator().deepspeed_plugin is first.deepspeed_plugin
+    with new_process(), pytest.raises(MisconfigurationException, match="no other Accelerator must have been made"):
+        Accelerator(cpu=True)
+        ZenFlowAccelerator()
+    two_ranks = mock.patch.dict("os.environ", WORLD_SIZE="2")
+    with new_process(), two_ranks, pytest.raises(MisconfigurationException, match="must know of 2 ranks, got 1"):
+        ZenFlowAccelerator()
+    file = tmp_path / "deepspeed.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2, "zenflow": {"async_checkpoints": True}}}))
+    by_launch = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
+    with new_process(), mock.patch.dict("os.environ", by_launch):
+        with pytest.raises(MisconfigurationException, match="async_checkpoints must be absent, got True"):
+            ZenFlowAccelerator()
+        assert os.environ["ACCELERATE_USE_DEEPSPEED"] == "true"
+    # By DeepSpeed's launcher.
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_SIZE", "2")
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    strategy = AccelerateStrategy({"zero_optimization": {"stage": 2}}, {}, torch.device("cpu"), CALLS)
+    assert (strategy.num_processes, strategy.num_nodes) == (2, 2)
 
 
 def test_training_that_is_interrupted_ends_its_worker() -> None:

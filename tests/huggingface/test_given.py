@@ -133,6 +133,7 @@ BESIDE_BLOCKS: list[tuple[dict[str, Any], str]] = [
     ({"optim": "adafactor", **ADAMW}, r"TrainingArguments\(optim=.*\) must be absent .* `optimizer`"),
     ({"given": groups, **WARMUP}, r"Trainer\(optimizers=...\) must be absent .* a block `scheduler`"),
     ({"lr_scheduler_type": "cosine", **WARMUP}, r"TrainingArguments\(lr_scheduler_type=...\) must be absent"),
+    ({"lr_scheduler_kwargs": {"a": 1}, **WARMUP}, r"TrainingArguments\(lr_scheduler_kwargs=...\) must be absent"),
     ({"given": lambda model: {"optimizers": (SGD(model.parameters()), None)}}, "exactly one of torch.optim.AdamW"),
     ({"bf16_full_eval": True}, "bf16_full_eval must be False where bf16 is, got True"),
     (
@@ -172,6 +173,13 @@ def test_blocks_take_the_fields(tmp_path: Path) -> None:
     assert (scheduler.max_lrs, scheduler.warmup_num_steps) == ([1e-2], 3)
     with pytest.warns(UserWarning, match="moments and step count start at zero"):
         ours.train()
+    ours.accelerator.free_memory()
+
+
+def test_a_block_has_no_warmup_where_the_fields_have_none(tmp_path: Path) -> None:
+    ours = trainer(tmp_path, **{**SHORT, "max_steps": 1}, **WARMUP)
+    ours.train()
+    assert ours.lr_scheduler.scheduler.warmup_num_steps == 2  # DeepSpeed's least
     ours.accelerator.free_memory()
 
 

@@ -29,6 +29,7 @@ from transformers import (
 
 import sft
 from accelerate_loops import EXACT, LATE, Net, new_process
+from lightning_zenflow.deepspeed.parameters import is_in_pieces
 from lightning_zenflow.transformers import ZenFlowTrainer
 from rank_processes import free_port
 from same_bits import assert_same_tensors
@@ -96,7 +97,9 @@ def test_resumed_run_has_the_same_bits(keys: dict[str, Any], tmp_path: Path) -> 
     options = {"save_strategy": "steps", "save_steps": 5, "eval_strategy": "no", "deepspeed": configuration(keys)}
     whole = trainer(tmp_path / "whole", **options)
     whole.train()
+    shown = [p.detach().clone() for p in whole.model.parameters()]
     expected, losses = weights(whole), logged(whole, "loss")
+    assert_same_tensors(shown, expected)
     end(whole)
     with new_process():
         first = trainer(tmp_path / "rest", **options)
@@ -125,7 +128,8 @@ def test_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
 def test_configuration_of_the_seeds_and_a_second_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # On a CPU it is refused, although torch computes it there.
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
-    options = {"per_device_train_batch_size": 32, "learning_rate": 2e-5, "weight_decay": 0.01, "bf16": True}
+    options = {"per_device_train_batch_size": 32, "learning_rate": 2e-5, "weight_decay": 0.01}
+    options |= {"bf16": True, "bf16_full_eval": True}
     ours = trainer(tmp_path, **options, deepspeed=str(ROOT / "conf" / "zf_config.json"))
     ours.train()
     config = ours.deepspeed.optimizer.zenflow_config
@@ -190,6 +194,15 @@ def test_evaluation_before_and_training_behind_an_interrupt(tmp_path: Path) -> N
         assert logged(ours, "loss") == losses
         assert (tmp_path / "saved" / "checkpoint-3").is_dir()
         end(ours)
+
+
+def test_evaluation_in_pieces_before_a_training(tmp_path: Path) -> None:
+    with new_process():
+        expected = trainer(tmp_path, ours=False).evaluate()["eval_loss"]
+    ours = trainer(tmp_path, deepspeed=configuration(EXACT, stage=3))
+    assert ours.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-6)
+    assert is_in_pieces(ours.model)
+    end(ours)
 
 
 def test_two_ranks_train_as_one(tmp_path: Path) -> None:

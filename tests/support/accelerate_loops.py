@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils import DeepSpeedPlugin, GradScalerKwargs
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -111,7 +111,9 @@ def train_plain(*, accumulate: int = 1, **options: Any) -> tuple[Loop, dict[str,
 
 def main(folder: str, stage: int) -> None:
     """A rank of torchrun: trains, saves halfway, and writes what rank 0 saw."""
-    accelerator = ZenFlowAccelerator(DeepSpeedPlugin(zero_stage=stage, gradient_clipping=0), **EXACT)
+    plugin, handler = DeepSpeedPlugin(zero_stage=stage, gradient_clipping=0), GradScalerKwargs()
+    accelerator = ZenFlowAccelerator(plugin, **EXACT, kwargs_handlers=[handler])
+    assert accelerator.scaler_handler is handler
     loop = Loop(accelerator)
     loop.train(max_norm=0.5, after=lambda step: step == 5 and accelerator.save_state(f"{folder}/state"))
     weights = loop.weights()

@@ -19,6 +19,7 @@ from typing_extensions import override
 from callbacks import After, At
 from harness import Case, fit, make_trainer
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.deepspeed.removal import pickled_as_before
 from rank_processes import run_on_ranks
 from same_bits import assert_same_tensors
 
@@ -139,6 +140,16 @@ def test_as_under_plain_lightning(stage: str, checkpoint_format: Any, plain: Any
     pickles, kept = train(ZenFlowStrategy(**STAGES[stage], checkpoint_format=checkpoint_format), tmp_path)
     assert pickles.seen == plain[0].seen
     assert kept == plain[1]
+
+
+def test_a_users_own_function_is_called_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reduce(module: nn.Linear) -> Any:
+        return nn.Linear, (module.in_features, 5)
+
+    monkeypatch.setitem(copyreg.dispatch_table, nn.Linear, reduce)  # type: ignore[arg-type]
+    with pickled_as_before([nn.Linear(2, 3)]):
+        assert pickle.loads(pickle.dumps(nn.Linear(2, 3))).out_features == 5
+    assert copyreg.dispatch_table[nn.Linear] is reduce
 
 
 @pytest.mark.parametrize(("function", "stage"), [("fit", "2"), ("fit", "3, in host memory"), ("predict", "3")])

@@ -73,6 +73,13 @@ def free_memory(trainer: pl.Trainer) -> None:
     weight.data = weight.data.new_empty(0)
 
 
+def with_frozen_weight_in_the_same_memory() -> Model:
+    """Behind the one that is trained."""
+    model = with_weights(*[torch.ones(3)] * 2)
+    model.part[1].requires_grad_(False)  # type: ignore[index]
+    return model
+
+
 def two_schedulers(parameters: list[nn.Parameter]) -> Any:
     optimizer = torch.optim.AdamW(parameters)
     return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, n) for n in (2, 3)]
@@ -158,6 +165,10 @@ OURS: Refused = [
         lambda: fit(Model(optimizers=lambda ps: torch.optim.AdamW([{"params": ps}, {"params": []}]))),
         r"group 1: params must be a list with a trainable parameter, got none; leave the group out",
     ),
+    (
+        lambda: fit(with_weights(torch.ones(2)).requires_grad_(False)),
+        r"group 0: params must be a list with a trainable parameter, got 1 frozen or empty ones; leave the group out",
+    ),
     (lambda: fit(Model(nn.Embedding(5, 3, sparse=True))), r"part.sparse must be False, got True"),
     (
         lambda: fit(with_weights(torch.ones(3, dtype=torch.complex64))),
@@ -172,6 +183,7 @@ OURS: Refused = [
         lambda: fit(with_weights(*[torch.ones(3)] * 2)),
         r"part.1 must have memory .*, got that of part.0: to share weights, assign the parameter itself",
     ),
+    (lambda: fit(with_frozen_weight_in_the_same_memory()), r"part.1 must have memory .*, got that of part.0"),
     (
         lambda: fit(Model(), ZenFlowStrategy(stage=3), callbacks=[EMAWeightAveraging()]),
         "EMAWeightAveraging must be absent with stage=3",

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, read_hyperparameters
-from lightning_zenflow.deepspeed.users_objects import validate_optimizer
+from lightning_zenflow.deepspeed.users_objects import refuse_features, validate_optimizer
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -89,6 +90,13 @@ def test_other_optimizers_are_refused_by_name(kind: type[Optimizer]) -> None:
         "optimizer must be exactly one of torch.optim.AdamW, torch.optim.Adam, deepspeed.ops.adam.DeepSpeedCPUAdam, "
         f"deepspeed.ops.adam.FusedAdam, not a subclass, got {kind.__module__}.{kind.__qualname__}"
     )
+
+
+def test_sequence_parallelism_of_an_engine_is_refused_by_name() -> None:
+    float32 = {"gradient_accumulation_dtype": torch.float32, "dtype": torch.float32}
+    refuse_features(SimpleNamespace(sequence_parallel_size=1, **float32), {})
+    with pytest.raises(MisconfigurationException, match="does not support sequence parallelism; turn it off"):
+        refuse_features(SimpleNamespace(sequence_parallel_size=2, **float32), {})
 
 
 @pytest.mark.parametrize("key", ["lr", "eps", "weight_decay", "beta1", "beta2"])
