@@ -23,7 +23,6 @@ from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import (
     GatheredParameters,
     InsertPostInitMethodToModuleSubClasses,
-    ZeroParamStatus,
 )
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -90,7 +89,6 @@ def make_whole(model: Module, *, ranks_on_host: int, together: bool) -> None:
     if dist.get_world_size() == 1:
         for p in divided:
             p.data = p.ds_tensor.data.narrow(0, 0, p.ds_numel).view(p.ds_shape)
-            p.ds_status = ZeroParamStatus.NOT_AVAILABLE
         return
     if not together:
         return
