@@ -123,10 +123,11 @@ class ZenFlowTraining(OtherBases):  # type: ignore[misc]
 
     @override
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        if self.deepspeed.optimizer.zenflow_step.has_gradients:
+        if (optimizer := self.deepspeed.optimizer).zenflow_step.has_gradients:
             # `TrainingArguments.enable_jit_checkpoint` saves between backward and step, behind which the Trainer looks at this.
             self.control.should_save = True
         else:
+            optimizer.flush()
             super()._save_checkpoint(*args, **kwargs)
 
     @override

@@ -20,10 +20,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
-from deepspeed.runtime.zero.partition_parameters import (
-    GatheredParameters,
-    InsertPostInitMethodToModuleSubClasses,
-)
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters, InsertPostInitMethodToModuleSubClasses
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
