@@ -107,7 +107,7 @@ def costs(setup: argparse.Namespace, config: ZenFlowConfig) -> dict[UpdateSchedu
         fetched = 2 * setup.accumulate_grad_batches * (numel + frozen) if on_host else numel / s
         found[schedule] = Cost(
             device_bytes=b * (weights + gradients + owned) + STATE_BYTES * owned,
-            host_bytes=ranks * (numel * (state_bytes + b * buffers) + STATE_BYTES * owned + b * frozen * on_host),
+            host_bytes=ranks * (numel * (state_bytes + b * buffers) + b * frozen * on_host),
             d2h_bytes=b * numel,
             h2d_bytes=b * fetched,
             cpu_s=numel * job_bytes * ranks / (setup.cpu_bw * 1e9) / s,

@@ -71,8 +71,7 @@ class ZenFlowConfig(BaseModel):
     """The unit of select_interval; "auto" means "step"."""
 
     select_interval: Annotated[int, Field(ge=0)] | _Auto = _key("auto", unit="steps or epochs")
-    """Interval between two selections of columns; 0 selects once, after warm-up. "auto" selects every 512 steps, or with
-    `select_strategy: epoch` every epoch."""
+    """Interval between two selections of columns, each in a synchronous step; 0 and "auto" select once, after warm-up."""
 
     update_interval: _Interval | _Auto = _key("auto", unit="steps")
     """S, the number of steps whose gradients the CPU applies in one pass over the state. "auto" takes a power of two: with

@@ -19,7 +19,7 @@ import torch
 
 MAGIC: Final = 0x574F4C464E455A31
 
-VERSION: Final = 18
+VERSION: Final = 19
 
 HEADER_BYTES: Final = 4096
 
@@ -64,7 +64,7 @@ class ArenaHeader(Structure):
         (c_uint64, "master_offset exp_avg_offset exp_avg_sq_offset scales_offset n_scales slots_offset publish_offset"),
         (c_uint64, "journal_offset block_words_offset block_jobs_offset block_shown_offset"),
         (c_int64, "resolved_step begun_job completed_job"),
-        (c_uint64, "n_shares export_offset export_bytes"),
+        (c_uint64, "n_shares"),
         (c_int64, "awaited_step"),
         (c_uint32, "awaited_block reserved_of_word"),
         (c_uint64, "n_looks"),
@@ -131,7 +131,6 @@ class MessageType(enum.IntEnum):
     READY = 3
     DONE = 4
     ERROR = 5
-    EXPORT = 6
     TOUCH = 7
     ACKNOWLEDGED = 8
 
@@ -173,22 +172,6 @@ class Done(Structure):
     """``zenflow::Done``: one per job, in the order in which they are done."""
 
     _fields_ = fields((c_uint32, "type block"), (c_int64, "job_id busy_ns"))
-
-
-class Export(Structure):
-    """``zenflow::Export``: request to copy the state of some entries to the export section."""
-
-    _fields_ = fields((c_uint32, "type n_tiles"), (c_int64, "request_id"), (c_uint64, "tiles_offset"))
-
-
-class ExportTile(Structure):
-    """``zenflow::ExportTile``: entries of one rectangle, and the place of their state."""
-
-    _fields_ = fields(
-        (c_uint64, "begin rows"),
-        (c_uint32, "width n_columns"),
-        (c_uint64, "columns_offset target_offset target_stride first_scale"),
-    )
 
 
 class Touch(Structure):

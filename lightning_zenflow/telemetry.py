@@ -22,8 +22,8 @@ Cause = Literal[
 * "slot": in backward, all gradient slots or publish buffers are in use by jobs that are not done;
 * "correction": weights that were shown with another clip factor than the true one are published again;
 * "publish_buffer": the device still reads a buffer that is about to be reused;
-* "select": the proxies of a selection are read, or the state of the selected columns is not exported yet;
-* "flush": all open windows are completed, and the state of the device-owned columns is exported; or it is looked for weights that the user
+* "select": the proxies of a selection are read, and the state of the selected columns is gathered;
+* "flush": all open windows are completed, and the state of the device-owned columns is gathered; or it is looked for weights that the user
   has written, before a flush;
 * "restart": a killed worker is replaced, found at a submission;
 * "reserve": slots and publish buffers for a longer window or lag are allocated and page-locked;

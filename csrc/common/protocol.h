@@ -7,8 +7,7 @@
 //
 // Ownership. A *job* updates one block and publishes its weights.
 //
-//   header, tables       trainer, before the worker starts; from `resolved_step` on: worker, while a job is in flight, but that
-//                        the export section's place is the trainer's
+//   header, tables       trainer, before the worker starts; from `resolved_step` on: worker, while a job is in flight
 //   step records         trainer, before the first job that names the step, each set of hyperparameters before the first job
 //                        that uses it, the committed step's before the copy of `word` too; `word`: one device copy, which may
 //                        come later
@@ -91,7 +90,7 @@
 namespace zenflow {
 
 constexpr uint64_t kMagic = 0x574f4c464e455a31ull;  // "1ZENFLOW" in memory order
-constexpr uint64_t kVersion = 18;
+constexpr uint64_t kVersion = 19;
 constexpr size_t kHeaderBytes = 4096;
 constexpr size_t kMaxMessageBytes = 16384;
 constexpr size_t kTileElements = 128;  // updated together by the replay kernel
@@ -150,9 +149,6 @@ struct ArenaHeader {
     int64_t begun_job;
     int64_t completed_job;
     uint64_t n_shares;  // of `begun_job`: the journal's first entries
-
-    uint64_t export_offset;  // export section: lists of entries, and their state; the trainer arranges it, see Export
-    uint64_t export_bytes;
 
     // While a word is missing, the worker notes one that it waits for, and counts its looks at it, at least one every few
     // milliseconds. The trainer reads this at any time: its limit for the worker does not count the time in which `n_looks`
@@ -232,14 +228,13 @@ struct JournalEntry {
 static_assert(sizeof(JournalEntry) == kJournalEntryBytes, "entries are whole memory pages, so that threads share none");
 
 enum class MessageType : uint32_t {
-    kJob = 1,     // trainer -> worker: UpdateJob, then uint32_t slots[n_steps_of(job)]
-    kExit = 2,    // trainer -> worker: MessageHeader; the worker completes submitted jobs and exits with status 0
-    kReady = 3,   // worker -> trainer: Ready, once, before any other message
-    kDone = 4,    // worker -> trainer: Done; one per job, in the order in which they are done
-    kError = 5,   // worker -> trainer: MessageHeader, then UTF-8 text without terminator; the worker then exits with status 1
-    kExport = 6,  // trainer -> worker: Export
-    kTouch = 7,   // trainer -> worker: Touch
-    kAcknowledged = 8,  // worker -> trainer: Acknowledged; one per Export and Touch, behind the Done messages of all jobs before
+    kJob = 1,    // trainer -> worker: UpdateJob, then uint32_t slots[n_steps_of(job)]
+    kExit = 2,   // trainer -> worker: MessageHeader; the worker completes submitted jobs and exits with status 0
+    kReady = 3,  // worker -> trainer: Ready, once, before any other message
+    kDone = 4,   // worker -> trainer: Done; one per job, in the order in which they are done
+    kError = 5,  // worker -> trainer: MessageHeader, then UTF-8 text without terminator; the worker then exits with status 1
+    kTouch = 7,  // trainer -> worker: Touch
+    kAcknowledged = 8,  // worker -> trainer: Acknowledged; one per Touch, behind the Done messages of all jobs before
 };
 
 struct MessageHeader {
@@ -292,29 +287,6 @@ struct Done {
     uint32_t block;
     int64_t job_id;
     int64_t busy_ns;  // computation; 0 if the job was complete before
-};
-
-// Copies the state of some entries to the export section, as it is after the jobs before. All offsets are in bytes from the start
-// of the arena, and all that they name lies within the export section.
-struct Export {
-    uint32_t type;
-    uint32_t n_tiles;
-    int64_t request_id;
-    uint64_t tiles_offset;  // ExportTile[n_tiles]
-};
-
-// Entries of one rectangle of the partition. With w = `width` and k = `n_columns`, entry (row, i) of array a, where master is 0,
-// exp_avg 1 and exp_avg_sq 2, is copied from element begin + row * w + columns[i] to float a * target_stride + row * k + i of the
-// target.
-struct ExportTile {
-    uint64_t begin;  // element of the partition; where moments have scales, the first of a range
-    uint64_t rows;
-    uint32_t width;           // at least 1
-    uint32_t n_columns;       // 1 to `width`
-    uint64_t columns_offset;  // uint32_t[n_columns], below `width`; not read if n_columns = width, which means all columns
-    uint64_t target_offset;
-    uint64_t target_stride;  // in floats
-    uint64_t first_scale;    // of the range
 };
 
 // Makes the kernel allocate memory of the arena, [offset, offset + n_rows * row_bytes), on the NUMA nodes of the worker's

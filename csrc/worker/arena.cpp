@@ -79,7 +79,6 @@ void check_regions(const ArenaHeader& header) {
         {"block_words_offset", header.block_words_offset, "n_blocks", header.n_blocks, sizeof(StepWord), alignof(StepWord)},
         {"block_jobs_offset", header.block_jobs_offset, "n_blocks", header.n_blocks, sizeof(int64_t), alignof(int64_t)},
         {"block_shown_offset", header.block_shown_offset, "n_blocks", header.n_blocks, sizeof(BlockShown), alignof(BlockShown)},
-        {"export_offset", header.export_offset, "export_bytes", header.export_bytes, 1, alignof(ExportTile)},
     };
     for (const Region& region : regions) check_region(region, header.total_bytes);
 

@@ -1,15 +1,10 @@
-// What the worker does beside jobs: export of state, and NUMA placement of the arena's memory by first touch.
+// What the worker does beside jobs: NUMA placement of the arena's memory by first touch.
 #pragma once
 
 #include "common/protocol.h"
 #include "worker/arena.h"
 
 namespace zenflow {
-
-// Carries out an Export with all threads of the caller's next parallel region; all writes happen before the return. Reads master
-// weights and moments, so no job may run at the same time. Throws Error if the request leaves the partition or the export
-// section.
-void export_entries(const Arena& arena, const Export& request);
 
 // Makes the kernel allocate the pages of all blocks' master weights and moments on the NUMA nodes of the threads that will update
 // them, those of the caller's next parallel region. Only reads; pages that are allocated already stay where they are.

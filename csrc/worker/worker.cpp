@@ -100,15 +100,14 @@ bool serve_job(const Inbox::Received& message, BlockReplay& replay, Channel& cha
     return channel.send(done);
 }
 
-// Carries out a request by calling `carry_out(request)`, and acknowledges it. Returns false if the trainer is gone.
-template <typename Request, typename CarryOut>
-bool serve_request(const Inbox::Received& message, const char* name, Channel& channel, const CarryOut& carry_out) {
+// Carries out a Touch, and acknowledges it. Returns false if the trainer is gone.
+bool serve_touch(const Inbox::Received& message, const Arena& arena, Channel& channel) {
     const int64_t start_ns = now_ns();
     const size_t size = message.bytes.size();
-    require(size == sizeof(Request), name, ": the message must have ", sizeof(Request), " bytes, got ", size);
-    Request request;
+    require(size == sizeof(Touch), "touch: the message must have ", sizeof(Touch), " bytes, got ", size);
+    Touch request;
     std::memcpy(&request, message.bytes.data(), sizeof(request));
-    carry_out(request);
+    touch_rows(arena, request);
     return channel.send(
         Acknowledged{static_cast<uint32_t>(MessageType::kAcknowledged), 0, request.request_id, now_ns() - start_ns});
 }
@@ -134,15 +133,11 @@ void serve(const Options& options, Channel& channel) {
                 break;
             case MessageType::kExit:
                 return;
-            case MessageType::kExport:
-                if (!serve_request<Export>(*message, "export", channel, [&](const Export& r) { export_entries(arena, r); }))
-                    return;
-                break;
             case MessageType::kTouch:
-                if (!serve_request<Touch>(*message, "touch", channel, [&](const Touch& r) { touch_rows(arena, r); })) return;
+                if (!serve_touch(*message, arena, channel)) return;
                 break;
             default:
-                fail("message: type must be 1 (job), 2 (exit), 6 (export) or 7 (touch), got ", message->type);
+                fail("message: type must be 1 (job), 2 (exit) or 7 (touch), got ", message->type);
         }
     }
 }

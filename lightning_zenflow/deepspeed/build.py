@@ -30,14 +30,14 @@ from lightning_zenflow.core.schedule import (
 )
 from lightning_zenflow.deepspeed.host_state import HostState
 from lightning_zenflow.kernels.base import kernels_for
-from lightning_zenflow.offload.columns import export_bytes
+from lightning_zenflow.offload.columns import Ownership
 from lightning_zenflow.offload.fill import Fill
 from lightning_zenflow.offload.jobs import JobQueue
-from lightning_zenflow.offload.ownership import Ownership, Selector
 from lightning_zenflow.offload.plan import Planner, ScheduleControl
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
 from lightning_zenflow.offload.rank_state import Blocks, RankState
 from lightning_zenflow.offload.run_state import StepParts
+from lightning_zenflow.offload.selection import Selector
 from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
 from lightning_zenflow.worker.machine import (
@@ -150,7 +150,6 @@ class MemoryPlan:
             moments_dtype=getattr(torch, config.moments_dtype),
             n_threads=len(self.resources.cores.cores),
             newest_first=self.zero.in_place,
-            export_bytes=export_bytes(self.partition, config.owned_ratio),
         )
 
     def n_bytes(self, schedules: Sequence[UpdateSchedule]) -> int:
@@ -261,16 +260,17 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, undo: ExitStack) -> tuple[St
         list(map(row_length, zero.shapes)),
         topk_ratio=config.topk_ratio,
         by_epoch=config.select_strategy == "epoch",
-        interval=config.select_interval,
+        interval=0 if config.select_interval == "auto" else config.select_interval,
         device=rank.device,
     )
-    ownership = Ownership(rank, topk_ratio=config.owned_ratio)
+    ownership = Ownership(rank)
     provisional = None
     if config.compensation.updates_provisionally:
         provisional = ProvisionalUpdate(rank, config.compensation, rank_number=dist.get_rank(zero.group))
     fill = Fill(
         rank,
         jobs,
+        ownership,
         provisional,
         accumulate_on=config.accumulate_on,
         speculates=not (config.predicts_clipping or zero.in_place),

@@ -26,7 +26,7 @@ from lightning_zenflow.deepspeed.host_state import Checkpointing
 from lightning_zenflow.deepspeed.parameters import FullState, whole_shape
 from lightning_zenflow.deepspeed.removal import in_pieces, restore_process
 from lightning_zenflow.deepspeed.sleep import Sleep
-from lightning_zenflow.offload.ownership import Freezing
+from lightning_zenflow.offload.freezing import Freezing
 from lightning_zenflow.offload.plan import StepInputs
 from lightning_zenflow.offload.step import ZenFlowStep
 from lightning_zenflow.worker.process import WorkerError

@@ -62,7 +62,7 @@ class Destination:
     """First element, in the flat gradient."""
     slot: Tensor
     """[rows, width], model dtype; host memory, page-locked if the gradient is on a GPU."""
-    selections: Sequence[Selection] = ()
+    selection: Selection | None = None
 
     def part_of(self, gradient: Tensor) -> Tensor:
         """[rows, width]: the part, a view of the gradient."""
@@ -112,8 +112,8 @@ class Kernels:
             for destination in destinations:
                 destination.slot.copy_(destination.part_of(gradient), non_blocking=True)
         for destination in destinations:
-            for selection in destination.selections:
-                self.select(destination.part_of(gradient), selection)
+            if destination.selection is not None:
+                self.select(destination.part_of(gradient), destination.selection)
 
     def select(self, part: Tensor, selection: Selection) -> None:
         """Copies columns of a part of a gradient, [rows, width], to the selection's entries."""

@@ -99,7 +99,7 @@ class CpuKernels(Kernels):
     def route(
         self, gradient: Tensor, destinations: Sequence[Destination], *, per_axis: bool, copies: Copies = IN_ORDER
     ) -> SquaredNorms:
-        """One pass over memory, except for destinations within a single row and for second selections from the same rows."""
+        """One pass over memory, except for destinations within a single row."""
         n_rows, n_columns = gradient.shape
         if any(destination.slot.shape[1] != n_columns for destination in destinations):
             self.copy_parts(gradient, destinations, copies)
@@ -115,9 +115,6 @@ class CpuKernels(Kernels):
         )
         with copies:
             self._library.zenflow_route(args, n_threads)
-        for destination in destinations:
-            for selection in destination.selections[1:]:
-                self.select(destination.part_of(gradient), selection)
         total = rows.sum(1, dtype=torch.float64)
         return SquaredNorms(parts=total, per_axis=() if columns is None else (rows, columns))
 
@@ -185,11 +182,11 @@ def _address(tensor: Tensor, dtype: torch.dtype, numel: int | None = None) -> in
 
 
 def _entry(destination: Destination, gradient: Tensor) -> _Destination:
-    """Full rows of a gradient, their slot and their first selection."""
+    """Full rows of a gradient, their slot and their selection."""
     slot, dtype = destination.slot, gradient.dtype
     entry = _Destination(destination.begin // gradient.shape[1], slot.shape[0], _address(slot, dtype))
-    if destination.selections:
-        columns, entries = destination.selections[0].columns, destination.selections[0].entries
+    if destination.selection is not None:
+        columns, entries = destination.selection.columns, destination.selection.entries
         entry.n_selected, entry.selected = entries.shape[1], _address(entries, dtype)
         entry.indices = None if columns is None else _address(columns, torch.int64, entry.n_selected)
     return entry

@@ -33,7 +33,7 @@ class TritonKernels(Kernels):
     def route(
         self, gradient: Tensor, destinations: Sequence[Destination], *, per_axis: bool, copies: Copies = IN_ORDER
     ) -> SquaredNorms:
-        """One launch besides the copies, for a single selection of columns; one more for each further selection."""
+        """One launch besides the copies; one more for each further destination with a selection."""
         with copies:
             for destination in destinations:
                 destination.slot.copy_(destination.part_of(gradient), non_blocking=True)
@@ -41,11 +41,13 @@ class TritonKernels(Kernels):
         columns: Tensor | None = None
         entries = part = gradient
         for destination in destinations:
-            for selection in destination.selections:
-                if columns is None and selection.columns is not None and selection.entries.numel():
-                    columns, entries, part = selection.columns, selection.entries, destination.part_of(gradient)
-                else:
-                    self.select(destination.part_of(gradient), selection)
+            selection = destination.selection
+            if selection is None:
+                continue
+            if columns is None and selection.columns is not None and selection.entries.numel():
+                columns, entries, part = selection.columns, selection.entries, destination.part_of(gradient)
+            else:
+                self.select(destination.part_of(gradient), selection)
         n_rows, n_columns = gradient.shape
         n_tiles = _ELEMENTS // (_ROWS * _COLUMNS) * triton.cdiv(gradient.numel(), _LARGE_MATRIX)
         n_groups, n_strips = triton.cdiv(n_rows, _ROWS * n_tiles), triton.cdiv(n_columns, _COLUMNS)

@@ -1,44 +1,31 @@
-"""Device-owned entries of one block: exact fp32 state that the device updates at once, and its way from the worker.
+"""Device-owned entries of one rank: exact fp32 state that the device updates at once.
 
 The arena alone is AdamW's exact state: the worker replays *every* element, the selected columns too (they are scattered over the rows, so
 leaving them out would save no memory traffic). The state here is a copy of the selected entries that runs ahead of the arena: it is
-updated in the step itself instead of up to S + d - 1 steps later. Therefore a new selection moves nothing back to the host, and a flush
-ends with `DeviceColumns.request` and `DeviceColumns.load`.
+updated in the step itself instead of up to S + d - 1 steps later. Therefore a new selection moves nothing back to the host.
 
-The worker has all cores, and often still has the rows in its caches. So it gathers the entries of a block itself, behind the block's last
-job, into memory that is page-locked for a CUDA device; the training thread enqueues one copy for each parameter group.
-
-Each block has a region of its own, so nothing is ever short and needs to be waited for. A region is a table of the block's tiles and
-columns, then its state: 12 bytes for each entry that the block can own at most.
+The training thread gathers the copy from the arena where that is exact and the trainer's: behind the jobs of a synchronous step, and behind
+a flush. So columns change in synchronous steps only, and nothing is reset, dropped or applied twice.
 """
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_zenflow import native
-from lightning_zenflow.core.partition import STATE_BYTES, Partition, Tile, align, column_count
+from lightning_zenflow.core.device import runtime_of
+from lightning_zenflow.core.partition import Partition, Tile
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import ColumnWrite, Selection
 from lightning_zenflow.offload.rank_state import RankState
+from lightning_zenflow.offload.selection import Columns
 from lightning_zenflow.telemetry import Cause
-from lightning_zenflow.worker.supervisor import Submission
+from lightning_zenflow.worker.moments import Moment
 
-_COLUMN_BYTES = 4
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Columns:
-    """Columns of one matrix, on the device and on the host."""
-
-    device: Tensor
-    """int64, ascending."""
-    host: Tensor
-    """The same values on the CPU."""
+_GATHERED_AT_ONCE = 1 << 20
+"""Entries of a tile that are gathered and copied at once, by whole rows: 12 MB of page-locked memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +47,7 @@ class Grouping:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnedTile:
-    """Device-owned entries of one tile, [rows, k], which begin at `begin` among those of its group (`Grouping`) in its block."""
+    """Device-owned entries of one tile, [rows, k], which begin at `begin` among those of its group (`Grouping`)."""
 
     tile: Tile
     number: int
@@ -76,223 +63,155 @@ class OwnedTile:
         """Number of entries."""
         return self.tile.rows * self.k
 
-    def of_group(self, values: Tensor) -> Tensor:
-        """The tile's part of a value per entry of the group, as a view [rows, k]."""
-        return values.narrow(0, self.begin, self.numel).view(self.tile.rows, self.k)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RegionSize:
-    """Most that a block can own, and the places of its parts of a region, in bytes."""
-
-    of_slices: Mapping[int, int]
-    """Entries of each slice."""
-    columns_offset: int
-    """Behind the table of tiles."""
-    state_offset: int
-    """Behind both tables, on a cache line."""
-    n_bytes: int
-    """Size of the region, rounded up to cache lines."""
-
-    @classmethod
-    def of_block(cls, partition: Partition, block: int, topk_ratio: float) -> "RegionSize":
-        """Counts the columns of matrices that `topk_ratio` allows, and all elements of vectors."""
-        n_columns, of_slices = 0, dict[int, int]()
-        tiles = partition.blocks[block].tiles
-        for tile in (partition.tiles[index] for index in tiles):
-            s = partition.slices[tile.slice]
-            k = min(tile.width, column_count(s.columns, topk_ratio) if s.is_matrix else s.columns)
-            n_columns += k
-            of_slices[tile.slice] = of_slices.get(tile.slice, 0) + tile.rows * k
-        columns_offset = len(tiles) * ctypes.sizeof(native.ExportTile)
-        state_offset = align(columns_offset + n_columns * _COLUMN_BYTES)
-        return cls(
-            of_slices=of_slices,
-            columns_offset=columns_offset,
-            state_offset=state_offset,
-            n_bytes=align(state_offset + sum(of_slices.values()) * STATE_BYTES),
-        )
-
-
-def export_bytes(partition: Partition, topk_ratio: float) -> int:
-    """Size of the export section: 12 bytes for each entry that the device can own at most, and the tables."""
-    return sum(size.n_bytes for size in region_sizes(partition, topk_ratio))
-
-
-def region_sizes(partition: Partition, topk_ratio: float) -> list[RegionSize]:
-    """Of all blocks; none where nothing is selected."""
-    blocks = range(len(partition.blocks) if topk_ratio else 0)
-    return [RegionSize.of_block(partition, block, topk_ratio) for block in blocks]
-
-
-class ExportRegion:
-    """Part of the export section for the entries of one block (`DeviceColumns`).
-
-    It belongs to the worker from a request until it has answered, and to the device until the copies of `DeviceColumns.load` are done. The
-    next request needs no wait for these: the worker writes the region behind a job that waits for a later word of the same stream, or after
-    a flush, which synchronises.
-
-    Args:
-        begin: first byte of the region in the export section.
-        size: most entries that are exported at once.
-
-    Attributes:
-        offset: first byte of the region in the arena.
-        tiles: uint8, `native.ExportTile` of each tile.
-        columns: int32, of the tiles.
-        state: float32, behind each other [3, n] of each parameter group.
-        request: the last one, until its answer has been awaited.
-    """
-
-    def __init__(self, rank: RankState, *, begin: int, size: RegionSize) -> None:
-        self._rank = rank
-        self.size = size
-        self.offset = rank.arena.export_offset + begin
-        memory = rank.arena.export.narrow(0, begin, size.n_bytes)
-        self.tiles = memory[: size.columns_offset]
-        self.columns = memory[size.columns_offset : size.state_offset].view(torch.int32)
-        self.state = memory[size.state_offset :].view(torch.float32)
-        self.request: Submission | None = None
-
-    def wait(self, cause: Cause) -> None:
-        """Waits until the worker has answered the last request, and reads and writes the region no more."""
-        if self.request is not None and not self._rank.worker.has_answered(self.request):
-            with self._rank.telemetry.measure(cause):
-                self._rank.worker.wait_for(self.request)
-        self.request = None
-
 
 class DeviceColumns:
-    """Columns of one block that the device owns, or will own, and the tensors of their entries.
+    """Columns that the device owns, and the tensors of their entries: 12 bytes an entry, and the gradient in the model's type. Each group
+    (`Grouping`) has one array, so that AdamW is one call for a group, and the write of the weights one for the rank.
 
     Args:
-        block: index into `Partition.blocks`.
         columns: for each slice, the device-owned columns over the whole row; None where the device owns all of them.
-        region: where their exact state comes from.
-        grouping: of the entries.
-        states: for each group the block's segment, [3, capacity] float32 on the device: master weights and moments.
-        staging: for each group what the entries' gradients are gathered into, [capacity], model dtype. After `step` or `load` it has the
-            new weights, until the next gradient.
+        grouping: of the entries; slices that are in no group own none.
 
     Attributes:
+        columns: as given.
+        numel: number of entries.
         selections: for each tile with such columns, what AdamW needs of its gradient.
-        writes: of the entries from `staging` into the model's weights.
+        write_weights: writes the entries into the model's weights, over published ones.
     """
 
-    def __init__(
-        self,
-        rank: RankState,
-        block: int,
-        columns: Sequence[Columns | None],
-        region: ExportRegion,
-        grouping: Grouping,
-        *,
-        states: Sequence[Tensor],
-        staging: Sequence[Tensor],
-    ) -> None:
+    def __init__(self, rank: RankState, columns: Sequence[Columns | None], grouping: Grouping) -> None:
         partition = rank.partition
         self._rank = rank
-        self._region = region
         self._groups = grouping.groups
-        # Steps that the requested state does not have.
-        self._later: list[tuple[Sequence[GroupHyperparameters], StepScale, list[Tensor]]] = []
+        self.columns = columns
         self._tiles: list[OwnedTile] = []
-        self._numels = [0] * len(self._groups)
-        for tile_index in partition.blocks[block].tiles:
-            tile = partition.tiles[tile_index]
+        numels = [0] * len(self._groups)
+        for number, tile in enumerate(partition.tiles):
+            group = grouping.of_slice.get(tile.slice)
             of_tile, k = _within(columns[tile.slice], tile, partition.slices[tile.slice].columns)
-            if k > 0:
-                group = grouping.of_slice[tile.slice]
-                begin = self._numels[group]
-                owned = OwnedTile(tile=tile, number=tile_index, group=group, begin=begin, columns=of_tile, k=k)
+            if group is not None and k > 0:
+                owned = OwnedTile(tile=tile, number=number, group=group, begin=numels[group], columns=of_tile, k=k)
                 self._tiles.append(owned)
-                self._numels[group] += owned.numel
-        self._states = [of_group.narrow(1, 0, n) for of_group, n in zip(states, self._numels, strict=True)]
-        self.gather_into(staging)
-
-    def gather_into(self, staging: Sequence[Tensor]) -> None:
-        """Gathers gradients into other tensors from now on, and takes the new weights from there."""
-        self._staging = [of_group.narrow(0, 0, n) for of_group, n in zip(staging, self._numels, strict=True)]
-        # Built once, because every step uses them.
+                numels[group] += owned.numel
+        self.numel = sum(numels)
+        self._states = [torch.empty(3, n, dtype=torch.float32, device=rank.device) for n in numels]
+        # What gradients are gathered into. After `step` or `load` it has the new weights, until the next gradient.
+        self._staging = [torch.empty(n, dtype=rank.dtype, device=rank.device) for n in numels]
         self.selections: dict[int, Selection] = {}
-        self.writes: list[ColumnWrite] = []
+        writes: list[ColumnWrite] = []
         for owned in self._tiles:
             tile, on_device = owned.tile, None if owned.columns is None else owned.columns.device
-            entries = owned.of_group(self._staging[owned.group])
+            entries = self._staging[owned.group].narrow(0, owned.begin, owned.numel).view(tile.rows, owned.k)
             param_group, _ = self._groups[owned.group]
-            matrix = self._rank.weights_at(param_group, tile.begin, tile.numel).view(tile.rows, tile.width)
+            matrix = rank.weights_at(param_group, tile.begin, tile.numel).view(tile.rows, tile.width)
             self.selections[owned.number] = selection = Selection(columns=on_device, entries=entries)
-            self.writes.append((matrix, selection))
+            writes.append((matrix, selection))
+        self.write_weights = rank.kernels.column_writer(writes)
+
+    def load(self, cause: Cause) -> None:
+        """Gathers the exact state of the entries from the arena, with all of torch's threads; behind a flush or synchronous jobs.
+
+        Args:
+            cause: of the time, in which the device has nothing to do.
+        """
+        rank = self._rank
+        assert not any(block.window or block.jobs for block in rank.blocks), "the arena is exact, and the trainer's"
+        with rank.telemetry.measure(cause):
+            for owned in self._tiles:
+                n_rows = max(1, _GATHERED_AT_ONCE // owned.k)
+                for row in range(0, owned.tile.rows, n_rows):
+                    part = self._gather(owned, row, min(n_rows, owned.tile.rows - row))
+                    state = self._states[owned.group].narrow(1, owned.begin + row * owned.k, part.shape[1])
+                    for array, values in zip(state, part, strict=True):
+                        array.copy_(values, non_blocking=True)
+                    rank.telemetry.h2d_bytes += part.nbytes
+            for state, staging in zip(self._states, self._staging, strict=True):
+                staging.copy_(state[0])
+
+    def _gather(self, owned: OwnedTile, row: int, n_rows: int) -> Tensor:
+        """Entries of some rows, [3, n_rows * k] float32, page-locked."""
+        arena, width = self._rank.arena, owned.tile.width
+        part = runtime_of(self._rank.device).empty_on_host((3, n_rows * owned.k), torch.float32)
+        begin = owned.tile.begin + row * width
+        for array, to in zip((Moment(arena.master), arena.exp_avg, arena.exp_avg_sq), part, strict=True):
+            if owned.columns is None:
+                to.copy_(array.read(begin, n_rows * width))
+            else:
+                to.view(n_rows, owned.k).copy_(array.read_columns(begin, n_rows, width, owned.columns.host))
+        return part
+
+    def step(self, groups: Sequence[GroupHyperparameters], scale: StepScale) -> None:
+        """One exact AdamW step of every entry; `groups` are hyperparameters of each parameter group."""
+        of_groups = zip(self._groups, self._states, self._staging, strict=True)
+        for (param_group, n_missed), state, staging in of_groups:
+            if staging.numel():
+                own = replace(scale, count=scale.count - n_missed) if n_missed else scale
+                self._rank.kernels.adamw_(state, staging, staging, groups[param_group], own)
+
+
+class Ownership:
+    """What the device owns on one rank at present, at first nothing.
+
+    Attributes:
+        current: its columns; None: it owns nothing.
+        selections: of `current`, empty where there is none.
+    """
+
+    def __init__(self, rank: RankState) -> None:
+        self._rank = rank
+        self.follow(dict.fromkeys(range(len(rank.partition.slices)), 0))
+
+    def follow(self, slices: Mapping[int, int]) -> None:
+        """Makes nothing device-owned, and later entries of these slices only, each with the applied steps that it has missed."""
+        self.clear()
+        self._grouping = Grouping.of(self._rank.partition, slices)
+
+    def clear(self) -> None:
+        """Makes nothing device-owned."""
+        self.current: DeviceColumns | None = None
+        self.selections: Mapping[int, Selection] = {}
+
+    def take(self, columns: Sequence[Columns | None], cause: Cause) -> None:
+        """Makes other columns device-owned, for each slice over the whole row or None for all; behind a flush or synchronous jobs."""
+        # First: both at once would take twice the memory.
+        self.clear()
+        taken = DeviceColumns(self._rank, columns, self._grouping)
+        taken.load(cause)
+        # Last: behind an interruption nothing writes what is half there.
+        self.current, self.selections = taken, taken.selections
+
+    def reload(self) -> None:
+        """Copies the state of every entry from the arena, after a flush."""
+        if self.current is not None:
+            self.current.load("flush")
+
+    def write_weights(self) -> None:
+        """`DeviceColumns.write_weights`, if anything is owned."""
+        if self.current is not None:
+            self.current.write_weights()
 
     @property
     def numel(self) -> int:
-        """Number of device-owned entries of this block."""
-        return sum(self._numels)
+        """Number of device-owned entries on this rank."""
+        return 0 if self.current is None else self.current.numel
 
-    def request(self, cause: Cause) -> None:
-        """Makes the worker export the entries' exact state, as it is after all jobs submitted so far; no other job of the block before
-        `load`.
+    def state_dict(self) -> dict[str, Any]:
+        """The columns; the values of their entries are the arena's, right after a flush."""
+        columns = {} if self.current is None else {1: [None if c is None else c.host for c in self.current.columns]}
+        # Earlier versions had a selection for each block.
+        of_block = [next(iter(columns), None)] * len(self._rank.blocks)
+        return {"of_block": of_block, "wanted": of_block, "selections": columns}
 
-        Args:
-            cause: of a wait for an earlier request, whose tables the worker may be reading.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`; values are gathered from the arena. Where an earlier version has saved a change of columns that some
+        blocks had still to follow, all have followed.
         """
-        self._later.clear()
-        rank, region = self._rank, self._region
-        region.wait(cause)
-        first_bytes = [0, *accumulate(STATE_BYTES * n for n in self._numels)]
-        entries = (native.ExportTile * len(self._tiles))()
-        n_columns = 0
-        for entry, owned in zip(entries, self._tiles, strict=True):
-            tile, group = owned.tile, owned.group
-            entry.begin, entry.rows, entry.width, entry.n_columns = tile.begin, tile.rows, tile.width, owned.k
-            entry.first_scale = rank.arena.first_scales[owned.number]
-            if owned.columns is not None:
-                entry.columns_offset = region.offset + region.size.columns_offset + n_columns * _COLUMN_BYTES
-                region.columns[n_columns : n_columns + owned.k] = owned.columns.host
-                n_columns += owned.k
-            begin = first_bytes[group] + owned.begin * region.state.element_size()
-            entry.target_offset = region.offset + region.size.state_offset + begin
-            entry.target_stride = self._numels[group]
-        if self._tiles:
-            table = torch.frombuffer(entries, dtype=torch.uint8)
-            region.tiles[: table.numel()] = table
-        with rank.records:
-            region.request = rank.worker.enqueue_export(tiles_offset=region.offset, n_tiles=len(self._tiles))
-        rank.worker.send()
-
-    def record(self, groups: Sequence[GroupHyperparameters], scale: StepScale) -> None:
-        """Keeps hyperparameters, scale and gathered gradients of a step that the requested state does not have."""
-        self._later.append((groups, scale, [staging.clone() for staging in self._staging]))
-
-    def load(self, cause: Cause) -> None:
-        """Takes over the requested state and applies the steps since, in stream order. A stall only if the worker has not exported it."""
-        self._region.wait(cause)
-        begin = 0
-        for row in (row for state in self._states for row in state):
-            row.copy_(self._region.state[begin : begin + row.numel()], non_blocking=True)
-            begin += row.numel()
-            self._rank.telemetry.h2d_bytes += row.nbytes
-        for state, staging in zip(self._states, self._staging, strict=True):
-            staging.copy_(state[0])
-        for groups, scale, gradients in self._later:
-            adamw(self._rank, self._groups, self._states, gradients, self._staging, groups, scale)
-        self._later.clear()
-
-
-def adamw(
-    rank: RankState,
-    groups: Sequence[tuple[int, int]],
-    states: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    hyperparameters: Sequence[GroupHyperparameters],
-    scale: StepScale,
-) -> None:
-    """`Kernels.adamw_` for each group (`Grouping`) that has entries; hyperparameters are those of each parameter group."""
-    for (param_group, n_missed), state, gradient, of_group in zip(groups, states, gradients, weights, strict=True):
-        if gradient.numel():
-            own = replace(scale, count=scale.count - n_missed) if n_missed else scale
-            rank.kernels.adamw_(state, gradient, of_group, hyperparameters[param_group], own)
+        self.clear()
+        if (number := next(iter(state["wanted"]), None)) is not None:
+            selection = state["selections"][number]
+            self.take(
+                [None if c is None else Columns(device=c.to(self._rank.device), host=c) for c in selection], "flush"
+            )
 
 
 def _within(columns: Columns | None, tile: Tile, row_length: int) -> tuple[Columns | None, int]:

@@ -13,6 +13,7 @@ from lightning_zenflow.core.partition import Tile, tiles_of_slice
 from lightning_zenflow.core.step_inputs import GradientNorms, StepScale
 from lightning_zenflow.kernels.base import Destination
 from lightning_zenflow.offload.accumulation import Accumulation
+from lightning_zenflow.offload.columns import Ownership
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.plan import StepContext
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
@@ -33,9 +34,10 @@ class VectorGradients:
         of_slice: for each small vector's slice the step's gradient, once it is there: [slice.numel], model dtype, on the device.
     """
 
-    def __init__(self, rank: RankState, slots: SlotPool) -> None:
+    def __init__(self, rank: RankState, slots: SlotPool, ownership: Ownership) -> None:
         self._rank = rank
         self._slots = slots
+        self._ownership = ownership
         partition = rank.partition
         small = {i: s for i, s in enumerate(partition.slices) if not s.is_matrix and s.numel <= _LARGEST_NUMEL}
         numels = [s.numel for s in small.values()]
@@ -83,7 +85,7 @@ class VectorGradients:
         targets, sources = [], []
         for block in blocks:
             for tile, gradient in block.tiles:
-                for selection in self._rank.blocks.of_tile[tile].owned.selections(tile):
+                if (selection := self._ownership.selections.get(tile)) is not None:
                     targets.append(selection.entries)
                     sources.append(gradient)
         if targets:
@@ -125,6 +127,7 @@ class Fill:
         self,
         rank: RankState,
         jobs: JobQueue,
+        ownership: Ownership,
         provisional: ProvisionalUpdate | None,
         *,
         accumulate_on: Literal["auto", "device", "host"],
@@ -132,10 +135,11 @@ class Fill:
     ) -> None:
         self._rank = rank
         self._jobs = jobs
+        self._ownership = ownership
         self._provisional = provisional
         self._speculates = speculates
         self.accumulation = Accumulation(rank, jobs, where=accumulate_on)
-        self._vectors = VectorGradients(rank, jobs.slots)
+        self._vectors = VectorGradients(rank, jobs.slots, ownership)
         partition = rank.partition
         self.trained: Set[int] = frozenset(range(len(partition.slices)))
         self._arrived: dict[int, None] = {}
@@ -292,15 +296,15 @@ class Fill:
             for destination in self._destinations(tile, parts):
                 # From the device: in the order of its streams, the slot may still be read for an update that is reapplied.
                 destination.slot.copy_(self._zero.expand_as(destination.slot), non_blocking=True)
-                for selection in destination.selections:
-                    selection.entries.zero_()
+                if destination.selection is not None:
+                    destination.selection.entries.zero_()
 
     def _destinations(self, rectangle: Tile, parts: Iterable[int]) -> list[Destination]:
         return [
             Destination(
                 begin=self._rank.partition.tiles[part].begin - rectangle.begin,
                 slot=self._jobs.slots.view(part),
-                selections=self._rank.blocks.of_tile[part].owned.selections(part),
+                selection=self._ownership.selections.get(part),
             )
             for part in parts
         ]
@@ -325,9 +329,7 @@ class Fill:
         knows_factor = self._jobs.verification.may_speculate if self._speculates else self.norms.knows_last
         has_factor = inputs.max_norm == 0 or knows_factor
         for block in blocks:
-            # A block that changes its columns needs its exact state at the end of the step.
-            can_submit = self._jobs.can_submit_in_backward(block, context.number) and not block.changes_columns
-            if submits := can_submit and has_factor:
+            if submits := has_factor and self._jobs.can_submit_in_backward(block, context.number):
                 self._jobs.acquire([block], context.number)
                 self.norms.add(self._vectors.fill([block], self.arrived))
             word = self._rank.kernels.block_word(self.norms, block.number)

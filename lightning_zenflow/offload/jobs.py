@@ -157,8 +157,8 @@ class JobQueue:
         self._write_word(self._rank.arena.step_words, step, step_word(factor, step), behind=buffers.values())
         self.in_flight.free_buffers = dict.fromkeys(buffers)
 
-    def submit_closing(self, context: StepContext, groups: Sequence[GroupHyperparameters]) -> Sequence[Block]:
-        """Phase *submit*: the windows that the schedule closes, or all of them in a synchronous step; returns their blocks.
+    def submit_closing(self, context: StepContext, groups: Sequence[GroupHyperparameters]) -> None:
+        """Phase *submit*: the windows that the schedule closes, or all of them in a synchronous step.
 
         Args:
             context: the step.
@@ -171,7 +171,6 @@ class JobQueue:
         self.shows_exact = context.shows_exact_weights
         blocks = self._rank.blocks
         closing = blocks if synchronous else [blocks[number] for number in self.schedule.closing_blocks(step)]
-        overlapping = self.schedule.publish_lag >= self.schedule.update_interval
         self._ahead = 0.0 if synchronous else self._prediction_steps(groups)
         is_awaited = bool(closing) and (synchronous or self.schedule.publish_lag == 0)
         again: Sequence[Block] = ()
@@ -180,11 +179,9 @@ class JobQueue:
             again = self.verification.begin(context, shown, as_shown=as_shown, is_awaited=is_awaited)
         for block in closing:
             if block not in self.submitted_in_backward or block in again:
-                # A block that changes its columns must have no other job in flight when this one is published. With a lag of a whole window
-                # or more there would be one: its job, and with it all earlier ones, is then due in this step.
-                at_once = synchronous or (overlapping and block.changes_columns)
-                self._submit(block, due_step=step if at_once else self._due_step(step), prediction_steps=self._ahead)
-        return closing
+                self._submit(
+                    block, due_step=step if synchronous else self._due_step(step), prediction_steps=self._ahead
+                )
 
     def can_submit_in_backward(self, block: Block, step: int) -> bool:
         """Whether a block's window closes in the open step and is published in it, and no older weights are still to be shown."""

@@ -16,8 +16,8 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import AsyncHostCopy, runtime_of
 from lightning_zenflow.core.schedule import SchedulePolicy, StaggeredSchedule, UpdateSchedule, load_and_stall
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
-from lightning_zenflow.offload.ownership import ColumnSquaredNorms, Selector
 from lightning_zenflow.offload.rank_state import RankState
+from lightning_zenflow.offload.selection import ColumnSquaredNorms, Selector
 
 if TYPE_CHECKING:
     from lightning_zenflow.offload.jobs import JobQueue
@@ -63,9 +63,9 @@ class StepContext:
     submits_in_backward: bool
     """Blocks whose window closes are submitted as soon as their gradient is complete."""
     column_norms: ColumnSquaredNorms | None
-    """Sums for the column proxies, which decide on new columns; None in steps that do not select."""
+    """Sums for the column proxies, which decide on new columns, in synchronous steps only; None in steps that do not select."""
     releases: bool
-    """The device gives up its columns, because nothing is late any more."""
+    """The device gives up its columns, because nothing is late any more; in synchronous steps only."""
 
     @property
     def shows_exact_weights(self) -> bool:
@@ -74,7 +74,7 @@ class StepContext:
 
     @property
     def changes_columns(self) -> bool:
-        """Blocks change their columns from this step on, each with its own next window."""
+        """The device owns other columns, or none, from the end of the step on."""
         return self.column_norms is not None or self.releases
 
 
@@ -122,10 +122,6 @@ class ScheduleControl:
         self._steps.clear()
         self.interrupt()
 
-    def waits(self, step: int) -> bool:
-        """Whether a decision is overdue before `step` because the schedule was not allowed to change."""
-        return self._sent is not None and step > self._sent[0]
-
     def interrupt(self, longest: int = 0) -> None:
         """Leaves out the next steps, after a synchronous step, a flush, or a look. Open windows have at most `longest` steps, or S."""
         s, d = self.schedule.update_interval, self.schedule.publish_lag
@@ -133,31 +129,32 @@ class ScheduleControl:
         self._left_out = 1 + max(s, longest) + d
         self._last = self._clocks()
 
-    def end_step(self, context: StepContext, *, may_change: bool) -> str | None:
+    def end_step(self, context: StepContext) -> str | None:
         """Adds a step to the measured ones; reduces them when they are enough, or reads what was reduced and decides.
 
         Args:
-            context: the step. One that changes columns waits for reasons of its own and is left out. In a synchronous one the worker
+            context: the step. One that changes columns waits for reasons of its own and is left out. In another synchronous one the worker
                 computes for one gradient, as with S = 1, and its wait is not the schedule's.
-            may_change: whether the schedule may change after this step; the same on every rank.
 
         Returns:
             Reason of a change of `schedule`; None if it does not change.
         """
         step, last, self._last = context.number, self._last, self._clocks()
         duration, waited, worker = (now - before for now, before in zip(self._last, last, strict=True))
-        if context.synchronous and self.schedule.update_interval > 1:
+        if context.changes_columns:
+            pass
+        elif context.synchronous and self.schedule.update_interval > 1:
             self.interrupt()
-        elif self._left_out and not context.changes_columns:
+        elif self._left_out:
             self._left_out -= 1
-        elif self._sent is None and not context.changes_columns:
+        elif self._sent is None:
             self._steps.append((max(0.0, duration - waited), worker, 0.0 if context.synchronous else waited))
         if self._sent is None and len(self._steps) == max(_LOOK, self.schedule.update_interval):
             load, stall = load_and_stall(self._steps)
             # The jobs published at that step are submitted after this one, so the device has finished the reduction before.
             readable = step + self.schedule.publish_lag + 1
             self._sent = readable, self._reduce(load, stall)
-        if self._sent is None or step < self._sent[0] or not may_change:
+        if self._sent is None or step < self._sent[0]:
             return None
         load, stall = self._sent[1].read().tolist()
         self._sent = None
@@ -182,10 +179,7 @@ class ScheduleControl:
 
 
 class Planner:
-    """Plans the steps, alike on every rank.
-
-    A selection and a change of the schedule never overlap, because changing columns relies on the distance between a block's jobs: the
-    schedule waits for a selection to reach all blocks, and nothing is selected while the schedule waits.
+    """Plans the steps, alike on every rank. The device's columns change in synchronous steps, behind which the arena is exact.
 
     Args:
         jobs: their schedule is changed.
@@ -204,20 +198,11 @@ class Planner:
         self._jobs = jobs
         self._control = control
         self._selector = selector
-        self._synchronous_until = self._changing_until = 0
+        self._synchronous_until = 0
         self.has_single_backward = False
 
-    @property
-    def _wants_columns(self) -> bool:
-        """Whether some weights are late, so that the device gains by updating others at once."""
-        return self._config.owned_ratio > 0 and not self._jobs.schedule.is_immediate
-
-    @property
-    def _awaits_selection(self) -> bool:
-        return self._wants_columns and self._selector.owned is None
-
     def start_over(self, step: int, count: int, *, shows_exact: bool = False) -> None:
-        """Makes the next steps synchronous: the rest of the warm-up, and until columns are selected where some are wanted.
+        """Forgets the selection; makes the rest of the warm-up synchronous, in whose last step columns are selected where some are wanted.
 
         Args:
             step: last step so far.
@@ -225,15 +210,15 @@ class Planner:
             shows_exact: whether the model must show exact weights behind the next step.
         """
         self._selector.start_over()
-        self._changing_until = step
         is_late = shows_exact and not self._jobs.schedule.is_immediate
-        self._synchronous_until = step + max(is_late, self._awaits_selection, self._config.full_warm_up_rounds - count)
+        self._synchronous_until = step + max(is_late, self._config.full_warm_up_rounds - count)
 
     def state_dict(self) -> dict[str, Any]:
         """State that later plans depend on."""
         return {
             "synchronous_until": self._synchronous_until,
-            "changing_until": self._changing_until,
+            # For earlier versions, which changed the columns block by block.
+            "changing_until": 0,
             "selector": self._selector.state_dict(),
             "schedule": None if self._control is None else self._control.state_dict(),
             "single_backward": self.has_single_backward,
@@ -241,7 +226,7 @@ class Planner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`; sets the schedule of the jobs as well."""
-        self._synchronous_until, self._changing_until = state["synchronous_until"], state["changing_until"]
+        self._synchronous_until = state["synchronous_until"]
         self._selector.load_state_dict(state["selector"])
         if self._control is not None and state["schedule"] is not None:
             self._control.load_state_dict(state["schedule"])
@@ -251,27 +236,22 @@ class Planner:
 
     def plan(self, step: int, inputs: StepInputs) -> StepContext:
         """Plan of the next step."""
-        schedule, wants_columns = self._jobs.schedule, self._wants_columns
-        synchronous = step <= self._synchronous_until
-        may_change = step >= self._synchronous_until and not (self._control is not None and self._control.waits(step))
+        schedule = self._jobs.schedule
+        # Where some weights are late, the device gains by updating others at once.
+        wants_columns = self._config.owned_ratio > 0 and not schedule.is_immediate
+        may_change = step >= self._synchronous_until
         selects = may_change and wants_columns and self._selector.is_due(step)
         releases = may_change and not wants_columns and self._selector.owned is not None
-        in_backward = self._config.submits_in_backward and schedule.publish_lag == 0
+        synchronous = step <= self._synchronous_until or selects or releases
         return StepContext(
             number=step,
             inputs=inputs,
             schedule=schedule,
             synchronous=synchronous,
-            # In a step that changes columns, windows must end after the change.
-            submits_in_backward=in_backward and not (synchronous or selects or releases),
+            submits_in_backward=self._config.submits_in_backward and schedule.publish_lag == 0 and not synchronous,
             column_norms=self._selector.new_column_norms() if selects else None,
             releases=releases,
         )
-
-    def columns_change(self, step: int) -> None:
-        """Notes new columns in `step`: blocks change from now on, each with its own next window."""
-        # By then every block has closed a window and published its job.
-        self._changing_until = step + self._jobs.schedule.update_interval + self._jobs.schedule.publish_lag
 
     def apply_schedule(self) -> None:
         """Gives the jobs the schedule that was decided on last; also after an exception has interrupted that, right after a flush."""
@@ -285,18 +265,14 @@ class Planner:
 
     def end_step(self, context: StepContext) -> None:
         """Changes the schedule where that is due behind a step, and logs the change."""
-        step = context.number
-        if context.synchronous and self._awaits_selection:
-            # The gradient was not finite; nothing could be selected.
-            self._synchronous_until = max(self._synchronous_until, step + 1)
         if self._control is None:
             return
         before = self._control.schedule
-        reason = self._control.end_step(context, may_change=step >= self._changing_until)
+        reason = self._control.end_step(context)
         if reason is None:
             return
         self.apply_schedule()
         now = self._control.schedule
         change = f"update_interval={now.update_interval}, publish_lag={now.publish_lag}"
         change += f" (before: {before.update_interval}, {before.publish_lag})"
-        rank_zero_info(f"ZenFlow: after step {step} {change}: {reason}")
+        rank_zero_info(f"ZenFlow: after step {context.number} {change}: {reason}")

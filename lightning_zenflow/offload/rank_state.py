@@ -12,14 +12,13 @@ from torch import Tensor
 
 from lightning_zenflow.core.device import Event, SideStream
 from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.kernels.base import Kernels, Selection
+from lightning_zenflow.kernels.base import Kernels
 from lightning_zenflow.native import Tentative
 from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker, Transaction
 
 if TYPE_CHECKING:
-    from lightning_zenflow.offload.columns import DeviceColumns
     from lightning_zenflow.offload.provisional_update import Update
 
 
@@ -72,24 +71,6 @@ class Job:
         return self.buffer is not None
 
 
-@dataclass(kw_only=True)
-class Owned:
-    """What the device owns of one block. Numbers are of selections (`Ownership`)."""
-
-    wanted: int | None = None
-    """Selection that the block has or changes to with its next window; None: nothing is owned."""
-    selection: int | None = None
-    """Selection of the columns that were requested last."""
-    current: "DeviceColumns | None" = None
-    incoming: "DeviceColumns | None" = None
-    """Its next columns, before their state has been loaded."""
-
-    def selections(self, tile: int) -> list[Selection]:
-        """Columns of a tile's gradient that the device needs, and their destinations: of present columns, and of those to come."""
-        both = (self.current, self.incoming)
-        return [columns.selections[tile] for columns in both if columns is not None and tile in columns.selections]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Vectors:
     """Small vectors of one block, see `VectorGradients`."""
@@ -126,8 +107,6 @@ class Block:
     """Its open window; None: every gradient has been submitted."""
     jobs: deque[Job] = field(default_factory=deque)
     """Jobs that are not published yet, in the order of their submission."""
-    owned: Owned = field(default_factory=Owned)
-    """Its columns that the device owns."""
     vectors: Vectors | None = None
     """Its small vectors."""
     exact_for: int | None = None
@@ -142,11 +121,6 @@ class Block:
             self.window = Window(first_step=step)
         self.window.slots.append(self.slot)
         return self.window
-
-    @property
-    def changes_columns(self) -> bool:
-        """Whether the block changes its columns with its next window; that window's job must be its only one in flight."""
-        return self.owned.wanted != self.owned.selection
 
     def next_due(self) -> int | None:
         """Step at whose end the block's weights will be overwritten by a job that is in flight now; None if there is none."""

@@ -38,7 +38,7 @@ number of its last completed job. If the worker is killed, the trainer sends all
 (`worker/supervisor.py`), which restores the tiles that are half updated, continues that job, and answers without work the jobs that were
 complete.
 
-Left out are later selections of columns (`offload/ownership.py`), weight prediction and provisional updates, which add an estimate of the
+Left out are later selections of columns (`offload/selection.py`), weight prediction and provisional updates, which add an estimate of the
 missing updates to shown weights (`core/schedule.py`), the choice of S and d (`core/schedule.py`), short moments and loss scales.
 """
 

@@ -13,10 +13,11 @@ Layout 5, of plain numbers, lists and CPU tensors::
     counts              {name of a parameter: applied steps in which it was trained}
     ownership
         selections      {number: [slice] columns, None for all}
-        of_block        [block] number of the selection that it has, None before the first one
-        wanted          [block] number of the selection that it has, or changes to with its next window
+        of_block        [block] number of the selection, None before the first one
+        wanted          the same; in checkpoints of earlier versions, what blocks changed to with their next windows
     planner
-        synchronous_until, changing_until, single_backward
+        synchronous_until, single_backward
+        changing_until  0; read by earlier versions
         selector        owned (positions of selected columns, None before the first selection), next, epoch
         schedule        None for fixed S and d; else update_interval, publish_lag
     provisional         None if weights have no provisional updates; else
@@ -33,12 +34,13 @@ from typing import Any
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Partition
+from lightning_zenflow.offload.columns import Ownership
 from lightning_zenflow.offload.fill import Fill
 from lightning_zenflow.offload.jobs import JobQueue
-from lightning_zenflow.offload.ownership import Ownership, Selector
 from lightning_zenflow.offload.plan import Planner
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
 from lightning_zenflow.offload.rank_state import RankState
+from lightning_zenflow.offload.selection import Selector
 from lightning_zenflow.telemetry import Reading
 
 CHECKPOINT_KEY = "zenflow"

@@ -12,9 +12,10 @@ from torch.profiler import record_function
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import AsyncHostCopy
 from lightning_zenflow.core.step_inputs import StepScale, add_over_ranks, step_scale
-from lightning_zenflow.offload.ownership import Freezing
+from lightning_zenflow.offload.freezing import Freezing
 from lightning_zenflow.offload.plan import StepContext, StepInputs, StepState
 from lightning_zenflow.offload.run_state import VERSION, StepParts, difference_of, layout_of
+from lightning_zenflow.offload.selection import Columns
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.worker.supervisor import Transaction
 
@@ -30,11 +31,12 @@ class ZenFlowStep:
     2. *clip*: one factor for all weights, on the device; NaN if the step must change nothing.
     3. *seal*: factor and step number follow the gradients to the worker.
     4. *update*: exact AdamW of the device-owned entries.
-    5. *select*: where weights are late, the columns with the largest gradients become device-owned, at the end of the warm-up and from
-       time to time after it; each block changes its columns with its next window. With S = 1, d = 0 nothing is late, and no column is.
+    5. *select*: where weights are late, the columns with the largest gradients are selected, at the end of the warm-up and, with
+       `select_interval`, after it. Such a step is synchronous. With S = 1, d = 0 nothing is late, and no column is selected.
     6. *submit*: the windows that close now go to the worker, except for blocks that were submitted in backward.
-    7. *publish*: jobs that are due overwrite the host-owned weights, provisional updates of later steps are applied again, and the
-       device-owned weights are written over them. In place: in the next forward pass (`JobQueue.await_slice`).
+    7. *publish*: jobs that are due overwrite the host-owned weights, provisional updates of later steps are applied again, the exact state
+       of selected columns is loaded, and the device-owned weights are written over them. In place: in the next forward pass
+       (`JobQueue.await_slice`).
     8. *gather*: the ranks exchange their updated weights, as in ZeRO-2.
 
     Interruptions. `KeyboardInterrupt` may be raised between any two instructions. A `flush` after it gives the exact state of the steps
@@ -179,26 +181,27 @@ class ZenFlowStep:
             self._telemetry.skipped.add_(~scale.finite)
         # update
         with record_function("zenflow update"):
-            if self._ownership.selections:
-                self._ownership.step(groups, scale)
+            if self._ownership.current is not None:
+                self._ownership.current.step(groups, scale)
         if self._provisional is not None:
             self._provisional.end_step(scale, loss_scale)
         # select
         with record_function("zenflow select"):
-            self._select(context, scale.finite)
+            selected = self._select(context, scale.finite)
         # submit
         with record_function("zenflow submit"):
-            closed = self._jobs.submit_closing(context, groups)
-            if self._ownership.selections:
-                self._ownership.submitted(closed)
+            self._jobs.submit_closing(context, groups)
         # publish
         with record_function("zenflow publish"):
             published = self._jobs.publish(number)
             if self._provisional is not None:
                 self._provisional.published(published, context.schedule)
-            if self._ownership.selections:
-                self._ownership.published(published)
-                self._ownership.write_weights()
+            if selected is not None:
+                self._ownership.take(selected, "select")
+            elif context.releases:
+                self._ownership.clear()
+            if self._ownership.current is not None:
+                self._ownership.current.write_weights()
         # gather
         with record_function("zenflow gather"):
             self._gather_weights()
@@ -241,7 +244,7 @@ class ZenFlowStep:
         if self.is_complete:
             self._flush()
         if self._state == StepState.UNDER_WAY:
-            # Selection, ownership and schedule may have been changed in part.
+            # Selection and schedule may have been changed in part.
             self._planner.apply_schedule()
             self.start_over(int(self.count))
         self._end_micro_batches()
@@ -357,20 +360,18 @@ class ZenFlowStep:
         assert self._context is not None
         return self._context
 
-    def _select(self, context: StepContext, finite: Tensor) -> None:
-        """Adds the proxies over the ranks and selects, or gives up all columns, where that is due."""
-        columns = None
+    def _select(self, context: StepContext, finite: Tensor) -> list[Columns | None] | None:
+        """Adds the proxies over the ranks and selects, where that is due; returns the columns of each slice, None for all."""
         if context.releases:
             self._selector.start_over()
-            columns = self._freezing.of_slices(None)
-        if (norms := context.column_norms) is not None:
-            add_over_ranks(norms.flat, self._group)
-            # The host waits for the proxies; counted as stall.
-            with self._telemetry.measure("select"):
-                selected = self._selector.select(norms, context.number, finite=finite)
-            if selected is not None:
-                columns = self._freezing.of_slices(selected[0])
-                self._selector.owned_norm_share.copy(selected[1])
-        if columns is not None:
-            self._ownership.select(columns)
-            self._planner.columns_change(context.number)
+        if (norms := context.column_norms) is None:
+            return None
+        add_over_ranks(norms.flat, self._group)
+        # The host waits for the proxies; counted as stall.
+        with self._telemetry.measure("select"):
+            selected = self._selector.select(norms, context.number, finite=finite)
+        if selected is None:
+            return None
+        columns, owned_norm_share = selected
+        self._selector.owned_norm_share.copy(owned_norm_share)
+        return [columns[s.parameter] for s in self._rank.partition.slices]

@@ -43,8 +43,6 @@ class ArenaSizes:
     """Of the worker; each has a journal entry."""
     newest_first: bool = False
     """Whether the worker takes the newest job whose gradients have arrived, instead of the oldest."""
-    export_bytes: int = 0
-    """State of device-owned entries on its way to the device (`lightning_zenflow.offload.columns`)."""
 
 
 Touch = Callable[[int, int, int], None]
@@ -104,8 +102,6 @@ class Arena:
         first_scales: for each tile of the partition the index of its first scale; read with int8 only.
         slots: [n_slots, slot_numel]; each holds one block's gradient of one step.
         publish: [n_publish_buffers, slot_numel]; each holds one block's new weights.
-        export: [export_bytes] uint8; the export section.
-        export_offset: its begin, in bytes from the start of the arena.
         step_words: of the step records.
         block_words: of the blocks' last jobs in backward.
     """
@@ -144,8 +140,7 @@ class Arena:
         if sizes.moments_dtype == torch.int8:
             both = CodedMoments(self.exp_avg.array, self.exp_avg_sq.array, array("scales"), partition.tiles)
             self.exp_avg, self.exp_avg_sq = (CodedMoment(both, is_first=is_first) for is_first in (True, False))
-        self.slots, self.publish, self.export = map(array, ("slots", "publish", "export"))
-        self.export_offset = int(header.export_offset)
+        self.slots, self.publish = map(array, ("slots", "publish"))
         records = array("step_records")
         self.step_words = StepWords(records[:, native.StepRecord.word.offset :])
         self.block_words = StepWords(array("block_words"))
@@ -172,7 +167,6 @@ class Arena:
             (header.master_offset, header.slots_offset),
             (header.slots_offset, header.slots_offset + n_slots * row_bytes),
             (header.publish_offset, header.publish_offset + n_publish_buffers * row_bytes),
-            (header.export_offset, header.export_offset + header.export_bytes),
         ):
             for reserved_begin, reserved_end in self._reserved:
                 if reserved_begin <= begin < reserved_end:
@@ -196,10 +190,7 @@ class Arena:
             return self._locks.copy_of(values)
 
     def ranges_of_device(self) -> list[tuple[int, int]]:
-        """Reserved bytes [begin, end) that a device copies from or to, to be page-locked for a CUDA device: all but the states.
-
-        The device gets state from the export section only.
-        """
+        """Reserved bytes [begin, end) that a device copies from or to, to be page-locked for a CUDA device: all but the states."""
         return [(begin, end) for begin, end in self._reserved if begin != self._header.master_offset]
 
     @property
@@ -344,7 +335,6 @@ def _layout(
         slot_numel=slot_numel,
         n_journal_entries=sizes.n_threads,
         newest_first=int(sizes.newest_first),
-        export_bytes=sizes.export_bytes,
     )
     contents: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         "ranges": (torch.uint8, (len(partition.tiles), ctypes.sizeof(native.Range))),
@@ -360,7 +350,6 @@ def _layout(
         "scales": (torch.float32, (header.n_scales, 2)),
         "slots": (dtype, (sizes.n_slots, slot_numel)),
         "publish": (dtype, (sizes.n_publish_buffers, slot_numel)),
-        "export": (torch.uint8, (sizes.export_bytes,)),
     }
     sections, end = {}, native.HEADER_BYTES
     for name, (kind, shape) in contents.items():

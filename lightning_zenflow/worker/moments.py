@@ -38,6 +38,10 @@ class Moment:
         """Elements [begin, begin + numel) of the partition: a view in the arena's type where that has one, otherwise float32."""
         return self.array.narrow(0, begin, numel)
 
+    def read_columns(self, begin: int, n_rows: int, width: int, columns: Tensor) -> Tensor:
+        """As `read`, [n_rows, columns], int64 columns of the matrix [n_rows, width] that begins at `begin` and lies in one tile."""
+        return self.array.narrow(0, begin, n_rows * width).view(n_rows, width).index_select(1, columns)
+
     def write(self, begin: int, values: Tensor) -> None:
         """Replaces elements from `begin` on by values of any floating-point type; each tile of the partition is in all or none of them."""
         self.array.narrow(0, begin, len(values)).copy_(values)
@@ -59,6 +63,17 @@ class _Part(NamedTuple):
         """For each element that of the part's scales which it has."""
         spread = scales.repeat_interleave(TILE_ELEMENTS)
         return spread[self.skipped : self.skipped + self.elements.stop - self.elements.start]
+
+
+class _Entries(NamedTuple):
+    """Single elements, each with its scale."""
+
+    elements: Tensor
+    scales: Tensor
+
+    def of_elements(self, scales: Tensor) -> Tensor:
+        """Those of the scales."""
+        return scales
 
 
 class CodedMoments:
@@ -88,12 +103,17 @@ class CodedMoments:
                     scales = slice(scale + first // TILE_ELEMENTS, scale - (-last // TILE_ELEMENTS))
                     yield _Part(slice(tile.begin + first, tile.begin + last), scales, first % TILE_ELEMENTS)
 
-    def first(self, part: _Part) -> Tensor:
+    def entries(self, elements: Tensor) -> _Entries:
+        """Some elements of one tile, [n] int64."""
+        number = bisect_right(self._begins, int(elements[0])) - 1
+        return _Entries(elements, self._first_scales[number] + (elements - self._begins[number]) // TILE_ELEMENTS)
+
+    def first(self, part: _Part | _Entries) -> Tensor:
         """First moments, float32."""
         q = self.exp_avg[part.elements].float()
         return q * q.abs() * (1 / 127**2) * part.of_elements(self._scales[part.scales, 0]) * self._root(part)
 
-    def second(self, part: _Part) -> Tensor:
+    def second(self, part: _Part | _Entries) -> Tensor:
         """Second moments, float32."""
         c = self.exp_avg_sq[part.elements].float()
         root = c * c * (1 / 255**2)
@@ -115,7 +135,7 @@ class CodedMoments:
         self.exp_avg_sq[part.elements] = torch.maximum(c, (values > 0).float()).to(torch.uint8)
         self.set_first(part, torch.where(values == 0, 0, kept))
 
-    def _root(self, part: _Part) -> Tensor:
+    def _root(self, part: _Part | _Entries) -> Tensor:
         """Of second moments, at least that of code 1."""
         c = self.exp_avg_sq[part.elements].float().clamp(min=1)
         # A new arena has scales of zero. torch's vectorised root of float32 is not always rounded right.
@@ -143,14 +163,20 @@ class CodedMoment(Moment):
     def __init__(self, moments: CodedMoments, *, is_first: bool) -> None:
         super().__init__(moments.exp_avg if is_first else moments.exp_avg_sq)
         self._moments, self._is_first = moments, is_first
+        self._decode = moments.first if is_first else moments.second
 
     @override
     def read(self, begin: int, numel: int) -> Tensor:
         values = torch.zeros(numel, dtype=torch.float32, device="cpu")  # padding has no tile
-        decode = self._moments.first if self._is_first else self._moments.second
         for part in self._moments.parts(begin, begin + numel):
-            values[part.elements.start - begin : part.elements.stop - begin] = decode(part)
+            values[part.elements.start - begin : part.elements.stop - begin] = self._decode(part)
         return values
+
+    @override
+    def read_columns(self, begin: int, n_rows: int, width: int, columns: Tensor) -> Tensor:
+        rows = torch.arange(begin, begin + n_rows * width, width, dtype=torch.int64, device="cpu")
+        elements = rows.unsqueeze(1) + columns
+        return self._decode(self._moments.entries(elements.view(-1))).view(elements.shape)
 
     @override
     def write(self, begin: int, values: Tensor) -> None:

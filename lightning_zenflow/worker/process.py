@@ -80,9 +80,6 @@ class JobMessage:
         return bytes(header) + bytes((ctypes.c_uint32 * len(self.slots))(*self.slots))
 
 
-Request = native.Export | native.Touch
-"""Requests to the worker beside jobs; executed in order with them, and idempotent."""
-
 Answer = native.Ready | native.Done | native.Acknowledged
 
 _ANSWERS: dict[int, type[Answer]] = {
@@ -181,7 +178,7 @@ class Worker:
         """Process ID of the worker."""
         return self._process.pid
 
-    def submit(self, message: JobMessage | Request | native.MessageHeader) -> None:
+    def submit(self, message: JobMessage | native.Touch | native.MessageHeader) -> None:
         """Submits a job, a request or the exit message; returns immediately, unless the socket is full and the worker busy.
 
         Raises:

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
 
-from lightning_zenflow.native import Done, Export, MessageType, Touch
+from lightning_zenflow.native import Done, MessageType, Touch
 from lightning_zenflow.telemetry import Cause, Telemetry
 from lightning_zenflow.worker.process import (
     Answer,
     JobMessage,
-    Request,
     Worker,
     WorkerError,
     WorkerKilled,
@@ -60,7 +59,7 @@ class Transaction:
 class Submission:
     """A message to the worker, and its answer once that has been read. Nothing but `SupervisedWorker` changes it."""
 
-    message: JobMessage | Request
+    message: JobMessage | Touch
     is_answered: bool = False
 
 
@@ -117,7 +116,7 @@ class SupervisedWorker:
         """Process ID of the current worker."""
         return self._worker.pid
 
-    def enqueue(self, message: JobMessage | Request) -> Submission:
+    def enqueue(self, message: JobMessage | Touch) -> Submission:
         """Records a message, which `send` sends; no system call."""
         submission = Submission(message=message)
         self._unanswered.append(submission)
@@ -132,20 +131,11 @@ class SupervisedWorker:
         while self._n_sent < len(self._unanswered):
             self._carry_out(self._send_next, "restart")
 
-    def submit(self, message: JobMessage | Request) -> Submission:
+    def submit(self, message: JobMessage | Touch) -> Submission:
         """Enqueues and sends a job or a request. Raises like `send`."""
         submission = self.enqueue(message)
         self.send()
         return submission
-
-    def enqueue_export(self, *, tiles_offset: int, n_tiles: int) -> Submission:
-        """Enqueues a request for the state of some entries as it is after all jobs enqueued so far.
-
-        Until the request is answered, a killed worker repeats it. So no job that changes these entries may be enqueued before, unless the
-        result is not wanted any more.
-        """
-        ids = {"type": MessageType.EXPORT, "request_id": next(self._request_ids)}
-        return self.enqueue(Export(**ids, tiles_offset=tiles_offset, n_tiles=n_tiles))
 
     def touch(self, offset: int, n_rows: int, row_bytes: int) -> None:
         """Allocates [offset, offset + n_rows * row_bytes) of the arena on the NUMA nodes of the worker's threads, and waits for it."""
@@ -267,7 +257,7 @@ class SupervisedWorker:
         _log.warning("%s; a new worker continues, nothing is lost", death)
 
 
-def _answers(answer: Answer, message: JobMessage | Request) -> bool:
+def _answers(answer: Answer, message: JobMessage | Touch) -> bool:
     if isinstance(answer, Done):
         return isinstance(message, JobMessage) and (answer.job_id, answer.block) == (message.job_id, message.block)
     return not isinstance(message, JobMessage) and answer.request_id == message.request_id

@@ -128,7 +128,7 @@ def job(*slots: int, **fields: int) -> bytes:
 MESSAGES: list[tuple[str, list[bytes], str]] = [
     ("", [bytes(native.MAX_MESSAGE_BYTES + 1)], "message: size must be from 8 to 16384 bytes, got 16385"),
     ("", [bytes(4)], "message: size must be from 8 to 16384 bytes, got 4"),
-    ("", [bytes(native.MessageHeader(type=77))], "type must be 1 (job), 2 (exit), 6 (export) or 7 (touch), got 77"),
+    ("", [bytes(native.MessageHeader(type=77))], "type must be 1 (job), 2 (exit) or 7 (touch), got 77"),
     ("", [job(block=3)], "block must be below n_blocks = 3, got 3"),
     ("", [job(0, n_committed=2)], "must have 48 bytes with n_committed = 2 and tentative = 0, got 44"),
     ("", [job(0, 0, tentative=1)], "with n_committed = 0 and tentative = 1, got 48"),

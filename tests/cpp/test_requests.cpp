@@ -1,4 +1,4 @@
-// Requests to the worker: export of device-owned entries' state, by the function and through the worker; first touch of memory.
+// First touch of memory, by the function and through the worker.
 #include <omp.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -22,112 +22,6 @@ namespace {
 using test::ArenaSpec;
 using test::TrainerArena;
 using test::WorkerProcess;
-
-constexpr uint64_t kColumnsAt = 1024, kStateAt = 2048;  // in the export section
-
-// Three tiles: selected columns of 300 rows, all of a vector's elements, and two columns of a part of a row.
-class Case {
-  public:
-    explicit Case(DataType moments = DataType::kFloat32) : arena_(spec(moments)) {
-        arena_.set_state(test::random_state(arena_.spec().numel, 5));
-        const std::vector<Range>& ranges = arena_.spec().ranges;
-        const std::vector<uint32_t> columns = {0, 3, 7, 8, 20, 40, 1, 4};
-        std::memcpy(arena_.export_section() + kColumnsAt, columns.data(), columns.size() * sizeof(uint32_t));
-        const uint64_t section = arena_.header().export_offset;
-        const uint64_t columns_at = section + kColumnsAt, state_at = section + kStateAt;
-        tiles_ = {{7, 300, 41, 6, columns_at, state_at, 1830, ranges[0].first_scale},
-                  {12400, 30, 1, 1, 0, state_at + 1800 * 4, 1830, ranges[1].first_scale},
-                  {12500, 1, 9, 2, columns_at + 6 * 4, state_at + 3 * 1830 * 4, 2, ranges[2].first_scale}};
-    }
-
-    TrainerArena& arena() { return arena_; }
-    std::vector<ExportTile>& tiles() { return tiles_; }
-
-    Export request() {
-        std::memcpy(arena_.export_section(), tiles_.data(), tiles_.size() * sizeof(ExportTile));
-        return {static_cast<uint32_t>(MessageType::kExport), static_cast<uint32_t>(tiles_.size()), 5,
-                arena_.header().export_offset};
-    }
-
-    void check() {
-        const test::State state = arena_.read_state();
-        const std::vector<float>* const arrays[] = {&state.master, &state.exp_avg, &state.exp_avg_sq};
-        for (const ExportTile& tile : tiles_) {
-            for (uint64_t a = 0; a < 3; ++a) {
-                const auto* const to =
-                    reinterpret_cast<const float*>(arena_.memory() + tile.target_offset) + a * tile.target_stride;
-                for (uint64_t i = 0; i < tile.rows * tile.n_columns; ++i) {
-                    const uint64_t row = i / tile.n_columns;
-                    uint64_t column = i % tile.n_columns;
-                    if (tile.n_columns < tile.width) {
-                        column = reinterpret_cast<const uint32_t*>(arena_.memory() + tile.columns_offset)[column];
-                    }
-                    const uint64_t element = tile.begin + row * tile.width + column;
-                    CHECK_EQ(to[i], (*arrays[a])[element]);
-                }
-            }
-        }
-    }
-
-  private:
-    static ArenaSpec spec(DataType moments) {
-        ArenaSpec spec;
-        spec.moments_dtype = moments;
-        spec.ranges = {{7, 12307, 0, 0, 0}, {12400, 12430, 0, 0, 0}, {12500, 12509, 0, 0, 0}};
-        spec.blocks = {{0, 12600}};
-        spec.numel = 12600;
-        spec.export_bytes = kStateAt + 3 * 1830 * 4 + 3 * 2 * 4;
-        return spec;
-    }
-
-    TrainerArena arena_;
-    std::vector<ExportTile> tiles_;
-};
-
-TEST(requests, an_export_copies_the_entries_of_all_arrays) {
-    for (const int n_threads : {1, 3}) {
-        omp_set_num_threads(n_threads);
-        for (const DataType moments : {DataType::kFloat32, DataType::kBFloat16, DataType::kInt8}) {
-            Case c(moments);
-            export_entries(Arena(c.arena().fd()), c.request());
-            c.check();
-        }
-    }
-}
-
-TEST(requests, an_export_refuses_what_leaves_the_partition_or_the_section) {
-    struct Change {
-        const char* name;
-        std::function<void(Case&, Export&)> apply;
-    };
-    const std::vector<Change> changes = {
-        {"tiles", [](Case&, Export& r) { r.tiles_offset = 0; }},
-        {"tiles", [](Case&, Export& r) { r.tiles_offset += 4; }},
-        {"tiles", [](Case&, Export& r) { r.n_tiles = UINT32_MAX; }},
-        {"partition", [](Case& c, Export&) { c.tiles()[0].rows = 308; }},
-        {"partition", [](Case& c, Export&) { c.tiles()[0].rows = UINT64_MAX / 41; }},
-        {"partition", [](Case& c, Export&) { c.tiles()[1].begin = UINT64_MAX; }},
-        {"partition", [](Case& c, Export&) { c.tiles()[1].width = 0; }},
-        {"n_columns", [](Case& c, Export&) { c.tiles()[0].n_columns = 0; }},
-        {"n_columns", [](Case& c, Export&) { c.tiles()[0].n_columns = 42; }},
-        {"columns", [](Case& c, Export&) { c.tiles()[0].columns_offset = 0; }},
-        {"columns", [](Case& c, Export&) { c.tiles()[2].width = 4; }},
-        {"target", [](Case& c, Export&) { c.tiles()[0].target_offset = c.arena().header().master_offset; }},
-        {"target", [](Case& c, Export&) { c.tiles()[2].target_stride = 3; }},
-        {"target_stride", [](Case& c, Export&) { c.tiles()[2].target_stride = UINT64_MAX / 2 - 1; }},
-    };
-    for (const Change& change : changes) {
-        Case c;
-        Export request = c.request();
-        change.apply(c, request);
-        c.request();  // writes the changed tiles
-        CHECK_CONTAINS(test::error_of([&] { export_entries(Arena(c.arena().fd()), request); }), change.name);
-    }
-    Case c(DataType::kInt8);
-    c.tiles()[2].first_scale = c.arena().header().n_scales;
-    const Export request = c.request();
-    CHECK_CONTAINS(test::error_of([&] { export_entries(Arena(c.arena().fd()), request); }), "first_scale");
-}
 
 const size_t kPage = static_cast<size_t>(sysconf(_SC_PAGESIZE));
 

@@ -135,7 +135,7 @@ TEST(worker, takes_the_newest_job_first) {
     worker.signal(SIGSTOP);
     for (const UpdateJob& job : jobs)
         worker.submit(job, job.block == 0 ? std::vector<uint32_t>(job.n_committed) : std::vector<uint32_t>{1, 2});
-    worker.send(Touch{static_cast<uint32_t>(MessageType::kTouch), 0, 1, arena.header().export_offset, 1, 1});
+    worker.send(Touch{static_cast<uint32_t>(MessageType::kTouch), 0, 1, arena.header().slots_offset, 1, 1});
     worker.submit(job_of(0, 5, 1, 0), {});
     worker.signal(SIGCONT);
     for (const int64_t job_id : {1, 3, 2}) CHECK_EQ(worker.receive_done().job_id, job_id);

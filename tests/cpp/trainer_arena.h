@@ -26,7 +26,6 @@ struct ArenaSpec {
     uint32_t n_slots = 6;
     uint32_t n_publish_buffers = 2;
     uint32_t n_journal_entries = 3;
-    uint64_t export_bytes = 4096;
     DataType moments_dtype = DataType::kFloat32;
     DataType model_dtype = DataType::kFloat32;
 
@@ -98,8 +97,6 @@ class TrainerArena {
         header.block_words_offset = reserve(spec.blocks.size() * sizeof(StepWord));
         header.block_jobs_offset = reserve(spec.blocks.size() * sizeof(int64_t));
         header.block_shown_offset = reserve(spec.blocks.size() * sizeof(BlockShown));
-        header.export_offset = reserve(spec.export_bytes);
-        header.export_bytes = spec.export_bytes;
         header.total_bytes = bytes_;
 
         fd_ = memfd_create("zenflow-test-arena", MFD_CLOEXEC);
@@ -139,7 +136,6 @@ class TrainerArena {
     Hyperparameters& tentative_hyperparameters(int64_t step, uint32_t param_group) {
         return hyperparameters(step, header().n_param_groups + param_group);
     }
-    std::byte* export_section() { return memory_ + header().export_offset; }
     int64_t& completed_job_of(uint32_t block) { return at<int64_t>(header().block_jobs_offset)[block]; }
     JournalEntry& journal_entry(size_t index) { return at<JournalEntry>(header().journal_offset)[index]; }
 

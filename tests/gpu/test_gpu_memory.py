@@ -27,7 +27,7 @@ def test_every_page_is_page_locked_and_copied_without_waiting(n_first: int) -> N
     """Slots are reserved little by little, as the schedule grows; a copy into one must not cross from one reservation to the next."""
     numel, n_slots = 5 * 7 * 1237, 8
     whole = Slice.of((35, 1237), parameter=0, param_group=0, begin=0, start=0, numel=numel)
-    sizes = replace(SIZES, n_param_groups=1, n_step_records=4, n_slots=n_slots, dtype=torch.bfloat16, export_bytes=5000)
+    sizes = replace(SIZES, n_param_groups=1, n_step_records=4, n_slots=n_slots, dtype=torch.bfloat16)
     arena = Arena(build_partition([whole], [numel], 1), sizes, device=device())
     try:
         for n in (n_first, n_first + 1, n_slots):
@@ -35,7 +35,7 @@ def test_every_page_is_page_locked_and_copied_without_waiting(n_first: int) -> N
         gradients = torch.randn(n_slots, arena.slots.shape[1], device=device()).bfloat16()
         # The host waits for the device where it loads what it launches for the first time.
         arena.step_words[6].copy_(step_word(torch.full((), 1.0, device=device()), 6), non_blocking=True)
-        assert arena.step_words[1].is_pinned() and arena.block_words[0].is_pinned() and arena.export.is_pinned()
+        assert arena.step_words[1].is_pinned() and arena.block_words[0].is_pinned()
         assert not any(state.is_pinned() for state in (arena.master, arena.exp_avg.array, arena.exp_avg_sq.array))
         torch.cuda.synchronize()
         torch.cuda._sleep(500 * MILLISECOND)

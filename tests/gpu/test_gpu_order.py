@@ -18,10 +18,10 @@ from gpu_cases import MILLISECOND, RACES, device
 from harness import Case, Run, run_here, workers
 from lightning_zenflow.core.step_inputs import step_word
 from lightning_zenflow.kernels.base import Kernels
+from lightning_zenflow.offload.columns import DeviceColumns, Ownership
 from lightning_zenflow.offload.fill import Fill
 from lightning_zenflow.offload.in_flight import JobsInFlight
 from lightning_zenflow.offload.jobs import JobQueue
-from lightning_zenflow.offload.ownership import Ownership
 from lightning_zenflow.worker.arena import StepWords
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from same_bits import assert_same_state
@@ -116,7 +116,7 @@ DELAYS: dict[str, Callable[[pytest.MonkeyPatch], None] | type[pl.Callback]] = {
     "copies to the host": late(Kernels, "route"),
     "sums of gradients": late(Fill, "finish"),
     "the step's number": late(JobQueue, "seal"),
-    "the device's update": late(Ownership, "step"),
+    "the device's update": late(DeviceColumns, "step"),
     "copies from the host": late(JobQueue, "publish"),
     "copies from the host, in backward": published_in_backward,
     "copies from the host, after backward": published_after_backward,
@@ -139,7 +139,7 @@ def undisturbed(needs_cuda: None) -> dict[str, tuple[Run, Tensor]]:
             (Fill, "_route_rectangles"),
             (JobQueue, "seal"),
             (JobQueue, "publish"),
-            (Ownership, "step"),
+            (DeviceColumns, "step"),
         ):
             original = getattr(owner, method)
 

@@ -15,7 +15,7 @@ from harness import Case, Run, snapshot, untrained
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.step_inputs import read_hyperparameters
 from lightning_zenflow.deepspeed.build import RankResources, ZeroPartition, build
-from lightning_zenflow.offload.ownership import Freezing
+from lightning_zenflow.offload.freezing import Freezing
 from lightning_zenflow.offload.plan import StepInputs
 from lightning_zenflow.offload.step import ZenFlowStep
 from lightning_zenflow.worker.machine import WorkerCores, allowed_cores

@@ -84,7 +84,7 @@ def counted_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchCounter]
     def counting(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(step: ZenFlowStep, *args: Any, **options: Any) -> Any:
             arena = step._rank.arena
-            counter.host = [arena.slots, arena.publish, arena.export]
+            counter.host = [arena.slots, arena.publish]
             with counter:
                 result = method(step, *args, **options)
             if method.__name__ == "step":

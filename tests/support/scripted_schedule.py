@@ -14,7 +14,7 @@ Entry = tuple[int, int, int]
 
 
 class ScriptedSchedule:
-    """Stands in for `ScheduleControl`; changes to each schedule as soon as allowed from its step on.
+    """Stands in for `ScheduleControl`; changes to each schedule after its step.
 
     Args:
         script: ascending.
@@ -26,7 +26,6 @@ class ScriptedSchedule:
         self.schedule = auto.schedule
         self.changes: list[tuple[int, UpdateSchedule]] = []
         """(step after which it changed, to what)."""
-        self._waits = False
 
     def state_dict(self) -> dict[str, Any]:
         """As `ScheduleControl.state_dict`."""
@@ -36,19 +35,13 @@ class ScriptedSchedule:
         """As `ScheduleControl.load_state_dict`."""
         self.schedule = UpdateSchedule(**state)
 
-    def waits(self, step: int) -> bool:
-        """As `ScheduleControl.waits`."""
-        return self._waits
-
     def interrupt(self) -> None:
         """No effect: nothing is measured."""
 
-    def end_step(self, context: StepContext, *, may_change: bool) -> str | None:
+    def end_step(self, context: StepContext) -> str | None:
         """As `ScheduleControl.end_step`."""
         step = context.number
-        due = bool(self._script) and step >= self._script[0][0]
-        self._waits = due and not may_change
-        if not due or self._waits:
+        if not self._script or step < self._script[0][0]:
             return None
         _, update_interval, publish_lag = self._script.pop(0)
         before, self.schedule = self.schedule, UpdateSchedule(update_interval=update_interval, publish_lag=publish_lag)

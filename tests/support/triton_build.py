@@ -63,7 +63,7 @@ def cases(kernels: TritonKernels, dtype: torch.dtype) -> Iterator[str]:
         gradient, weights = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
         chosen, selected = torch.tensor([0, 3, columns - 1]), torch.zeros(96, 3, dtype=dtype)
         selection = Selection(columns=chosen, entries=selected)
-        destination = Destination(begin=0, slot=torch.empty_like(gradient), selections=[selection])
+        destination = Destination(begin=0, slot=torch.empty_like(gradient), selection=selection)
         kernels.route(gradient, (), per_axis=False)
         yield name
         norms = kernels.route(gradient, (), per_axis=True)

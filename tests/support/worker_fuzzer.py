@@ -22,7 +22,6 @@ from small_arena import GROUPS, SIZES, make_partition
 
 _HANG_S = 60.0
 """The worker's own wait for a step's word is 10 ms; nothing else takes long."""
-_EXPORT_BYTES = 16384
 _INTERESTING = (0, 1, 2, 3, 63, 64, 127, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
 
 
@@ -37,7 +36,6 @@ def make_arena(rng: random.Random) -> Arena:
         n_publish_buffers=2,
         dtype=dtype,
         n_threads=rng.randrange(1, 3),
-        export_bytes=_EXPORT_BYTES,
     )
     arena = Arena(partition, sizes, device=torch.device("cpu"))
     for step in range(1, 4):
@@ -49,20 +47,6 @@ def make_arena(rng: random.Random) -> Arena:
     for block in range(len(arena.block_words)):
         arena.block_words[block].copy_(step_word(torch.tensor(0.5, dtype=torch.float32), step))
     return arena
-
-
-def write_export_tiles(rng: random.Random, arena: Arena) -> None:
-    """Two tiles of the partition, with a list of columns each."""
-    tiles = (native.ExportTile * 2)()
-    for i, tile in enumerate(tiles):
-        tile.width = rng.randrange(1, 9)
-        tile.n_columns = rng.randrange(1, tile.width + 1)
-        tile.rows = arena.master.numel() // tile.width // 2
-        tile.columns_offset = arena.export_offset + 256 + 64 * i
-        tile.target_offset = arena.export_offset + 512 + 12 * i * arena.master.numel()
-        tile.target_stride = tile.rows * tile.n_columns
-        arena.export[256 + 64 * i :][: 4 * tile.n_columns].view(torch.int32)[:] = torch.arange(tile.n_columns)
-    arena.export[: ctypes.sizeof(tiles)] = torch.frombuffer(tiles, dtype=torch.uint8)
 
 
 def mutate(rng: random.Random, data: bytearray, *, words: bool) -> None:
@@ -88,8 +72,6 @@ def break_arena(rng: random.Random, arena: Arena) -> None:
         (header.block_words_offset, header.n_blocks * ctypes.sizeof(native.StepWord)),
         (header.block_shown_offset, header.n_blocks * ctypes.sizeof(native.BlockShown)),
         (header.journal_offset + native.JournalEntry.begin.offset, 32),
-        (header.export_offset, 2 * ctypes.sizeof(native.ExportTile)),
-        (header.export_offset + 256, 96),
     ]
     begin, size = rng.choice(regions)
     data = bytearray(os.pread(arena.fd, size, begin))
@@ -102,8 +84,8 @@ def break_arena(rng: random.Random, arena: Arena) -> None:
             os.pwrite(arena.fd, rng.choice([1, 2]).to_bytes(8, "little"), at)
 
 
-def message(rng: random.Random, job_id: int, export_offset: int) -> bytes:
-    """A job, an export or a touch, valid or corrupted; or an exit; or noise."""
+def message(rng: random.Random, job_id: int) -> bytes:
+    """A job or a touch, valid or corrupted; or an exit; or noise."""
     slots = [rng.randrange(7) for _ in range(rng.randrange(4))]
     tentative = rng.choice(list(native.Tentative)) if slots else native.Tentative.NONE
     if tentative is native.Tentative.CORRECTION and rng.random() < 0.9:
@@ -118,13 +100,11 @@ def message(rng: random.Random, job_id: int, export_offset: int) -> bytes:
         prediction_steps=rng.choice([0.0, 1.5]),
         tentative=tentative,
     )
-    export = native.Export(type=native.MessageType.EXPORT, n_tiles=2, request_id=job_id, tiles_offset=export_offset)
-    touch = native.Touch(
-        type=native.MessageType.TOUCH, request_id=job_id, offset=export_offset, n_rows=3, row_bytes=2000
-    )
+    at = native.HEADER_BYTES
+    touch = native.Touch(type=native.MessageType.TOUCH, request_id=job_id, offset=at, n_rows=3, row_bytes=2000)
     data = bytearray(bytes(job) + bytes((ctypes.c_uint32 * len(slots))(*slots)))
     if rng.random() < 0.3:
-        data = bytearray(bytes(rng.choice([export, touch])))
+        data = bytearray(bytes(touch))
     kind = rng.random()
     if kind < 0.4:
         mutate(rng, data, words=True)
@@ -140,7 +120,6 @@ def message(rng: random.Random, job_id: int, export_offset: int) -> bytes:
 def attack(worker: Path, rng: random.Random) -> str:
     """Starts a worker and sends it messages. Returns a description of the failure, or ""."""
     arena = make_arena(rng)
-    write_export_tiles(rng, arena)
     if rng.random() < 0.5:
         break_arena(rng, arena)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -159,7 +138,7 @@ def attack(worker: Path, rng: random.Random) -> str:
             for job_id in range(1, 1 + rng.randrange(1, 8)):
                 # One that is too long for a message, or for a worker that has gone.
                 try:
-                    ours.send(message(rng, job_id, arena.export_offset))
+                    ours.send(message(rng, job_id))
                 except OSError:
                     break
             ours.shutdown(socket.SHUT_WR)

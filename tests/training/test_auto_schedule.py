@@ -114,9 +114,9 @@ def test_times_of_other_work_are_not_measured(monkeypatch: pytest.MonkeyPatch) -
     steps: list[int] = []
     end_step = ScheduleControl.end_step
 
-    def noted(self: ScheduleControl, context: StepContext, **options: Any) -> str | None:
+    def noted(self: ScheduleControl, context: StepContext) -> str | None:
         steps.append(context.number)
-        return end_step(self, context, **options)
+        return end_step(self, context)
 
     def looks(**options: Any) -> list[int]:
         seen: list[int] = []

@@ -58,7 +58,7 @@ FIXED, NETWORK = (on_this_machine(RACES[name]) for name in ("fixed gradients", "
 CASES = {
     **{name: on_this_machine(case) for name, case in RACES.items()},
     "S=2, d=3, accumulated": replace(FIXED, update_interval=2, publish_lag=3, accumulate=2),
-    # Where nothing is in flight but what is published, a flush has no publish buffer to wait for before it exports anew.
+    # Where nothing is in flight but what is published, a flush has no publish buffer to wait for before it gathers anew.
     "flushes, one step late": replace(NETWORK, update_interval=1, flush_after=(5, 6, 7)).with_keys(
         weight_prediction=0, provisional_scale=0
     ),

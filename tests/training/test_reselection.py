@@ -1,7 +1,9 @@
 """Columns change owners while training goes on, and nothing is reset, dropped or applied twice."""
 
 import functools
+from collections.abc import Container
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +17,7 @@ from eventful_training import random_tensors
 from harness import AUTO, Case, make_trainer, optimizer_of, run_here
 from lightning_zenflow import ZenFlowStrategy
 from networks import SmallNet
-from same_bits import assert_is_adamw, assert_same_run
+from same_bits import assert_is_adamw, assert_same_run, assert_same_tensors
 
 STEPS = 14
 
@@ -31,11 +33,16 @@ def exact_weights(steps: int) -> list[Tensor]:
 
 
 class OwnedEntries(pl.Callback):
-    """After each step, compares every device-owned entry with AdamW's weight of that very step, and notes how many there are."""
+    """After each step, compares every device-owned entry with AdamW's weight of that very step, and notes how many there are.
 
-    def __init__(self) -> None:
+    Args:
+        synchronous: steps behind which all weights are AdamW's.
+    """
+
+    def __init__(self, synchronous: Container[int] = ()) -> None:
+        self._synchronous = synchronous
         self.numel: list[int] = []
-        self.has_memory: list[bool] = []
+        self.shows_exact: list[bool] = []
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -58,8 +65,12 @@ class OwnedEntries(pl.Callback):
         owned = ~torch.isnan(shown)
         assert int(owned.sum()) == ownership.numel
         self.numel.append(ownership.numel)
-        self.has_memory.append(bool(ownership._states))
+        self.shows_exact.append(parts.jobs.shows_exact)
         torch.testing.assert_close(shown[owned].double(), exact[owned], rtol=1e-6, atol=1e-6)
+        if trainer.global_step in self._synchronous:
+            for begin, weights in zip(partition.group_begins, before, strict=True):
+                of_group = exact[begin : begin + len(weights)]
+                torch.testing.assert_close(weights.double(), of_group, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -67,10 +78,11 @@ class OwnedEntries(pl.Callback):
     [(4, 1, 3), (2, 0, 1), (2, 3, 2)],
 )
 def test_other_columns_in_turn(update_interval: int, publish_lag: int, select_interval: int) -> None:
-    owned = OwnedEntries()
+    owned = OwnedEntries(synchronous=range(1, STEPS + 1, select_interval))
     case = case_of(update_interval=update_interval, publish_lag=publish_lag).with_keys(select_interval=select_interval)
     assert_is_adamw(case, run_here(case, callbacks=[owned]))
-    assert owned.numel[-1] > 0
+    assert min(owned.numel) > 0
+    assert owned.shows_exact == [step % select_interval == 0 for step in range(STEPS)]
 
 
 def test_nothing_is_selected_where_nothing_is_late() -> None:
@@ -82,16 +94,13 @@ def test_nothing_is_selected_where_nothing_is_late() -> None:
 
 
 def test_columns_are_selected_and_released_with_the_lag() -> None:
-    owned = OwnedEntries()
+    owned = OwnedEntries(synchronous=(4, 9, 13))
     case = case_of(schedules=((3, 4, 1), (8, 1, 0), (12, 2, 0)), strategy_options=AUTO)
     assert_is_adamw(case, run_here(case, callbacks=[owned]))
     is_owned = [numel > 0 for numel in owned.numel]
-    # S and d change after steps 3, 8 and 12; the next step selects or releases, and blocks follow with their next windows.
-    assert is_owned[:4] == [False] * 4 and all(is_owned[7:9])
-    assert is_owned[10:12] == [False] * 2 and is_owned[-1]
-    assert all(
-        has_memory == (numel > 0) for numel, has_memory in zip(owned.numel[6:], owned.has_memory[6:], strict=True)
-    )
+    # S and d change after steps 3, 8 and 12; the next step selects or releases.
+    assert is_owned == [False] * 3 + [True] * 5 + [False] * 4 + [True] * 2
+    assert owned.shows_exact == [True] * 4 + [False] * 4 + [True] * 5 + [False]
 
 
 def test_the_strategy_says_which_epoch_it_is() -> None:
@@ -109,3 +118,34 @@ def test_the_state_of_selected_columns_counts_as_copied() -> None:
         numel, telemetry = sum(s.numel for s in direct.parts.rank.partition.slices), direct.parts.rank.telemetry
         assert direct.parts.ownership.numel > 0
         assert telemetry.h2d_bytes == 4 * numel + 12 * direct.parts.ownership.numel
+
+
+def test_a_change_of_columns_in_a_checkpoint_of_an_earlier_version(tmp_path: Path) -> None:
+    """Which changed them block by block: here the first block has still to follow. All follow at once."""
+    path, options = str(tmp_path / "saved.pt"), {"update_interval": 4, "publish_lag": 1, "topk_ratio": 0.3}
+    with (
+        direct_step([random_tensors(50)], **options) as first,
+        direct_step([random_tensors(51)], **options) as resumed,
+    ):
+        for step in range(3):
+            first.backward(random_tensors(step))
+            first.step.step()
+        first.save(path)
+        states, shown, run, count = torch.load(path, weights_only=False)
+        ownership = run["ownership"]
+        ((number, columns),) = ownership["selections"].items()
+        ownership["selections"] = {number: [None] * len(columns), number + 1: columns}
+        ownership["of_block"] = [number] + [number + 1] * (len(ownership["of_block"]) - 1)
+        ownership["wanted"] = [number + 1] * len(ownership["of_block"])
+        run["planner"]["changing_until"] = 9
+        torch.save((states, shown, run, count), path)
+        resumed.load(path)
+        assert resumed.parts.ownership.numel == first.parts.ownership.numel > 0
+        for direct in (first, resumed):
+            for step in range(3, 6):
+                direct.backward(random_tensors(step))
+                direct.step.step()
+        assert_same_tensors(resumed.shown, first.shown)
+        first.step.flush()
+        resumed.step.flush()
+        assert_same_tensors(resumed.state(), first.state())

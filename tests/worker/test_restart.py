@@ -54,7 +54,7 @@ def assert_kills_change_nothing(case: Case, *, seed: int, restarts: int) -> None
         dataclasses.replace(
             CASE,
             precision="bf16-true",
-            # Exports of state are under way as well.
+            # Every second step is synchronous as well.
             strategy_options={"weight_prediction": 3.0, "worker_cores": UP_TO_TWO, "select_interval": 2},
         ),
         dataclasses.replace(CASE, update_interval=1, publish_lag=0),

@@ -24,7 +24,7 @@ from lightning_zenflow.deepspeed import between_steps, build
 from lightning_zenflow.native import Tentative
 from lightning_zenflow.session import Session
 from lightning_zenflow.worker.arena import WORD_BYTES, Arena
-from lightning_zenflow.worker.process import JobMessage, Request
+from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 from recorded_device.clocks import HOST, WORKER, Clock, Span, join
 from recorded_device.device import (
@@ -225,10 +225,10 @@ class WatchedWorker:
             self._order.add_host_memory(begin, arena.master.data_ptr())
             self._watch.new_words(range(begin, arena.master.data_ptr()))
             self._order.add_host_memory(arena.master.data_ptr(), states_end)
-            for part in (*arena.slots, arena.publish, arena.export):
+            for part in (*arena.slots, arena.publish):
                 self._order.add_host_memory(part.data_ptr(), part.data_ptr() + part.nbytes)
 
-        def submitted(worker: SupervisedWorker, message: JobMessage | Request) -> Submission:
+        def submitted(worker: SupervisedWorker, message: JobMessage | native.Touch) -> Submission:
             submission = enqueue(worker, message)
             self._submitted.append((submission, dict(self._order.clocks[HOST])))
             return submission
@@ -246,7 +246,7 @@ class WatchedWorker:
         # Private: there the trainer learns of an answer, whichever method it called.
         stack.enter_context(patch.object(SupervisedWorker, "_receive", received))
 
-    def _process(self, message: JobMessage | Request, at_submission: Clock) -> None:
+    def _process(self, message: JobMessage | native.Touch, at_submission: Clock) -> None:
         assert self._arena is not None
         words = self._words(message) if isinstance(message, JobMessage) else []
         known = [self._watch.word_clocks[word.data_ptr()] for word in words]
@@ -254,8 +254,6 @@ class WatchedWorker:
         clock = self._order.begin(WORKER)
         if isinstance(message, JobMessage):
             self._replay(message, clock)
-        elif isinstance(message, native.Export):
-            self._export(message, clock)
         self._order.follow(HOST, clock)
 
     def _words(self, job: JobMessage) -> list[Tensor]:
@@ -278,18 +276,6 @@ class WatchedWorker:
         )
         for state in (arena.master, arena.exp_avg.array, arena.exp_avg_sq.array):
             self._touch(state.narrow(0, block.begin, numel), clock, writes=True, name="replay of the state")
-
-    def _export(self, message: native.Export, clock: Clock) -> None:
-        arena = self._arena
-        assert arena is not None
-        memory = arena.export.data_ptr() - arena.export_offset
-        tiles = (native.ExportTile * message.n_tiles).from_address(memory + message.tiles_offset)
-        state = arena.export.view(torch.float32)
-        for tile in tiles:
-            begin, numel = (tile.target_offset - arena.export_offset) // 4, tile.rows * tile.n_columns
-            for part in range(3):
-                of_part = state.narrow(0, begin + part * tile.target_stride, numel)
-                self._touch(of_part, clock, writes=True, name="export of state")
 
     def _touch(self, tensor: Tensor, clock: Clock, *, writes: bool, name: str) -> None:
         self._order.touch(self._watch.spans(tensor), writes=writes, actor=WORKER, clock=clock, name=name)

@@ -14,7 +14,6 @@ from lightning_zenflow.cli import Cost, as_text, costs, main
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Slice, build_partition
 from lightning_zenflow.core.schedule import StaggeredSchedule
-from lightning_zenflow.offload.columns import export_bytes
 from lightning_zenflow.worker.arena import ArenaSizes, arena_bytes
 
 OPTIONS = {"params": 4e9, "gpus": 4, "cpu_bw": 400.0, "frozen": 0.0, "gpus_per_host": 8, "stage": 2, "dtype": "bf16"}
@@ -105,7 +104,6 @@ def test_host_memory_is_the_arena(s: int, d: int, n_blocks: int) -> None:
         n_slots=staggered.n_slots,
         n_publish_buffers=staggered.n_publish_buffers,
         dtype=torch.bfloat16,
-        export_bytes=export_bytes(partition, config.owned_ratio),
     )
     predicted = cost(config, params=begin, gpus=1).host_bytes
     assert predicted == pytest.approx(arena_bytes(partition, sizes), rel=0.02)

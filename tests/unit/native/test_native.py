@@ -79,7 +79,6 @@ def output_of(option: str) -> str:
     ("kind", "values"),
     [
         (native.Touch, {"n_rows": -1}),
-        (native.Export, {"n_tiles": 2**32}),
         (native.UpdateJob, {"block": -1}),
         (native.ArenaHeader, {"n_slots": 2**32 + 3}),
     ],

@@ -1,6 +1,6 @@
 """When columns are selected, and which ones, against brute force."""
 
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zenflow.offload.ownership import AUTO_INTERVAL, Selector, column_count, select_columns
+from lightning_zenflow.core.partition import column_count
+from lightning_zenflow.offload.selection import Selector, select_columns
 
 WAITS = ("cpu", "tolist", "item", "numpy", "__bool__", "__int__", "__float__")
 
@@ -42,7 +43,7 @@ class OnDevice(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def selector_of(columns: list[int], *, by_epoch: bool = False, interval: int | Literal["auto"] = 1) -> Selector:
+def selector_of(columns: list[int], *, by_epoch: bool = False, interval: int = 1) -> Selector:
     return Selector(columns, topk_ratio=0.5, by_epoch=by_epoch, interval=interval, device=torch.device("cpu"))
 
 
@@ -79,9 +80,8 @@ def test_one_copy_has_all_that_a_selection_reads() -> None:
     [
         ({"interval": 0}, [1, 2, 3]),
         ({"interval": 400}, [1, 2, 3, 403, 803, 1203]),
-        ({"interval": "auto"}, [1, 2, 3, 3 + AUTO_INTERVAL, 3 + 2 * AUTO_INTERVAL]),
         ({"interval": 2, "by_epoch": True}, [1, 2, 3, 1001]),
-        ({"interval": "auto", "by_epoch": True}, [1, 2, 3, 501, 1001]),
+        ({"interval": 0, "by_epoch": True}, [1, 2, 3]),
     ],
 )
 def test_when_it_selects(options: dict[str, Any], steps: list[int]) -> None:
@@ -99,3 +99,11 @@ def test_when_it_selects(options: dict[str, Any], steps: list[int]) -> None:
             selector.load_state_dict(state)
             assert (selector.owned is not None) == (step >= 3)
     assert selected == steps
+
+
+@pytest.mark.parametrize("owned", [None, torch.tensor([3])])
+def test_a_run_of_an_earlier_version_selects_once(owned: Tensor | None) -> None:
+    """It would have selected again, as `select_interval: auto` once said."""
+    selector = selector_of([40], interval=0)
+    selector.load_state_dict({"owned": owned, "next": 0 if owned is None else 515, "epoch": 0})
+    assert [selector.is_due(step) for step in (4, 515)] == [owned is None] * 2

@@ -22,7 +22,7 @@ from small_arena import SIZES, make_partition
 
 
 def arena_for(device_type: str) -> Arena:
-    sizes = replace(SIZES, n_slots=6, dtype=torch.bfloat16, export_bytes=5000)
+    sizes = replace(SIZES, n_slots=6, dtype=torch.bfloat16)
     return Arena(make_partition(), sizes, device=torch.device(device_type))
 
 
@@ -48,7 +48,7 @@ def test_the_device_uses_all_reserved_memory_but_the_states() -> None:
         return any(begin <= first and last <= end for begin, end in ranges)
 
     words = [field for words in (arena.step_words, arena.block_words) for field in (words.clip, words.sequence)]
-    assert all(inside(tensor) for tensor in [*arena.slots[:3], *arena.publish[:2], arena.export, *words])
+    assert all(inside(tensor) for tensor in [*arena.slots[:3], *arena.publish[:2], *words])
     assert not any(inside(row) for row in [*arena.slots[3:], *arena.publish[2:]])
     for state in (arena.master, arena.exp_avg.array, arena.exp_avg_sq.array):
         first, last = bytes_of(arena, state)
@@ -142,7 +142,7 @@ def test_memory_that_cannot_be_page_locked_stays_pageable(
     (warning,) = caplog.messages
     assert re.search("page-locked .lock failed.*make the training thread wait.*ulimit -l", warning)
     begins = [begin for begin, _ in arena.ranges_of_device()]
-    assert len(begins) == 5
+    assert len(begins) == 4
     assert [address for call, address in recording.calls if call == "lock"] == begins, "each is tried once"
     arena.close(keep_state=False)
     unlocked = [address for call, address in recording.calls if call == "unlock"]
@@ -182,7 +182,7 @@ def test_copies_are_page_locked_on_pages_of_their_own(recording: type[Recording]
 def test_after_a_fault_of_the_device_everything_is_released(
     recording: type[Recording], caplog: pytest.LogCaptureFixture
 ) -> None:
-    arena, recording.refused = recording.arena, {"synchronize": {1}, "unlock": {1, 2, 3, 4}}
+    arena, recording.refused = recording.arena, {"synchronize": {1}, "unlock": {1, 2, 3}}
     arena.reserve(n_slots=5, n_publish_buffers=1)
     arena.slots.fill_(1.0)
     arena.publish.fill_(2.0)
@@ -194,8 +194,8 @@ def test_after_a_fault_of_the_device_everything_is_released(
     assert os.fstat(watched).st_blocks == 0
     os.close(watched)
     assert arena.fd < 0
-    assert [call for call, _ in recording.calls if call != "lock"] == ["synchronize", *["unlock"] * 4]
-    assert len(caplog.records) == 5
+    assert [call for call, _ in recording.calls if call != "lock"] == ["synchronize", *["unlock"] * 3]
+    assert len(caplog.records) == 4
     arena.close(keep_state=False)
 
 

@@ -1,22 +1,23 @@
 """Moments in 8 bits, read and written as floats: invariants over all codes and over scales of all exponents."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_zenflow.core.partition import Slice, build_partition
+from lightning_zenflow.core.partition import Slice, Tile, build_partition
 from lightning_zenflow.native import TILE_ELEMENTS
-from lightning_zenflow.worker.moments import CodedMoment, CodedMoments, first_scales
+from lightning_zenflow.worker.moments import CodedMoment, CodedMoments, Moment, first_scales
 
 
 class Coded:
-    """Both moments of a partition of one parameter."""
+    """Both moments of a partition; of one parameter, where no tiles are given."""
 
-    def __init__(self, numel: int) -> None:
+    def __init__(self, numel: int, tiles: Sequence[Tile] | None = None) -> None:
         whole = Slice.of((numel,), parameter=0, param_group=0, begin=0, start=0, numel=numel)
-        tiles = build_partition([whole], [numel], n_blocks=1).tiles
+        tiles = tiles or build_partition([whole], [numel], n_blocks=1).tiles
         self.codes = torch.zeros(numel, dtype=torch.int8), torch.zeros(numel, dtype=torch.uint8)
         self.scales = torch.zeros(first_scales(tiles)[-1], 2)
         both = CodedMoments(*self.codes, self.scales, tiles)
@@ -64,6 +65,22 @@ def test_what_is_read_gets_its_codes_again(fraction: float) -> None:
         coded.write(*read)
         for ours, theirs in zip((*coded.codes, coded.scales), expected, strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_columns() -> None:
+    """Of a matrix behind another tile, from some row on; as all elements are read."""
+    wholes = [
+        Slice.of(shape, parameter=number, param_group=0, begin=begin, start=0, numel=torch.Size(shape).numel())
+        for number, (shape, begin) in enumerate([((5, 41), 0), ((300, 37), 256)])
+    ]
+    partition = build_partition(wholes, [256 + 300 * 37], n_blocks=1)
+    coded, generator = Coded(partition.numel, partition.tiles), torch.Generator().manual_seed(1)
+    moments = torch.randn(2, partition.numel, generator=generator)
+    coded.write(moments[0], moments[1].square())
+    for moment in (coded.first, coded.second, Moment(moments[0].bfloat16())):
+        rows = moment.read(256, 300 * 37).view(300, 37)[7:207]
+        columns = torch.tensor([0, 3, 36])
+        assert torch.equal(moment.read_columns(256 + 7 * 37, 200, 37, columns), rows[:, columns])
 
 
 def test_what_is_written_is_near() -> None:
