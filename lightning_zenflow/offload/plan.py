@@ -141,13 +141,11 @@ class ScheduleControl:
         """
         step, last, self._last = context.number, self._last, self._clocks()
         duration, waited, worker = (now - before for now, before in zip(self._last, last, strict=True))
-        if context.changes_columns:
-            pass
-        elif context.synchronous and self.schedule.update_interval > 1:
+        if context.synchronous and self.schedule.update_interval > 1 and not context.changes_columns:
             self.interrupt()
-        elif self._left_out:
+        elif self._left_out and not context.changes_columns:
             self._left_out -= 1
-        elif self._sent is None:
+        elif self._sent is None and not context.changes_columns:
             self._steps.append((max(0.0, duration - waited), worker, 0.0 if context.synchronous else waited))
         if self._sent is None and len(self._steps) == max(_LOOK, self.schedule.update_interval):
             load, stall = load_and_stall(self._steps)

@@ -23,7 +23,8 @@ from oracle import Oracle, adamw_reference
 from scripted_schedule import Entry
 
 APPROXIMATE = {"weight_prediction": "auto", "provisional_scale": "auto"}
-RESELECTING = {"select_interval": 3}
+RESELECTING = {"select_interval": 5}
+"""Windows of four steps close in between: the steps that select are synchronous."""
 EVERYTHING = {**APPROXIMATE, **RESELECTING}
 """All that changes weights or the ownership of columns between two exact results."""
 AUTO = {"update_interval": "auto", "publish_lag": "auto"}

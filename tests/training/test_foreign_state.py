@@ -26,7 +26,7 @@ from rank_processes import run_each
 from same_bits import assert_is_adamw
 from side_by_side import NOTHING_LATE
 
-LATE: dict[str, Any] = {"update_interval": 4, "publish_lag": 1, "select_interval": 2, "full_warm_up_rounds": 0}
+LATE: dict[str, Any] = {"update_interval": 4, "publish_lag": 1, "select_interval": 5, "full_warm_up_rounds": 0}
 KEYS: dict[str, dict[str, Any]] = {
     "nothing late": NOTHING_LATE,
     "late": LATE,

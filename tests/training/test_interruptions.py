@@ -33,10 +33,12 @@ SHAPES = ((40, 64), (5,), (17, 70))
 """Of four blocks where weights are in place."""
 CASES: dict[str, dict[str, Any]] = {
     "S=1, d=0": {"update_interval": 1, "publish_lag": 0},
-    "S=4, d=1": {"update_interval": 4, "publish_lag": 1, "select_interval": 2, "topk_ratio": 0.3},
+    "S=4, d=1": {"update_interval": 4, "publish_lag": 1, "select_interval": 0, "topk_ratio": 0.3},
 }
 DIRECT: dict[str, dict[str, Any]] = {
     **CASES,
+    # The interrupted steps select.
+    "selecting": {**CASES["S=4, d=1"], "select_interval": 3},
     "true factors": {**CASES["S=1, d=0"], "clip_prediction": False},
     "in place": {"in_place": True},
 }
