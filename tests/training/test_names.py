@@ -16,7 +16,6 @@ from lightning.fabric import Fabric, seed_everything
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.plugins.layer_sync import LayerSync
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException as LightningsException
 from omegaconf import OmegaConf
 from torch import Tensor
@@ -344,9 +343,3 @@ def test_clipping_that_plain_deepspeed_would_do_is_mentioned(
     caplog.set_level(logging.INFO)
     fit(LinearLossModule(shapes=TINY), ZenFlowStrategy(config={"bf16": {}}), gradient_clip_val=clip, steps=1)
     assert ("set gradient_clipping to 1.0 for the same, to 0 for none" in caplog.text) == (clip is None)
-
-
-def test_a_lightning_without_what_is_overridden_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(DeepSpeedStrategy, "_format_config")
-    with pytest.raises(RuntimeError, match=r"missing there: \['_format_config'\]\); it is tested with 2.6.6"):
-        ZenFlowStrategy()

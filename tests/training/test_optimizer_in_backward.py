@@ -213,7 +213,7 @@ def test_what_is_submitted_in_backward_depends_on_the_factors_before(loss_scale:
                 found = (now.steps_in_backward - before.steps_in_backward, now.corrected_steps - before.corrected_steps)
                 assert found == ((submits, corrects) if in_backward else (False, False)), number
                 before = now
-            assert (before.host_stall_s.get("correction", 0) > 0) == in_backward
+            assert (before.device_stall_s.get("correction", 0.0) > 0) == in_backward
             direct.step.flush()
             shown.append(direct.state())
     n = len(STEPS) + 1
