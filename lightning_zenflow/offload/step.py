@@ -34,9 +34,8 @@ class ZenFlowStep:
     5. *select*: where weights are late, the columns with the largest gradients are selected, at the end of the warm-up and, with
        `select_interval`, after it. Such a step is synchronous. With S = 1, d = 0 nothing is late, and no column is selected.
     6. *submit*: the windows that close now go to the worker, except for blocks that were submitted in backward.
-    7. *publish*: jobs that are due overwrite the host-owned weights, provisional updates of later steps are applied again, the exact state
-       of selected columns is loaded, and the device-owned weights are written over them. In place: in the next forward pass
-       (`JobQueue.await_slice`).
+    7. *publish*: jobs that are due overwrite the host-owned weights, provisional updates of later steps are applied again, selected columns
+       are loaded, and device-owned weights are written over them. In place: in the next forward pass (`JobQueue.await_slice`).
     8. *gather*: the ranks exchange their updated weights, as in ZeRO-2.
 
     Interruptions. `KeyboardInterrupt` may be raised between any two instructions. A `flush` after it gives the exact state of the steps
