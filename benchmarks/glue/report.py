@@ -1,6 +1,7 @@
 """The tables of all runs, and the picture of their training losses."""
 
 import importlib.util
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
@@ -68,9 +69,9 @@ def _beginning(record: Record) -> tuple[str, int]:
 
 def rate(methods: Mapping[str, ByLr]) -> float:
     """The learning rate at which all methods of a task are compared, AdamW's: that of most of its runs, of several the one with the lowest
-    training loss in the last 50 steps. Scores choose none."""
+    training loss in the last 50 steps, if there are as many as one loss is the mean of. Scores choose none."""
     by_lr = methods.get("auto") or next(iter(methods.values()))
-    last = {lr: mean(mean(run.train_loss[-5:]) for run in runs) for lr, runs in by_lr.items()}
+    last = {lr: mean(mean(run.train_loss[-5:] or [math.inf]) for run in runs) for lr, runs in by_lr.items()}
     return min(by_lr, key=lambda lr: (-len(by_lr[lr]), last[lr]))
 
 
