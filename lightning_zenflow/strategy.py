@@ -153,8 +153,6 @@ class TrainerStrategy(TrainerCheckpoints):
                 # First: at the end it would be behind the checkpoint callbacks, which Lightning keeps last.
                 callbacks.insert(0, self.stall_monitor(summary_from=50))
 
-    # The private names that follow are Lightning's; `test_private_names.py` looks for all that are overridden.
-
     @property
     @override
     def precision_plugin(self) -> Any:

@@ -51,9 +51,8 @@ class WrittenWeights:
         self._rank, self._names, self._parameters, self._group = rank, names, list(names), group
         self._n_ranks, self._is_divided = dist.get_world_size(group), any(map(is_divided, names))
         self._slices = {s.parameter: s for s in rank.partition.slices}
-        self._followed_until = 0
-        self._found = False
-        self._kept, self._arrived = dict[int, Tensor](), set[int]()
+        self._followed_until, self._found = 0, False
+        self._kept = dict[int, Tensor]()
         self._compared: tuple[AsyncHostCopy, set[int]] | None = None
         self.note()
 
@@ -77,7 +76,7 @@ class WrittenWeights:
 
     def note_gather(self) -> None:
         """Takes the counters as our own, while our own updates change weights."""
-        self._counters, self._arrived = self._read_counters(), set()
+        self._counters, self._arrived = self._read_counters(), set[int]()
         self.begin_updates()
 
     def note_arrival(self, number: int) -> None:
