@@ -15,8 +15,9 @@ strategy:
 by_config:
   _target_: lightning_zenflow.ZenFlowStrategy
   config:
-    zenflow: {update_interval: 2, worker_cores: 1}
-    deepspeed: {gradient_clipping: 1.0}
+    gradient_clipping: 1.0
+    zero_optimization:
+      zenflow: {update_interval: 2, worker_cores: 1}
 trainer:
   _target_: lightning.pytorch.Trainer
   accelerator: cpu

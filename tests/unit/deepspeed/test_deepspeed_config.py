@@ -325,6 +325,13 @@ def test_files_that_cannot_be_read(name: str, content: str | None, message: str,
         resolve_config(tmp_path / name, {})
 
 
+def test_keywords_by_hydra() -> None:
+    """Lists are of its own type, with interpolations."""
+    content = OmegaConf.create({"core": 1, "worker_cores": [0, "${core}"]})
+    for config in (None, {"topk_ratio": 0.1}):
+        assert resolve_config(config, {"worker_cores": content.worker_cores})[0].worker_cores == (0, 1)
+
+
 def test_wrong_type() -> None:
     for config in (3, ["topk_ratio"], OmegaConf.create([1])):
         with pytest.raises(
