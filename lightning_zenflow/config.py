@@ -5,11 +5,11 @@ Derived from the fields: validation, the keywords of `ZenFlowStrategy` (which a 
 """
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
 from typing_extensions import Self
 
 from lightning_zenflow.core.errors import MisconfigurationException
@@ -45,7 +45,11 @@ _Factor: TypeAlias = Annotated[float, Field(ge=0, le=1e6)]
 _Interval: TypeAlias = Annotated[int, Field(ge=1, le=_LARGEST_INTERVAL)]
 _Cores: TypeAlias = Annotated[
     tuple[Annotated[int, Field(ge=0)], ...],
-    Field(strict=False, min_length=1, json_schema_extra={"text": "a list of integers >= 0"}),
+    # A strict tuple is no list, nor one of Hydra's; pydantic 2.7 makes no exception (`strict=False`) in a union.
+    BeforeValidator(
+        lambda value: tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+    ),
+    Field(min_length=1, json_schema_extra={"text": "a list of integers >= 0"}),
 ]
 
 

@@ -50,11 +50,6 @@ def resolve_config(config: ConfigSource, overrides: Mapping[str, Any]) -> tuple[
         MisconfigurationException: a file cannot be read; a key is unknown or in the wrong place.
         ValueError: a value is not allowed.
     """
-    # Hydra gives lists of its own.
-    overrides = {
-        key: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-        for key, value in overrides.items()
-    }
     # Wrong keywords are not the source's.
     given = ZenFlowConfig(**overrides)
     if config is None:
