@@ -21,6 +21,7 @@ from typing_extensions import override
 from callbacks import At
 from harness import fit, make_trainer, weights_of
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.deepspeed.parameters import whole_shape
 from models import LinearLossModule
 from networks import Perceptron, SmallNet
 from side_by_side import LATE
@@ -205,6 +206,34 @@ def test_hooks_that_edit_states(edit: str, place: str, tmp_path: Path) -> None:
     else:
         with pytest.raises(MisconfigurationException, match=r"must leave checkpoint\['optimizer_states'\] as it is"):
             resume(of_folder, tmp_path / "folder")
+
+
+class Padded(Perceptron):
+    """Trains on with more classes than were saved, and new moments."""
+
+    def __init__(self) -> None:
+        super().__init__(widths=[12, 12, 7], length=STEPS)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        weights = checkpoint["state_dict"]
+        for name, parameter in self.named_parameters():
+            padded = torch.zeros(whole_shape(parameter), dtype=torch.float32, device="cpu")
+            padded[: len(weights[name])] = weights[name]
+            weights[name] = padded
+        EDITS["emptied"](checkpoint)
+
+
+@pytest.mark.parametrize("options", [{}, {"stage": 3}, {"stage": 3, "offload_parameters": True}])
+def test_a_hook_that_pads_the_head(options: dict[str, Any], tmp_path: Path) -> None:
+    def resume(make: Callable[[], Any], path: Path) -> list[Tensor]:
+        fit(Perceptron(widths=[12, 12, 5], length=STEPS), make(), steps=SAVED).save_checkpoint(path)
+        rest = Padded()
+        fit(rest, make(), steps=STEPS, resume=path)
+        return weights_of(rest)
+
+    plain = resume(lambda: "auto", tmp_path / "plain")
+    torch.testing.assert_close(resume(partial(limit, **options), tmp_path / "file"), plain, rtol=0, atol=2e-6)
 
 
 def test_hooks_that_change_pieces_are_refused(tmp_path: Path) -> None:
