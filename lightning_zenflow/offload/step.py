@@ -199,8 +199,7 @@ class ZenFlowStep:
                 self._ownership.take(selected, "select")
             elif context.releases:
                 self._ownership.clear()
-            if self._ownership.current is not None:
-                self._ownership.current.write_weights()
+            self._ownership.write_weights()
         # gather
         with record_function("zenflow gather"):
             self._gather_weights()

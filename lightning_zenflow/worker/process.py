@@ -151,12 +151,9 @@ class Worker:
                 self._release()
                 if not isinstance(error, OSError):
                     raise
-                # A limit of processes, or the file does not suit the machine.
-                is_refused = error.errno == errno.EAGAIN
-                said = f"the ZenFlow worker could not be started: {error}"
-                raise WorkerError(
-                    said if is_refused else cannot_run(self._executable, error.strerror or said)
-                ) from error
+                if error.errno == errno.EAGAIN:  # a limit of processes
+                    raise WorkerError(f"the ZenFlow worker could not be started: {error}") from error
+                raise WorkerError(cannot_run(self._executable, error.strerror or str(error))) from error
         try:
             # The start takes as long as the system needs to allocate the states, 12 bytes a parameter.
             ready = self.wait()
