@@ -76,7 +76,6 @@ class DeviceColumns:
         columns: as given.
         numel: number of entries.
         selections: for each tile with such columns, what AdamW needs of its gradient.
-        write_weights: writes the entries into the model's weights, over published ones.
     """
 
     def __init__(self, rank: RankState, columns: Sequence[Columns | None], grouping: Grouping) -> None:
@@ -106,7 +105,7 @@ class DeviceColumns:
             matrix = rank.weights_at(param_group, tile.begin, tile.numel).view(tile.rows, tile.width)
             self.selections[owned.number] = selection = Selection(columns=on_device, entries=entries)
             writes.append((matrix, selection))
-        self.write_weights = rank.kernels.column_writer(writes)
+        self._write = rank.kernels.column_writer(writes)
 
     def load(self, cause: Cause) -> None:
         """Gathers the exact state of the entries from the arena, with all of torch's threads; behind a flush or synchronous jobs.
@@ -148,6 +147,10 @@ class DeviceColumns:
                 own = replace(scale, count=scale.count - n_missed) if n_missed else scale
                 self._rank.kernels.adamw_(state, staging, staging, groups[param_group], own)
 
+    def write_weights(self) -> None:
+        """Writes the entries into the model's weights, over published ones."""
+        self._write()
+
 
 class Ownership:
     """What the device owns on one rank at present, at first nothing.
@@ -181,13 +184,9 @@ class Ownership:
         self.current, self.selections = taken, taken.selections
 
     def reload(self) -> None:
-        """Copies the state of every entry from the arena, after a flush."""
+        """Gathers the state of every entry and writes its weight, after a flush."""
         if self.current is not None:
             self.current.load("flush")
-
-    def write_weights(self) -> None:
-        """`DeviceColumns.write_weights`, if anything is owned."""
-        if self.current is not None:
             self.current.write_weights()
 
     @property

@@ -199,7 +199,8 @@ class ZenFlowStep:
                 self._ownership.take(selected, "select")
             elif context.releases:
                 self._ownership.clear()
-            self._ownership.write_weights()
+            if self._ownership.current is not None:
+                self._ownership.current.write_weights()
         # gather
         with record_function("zenflow gather"):
             self._gather_weights()
@@ -262,7 +263,6 @@ class ZenFlowStep:
             if self._provisional is not None:
                 self._provisional.flushed()
             self._ownership.reload()
-            self._ownership.write_weights()
             self._gather_weights()
             # Not the arena's count: on a rank that holds only padding, no job ever counts steps there.
             self._parts.write_count(int(self.count))

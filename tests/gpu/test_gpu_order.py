@@ -18,7 +18,7 @@ from gpu_cases import MILLISECOND, RACES, device
 from harness import Case, Run, run_here, workers
 from lightning_zenflow.core.step_inputs import step_word
 from lightning_zenflow.kernels.base import Kernels
-from lightning_zenflow.offload.columns import DeviceColumns, Ownership
+from lightning_zenflow.offload.columns import DeviceColumns
 from lightning_zenflow.offload.fill import Fill
 from lightning_zenflow.offload.in_flight import JobsInFlight
 from lightning_zenflow.offload.jobs import JobQueue
@@ -120,7 +120,7 @@ DELAYS: dict[str, Callable[[pytest.MonkeyPatch], None] | type[pl.Callback]] = {
     "copies from the host": late(JobQueue, "publish"),
     "copies from the host, in backward": published_in_backward,
     "copies from the host, after backward": published_after_backward,
-    "the device's weights": late(Ownership, "write_weights"),
+    "the device's weights": late(DeviceColumns, "write_weights"),
 }
 
 

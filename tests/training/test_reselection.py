@@ -58,7 +58,8 @@ class OwnedEntries(pl.Callback):
         before = [weights.clone() for weights in rank.weights]
         for weights in rank.weights:
             weights.fill_(torch.nan)
-        ownership.write_weights()
+        if ownership.current is not None:
+            ownership.current.write_weights()
         for begin, weights, old in zip(partition.group_begins, rank.weights, before, strict=True):
             shown[begin : begin + len(weights)] = weights
             weights.copy_(old)
