@@ -242,9 +242,9 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
                 self.deepspeed_engine_wrapped = None
                 strategy.teardown()
                 optimizer = strategy.zenflow_optimizer
-                if optimizer is not None and optimizer.closed:
+                if optimizer is not None and optimizer.training.closed:
                     # Transformers' Trainer keeps its engine, and nothing saves the state any more.
-                    optimizer.close(keep_state=False)
+                    optimizer.training.end(keep_state=False)
         return super().free_memory(*objects)
 
     @override
@@ -357,12 +357,12 @@ class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
     @override
     def step(self, closure: None = None) -> None:
         if self.gradient_state.sync_gradients:
-            dropped, self._dropped = self._dropped and self.optimizer.zenflow_step.micro_batches == 0, False
+            dropped, self._dropped = self._dropped and self.optimizer.training.steps.micro_batches == 0, False
             # Under torch a step without gradients changes nothing, and a callback of transformers cannot leave it out.
             if not dropped or closure is not None:
                 self._strategy.optimizer_step(self, **({} if closure is None else {"closure": closure}))
 
     @override
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        self._dropped |= self.optimizer.zenflow_step.micro_batches > 0
+        self._dropped |= self.optimizer.training.steps.micro_batches > 0
         AcceleratedOptimizer.zero_grad(self, set_to_none)

@@ -176,7 +176,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         self._max_norm = self.zenflow_optimizer.clip_grad
         # The first step may be clipped: no block is submitted before its factor is known.
         self.zenflow_optimizer.clip_grad = self._max_norm or math.inf
-        self._meter = StepMeter(self.zenflow_optimizer)
+        self._meter = StepMeter(self.zenflow_optimizer.training)
         # Until the first forward pass.
         self._meter.pause()
         # DeepSpeed keeps engines and models for as long as the process lives, and with them what their hooks refer to.
@@ -248,7 +248,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         # Who clips twice has clipped to the smaller norm.
         self._norm_of_step = min(float(max_norm), math.inf if self._norm_of_step is None else self._norm_of_step)
         assert self.zenflow_optimizer is not None
-        return self.zenflow_optimizer.between_steps.gradient_norm()
+        return self.zenflow_optimizer.training.clip()
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
@@ -285,7 +285,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         Raises:
             RuntimeError: a step has its gradients and has not been done.
         """
-        step = None if self.zenflow_optimizer is None else self.zenflow_optimizer.zenflow_step
+        step = None if self.zenflow_optimizer is None else self.zenflow_optimizer.training.steps
         if step is not None and step.is_complete and not (self._was_interrupted or step.was_interrupted):
             raise RuntimeError(
                 f"weights are read between {self.calls.backward} and optimizer.step: call `optimizer.step()` before, or"
@@ -319,21 +319,21 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
 
     def _usable_step(self, what: str) -> ZenFlowStep:
         optimizer = self.zenflow_optimizer
-        if optimizer is None or optimizer.closed:
+        if optimizer is None or optimizer.training.closed:
             ended = "training has ended" if optimizer is not None else "no model has been set up"
             raise RuntimeError(f"{what}: {ended}; call `{self.calls.setup}` before")
         if self._was_interrupted:
             raise RuntimeError(
                 f"{what}: an error has interrupted a backward pass, of which gradients are left; start again from a checkpoint"
             )
-        return optimizer.zenflow_step
+        return optimizer.training.steps
 
     def _after_backward(self, what: str) -> ZenFlowStep:
         step = self._usable_step(what)
         if step.was_interrupted:
             raise RuntimeError(
-                f"{what}: an exception has interrupted the step before; go on with a forward pass or `optimizer.zero_grad()`, which first"
-                " make the state exact, with that step or without it"
+                f"{what}: an exception has interrupted the step before; go on with `optimizer.zero_grad()`, which makes the state exact,"
+                " with that step or without it"
             )
         if step.micro_batches == 0:
             raise RuntimeError(f"{what} must come after `{self.calls.backward}(loss)`, got none since the last step")
@@ -342,10 +342,10 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
     def _begin_forward(self) -> None:
         assert self._meter is not None and self.zenflow_optimizer is not None
         if not self._trained.module.training:
-            self.zenflow_optimizer.refuse_asleep(reads=["lp_params"])
+            self.zenflow_optimizer.sleep.refuse(reads=["lp_params"])
             self._meter.pause()
             self.flush()
-        elif torch.is_grad_enabled() and not self.zenflow_optimizer.between_steps.in_update.is_active:
+        elif torch.is_grad_enabled() and not self.zenflow_optimizer.training.in_update.is_active:
             self._meter.resume()
             self._begin_micro_batch()
 

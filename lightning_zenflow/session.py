@@ -26,7 +26,6 @@ from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
 from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.core.errors import Calls, MisconfigurationException, raise_late_read
 from lightning_zenflow.core.process import one_at_a_time, threads
-from lightning_zenflow.deepspeed.build import rank_resources
 from lightning_zenflow.deepspeed.config import (
     ConfigSource,
     offloads_parameters,
@@ -45,6 +44,8 @@ from lightning_zenflow.deepspeed.removal import Released, as_in_training, make_w
 from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
 from lightning_zenflow.deepspeed.users_objects import UsersOptimizer
+from lightning_zenflow.offload.build import rank_resources
+from lightning_zenflow.training import Training
 from lightning_zenflow.worker.process import WorkerError
 
 Built = TypeVar("Built", bound=tuple[Any, ...])
@@ -165,14 +166,14 @@ class Session(RankEnvironment):
         kind: type[ZenFlowOptimizer] = ZenFlowZero3Optimizer if is_3 else ZenFlowZeroOptimizer
         self._cpu = RankEnvironment._cpu
         try:
-            factory = partial(kind, zenflow=self.zenflow_config, resources=resources, calls=self.calls)
-            with in_place_of_deepspeeds(kind, factory, model) as optimizers:
+            training = Training(self.zenflow_config, resources, self.calls, self._frozen_at_setup)
+            with in_place_of_deepspeeds(kind, partial(kind, training=training), model) as optimizers:
                 built = initialize()
         finally:
             del self._cpu
         (self.zenflow_optimizer,), self._trained = optimizers, built[0]
         if optimizer is None:
-            self._optimized = [list(of_group) for of_group in self.zenflow_optimizer.shapes_by_name]
+            self._optimized = [list(of_group) for of_group in self.zenflow_optimizer.training.shapes_by_group]
         # More than `close`: DeepSpeed's engine outlives the training, and its hooks would keep the arena alive.
         self._ending.callback(self.zenflow_optimizer.destroy)
         self._ending.enter_context(pickled_as_before([*model.modules(), *model.parameters()]))
@@ -180,32 +181,15 @@ class Session(RankEnvironment):
             self._background = BackgroundSaves(ranks_on_host=self.num_processes, timeout=self._timeout)
         return built
 
-    def _begin_micro_batch(self, *, hides_gradients: bool = True) -> None:
+    def _begin_micro_batch(self) -> None:
         """Before a forward pass in training, and before a backward pass: makes the state exact after an interrupted step; before the first
         backward pass of a step, of which there may be several in a batch, follows changes of `requires_grad`.
-
-        Args:
-            hides_gradients: whether the marks of taken gradients go for the forward pass.
 
         Raises:
             MisconfigurationException: a parameter that was frozen at setup is not any more.
         """
-        if self.zenflow_optimizer is None:
-            return
-        step = self.zenflow_optimizer.zenflow_step
-        self.zenflow_optimizer.begin_micro_batch()
-        if hides_gradients:
-            self.zenflow_optimizer.between_steps.taken.hide()
-        if step.was_interrupted and not self.zenflow_optimizer.closed:
-            self.zenflow_optimizer.flush()  # on this rank alone, perhaps: then a later collective of the ranks times out
-        if step.micro_batches == 0:
-            for name, parameter in self._frozen_at_setup.items():
-                if parameter.requires_grad:
-                    raise MisconfigurationException(
-                        f"{name}.requires_grad must be False, got True: DeepSpeed trains only parameters that required gradients at setup;"
-                        " set it up trainable and freeze it after that, before the first step"
-                    )
-            step.follow_freezing()
+        if self.zenflow_optimizer is not None:
+            self.zenflow_optimizer.training.before_forward()
 
     def start_epoch(self, epoch: int) -> None:
         """Sets the epoch that the next step belongs to, counted from 0; counts where `select_strategy` is "epoch".
@@ -213,14 +197,13 @@ class Session(RankEnvironment):
         The Trainer does it; a loop under Fabric does it by itself.
         """
         if self.zenflow_optimizer is not None:
-            self.zenflow_optimizer.parts.selector.epoch = epoch
+            self.zenflow_optimizer.training.start_epoch(epoch)
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Backward pass without DeepSpeed's division by the number of micro-batches, which Lightning or the loop has done."""
         if (optimizer := self.zenflow_optimizer) is not None:
-            self._begin_micro_batch(hides_gradients=False)
-            optimizer.begin_backward(last=optimizer.is_gradient_accumulation_boundary())
+            optimizer.training.before_backward(last=optimizer.is_gradient_accumulation_boundary())
         try:
             return super().backward(*args, scale_wrt_gas=False, **kwargs)
         except RuntimeError as error:
@@ -234,7 +217,7 @@ class Session(RankEnvironment):
         Raises:
             OSError: a save in the background has failed; not at the begin of the next save (`in_save`), which is made before.
         """
-        if self.zenflow_optimizer is not None and not self.zenflow_optimizer.closed:
+        if self.zenflow_optimizer is not None and not self.zenflow_optimizer.training.closed:
             self.zenflow_optimizer.flush()
         if self._background is not None and not in_save:
             self._background.check()
@@ -254,7 +237,7 @@ class Session(RankEnvironment):
         """Ends the worker, releases the shared memory and makes the modules what they were before, with their weights as they are now; the
         optimizer has their parameters again, and no state.
         """
-        if self.zenflow_optimizer is not None and self.zenflow_optimizer.is_elsewhere:
+        if self.zenflow_optimizer is not None and self.zenflow_optimizer.training.is_elsewhere:
             # Behind `sys.exit` in a child that a hook has forked.
             self._background = None
             return
@@ -275,7 +258,7 @@ class Session(RankEnvironment):
                     self._released = released
                 if self._users_optimizer is not None:
                     optimizer = self.zenflow_optimizer
-                    has_trained = optimizer is not None and optimizer.zenflow_step.number > 0
+                    has_trained = optimizer is not None and optimizer.training.steps.number > 0
                     self._users_optimizer.give_back(has_trained=has_trained)
 
     def wait_for_checkpoint(self) -> None:
@@ -289,7 +272,7 @@ class Session(RankEnvironment):
 
     def _end_background(self) -> None:
         background, self._background = self._background, None
-        if background is None or (self.zenflow_optimizer is not None and self.zenflow_optimizer.is_elsewhere):
+        if background is None or (self.zenflow_optimizer is not None and self.zenflow_optimizer.training.is_elsewhere):
             return
         # Otherwise training ends with another error, and the thread has logged this one.
         with nullcontext() if self._ends_together else suppress(Exception):
@@ -365,7 +348,7 @@ class Session(RankEnvironment):
         place = self.broadcast(place_of(path) if self._io_of(place_of(path)) is None else str(path))
         if self.zenflow_optimizer is not None:
             self.zenflow_optimizer.flush()
-            if not in_common([self.zenflow_optimizer.zenflow_step.number]):
+            if not in_common([self.zenflow_optimizer.training.steps.number]):
                 raise WorkerError(
                     "an exception has interrupted the ranks in different steps: no state is exact; continue from the last checkpoint"
                 )

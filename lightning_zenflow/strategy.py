@@ -263,7 +263,7 @@ class TrainerStrategy(TrainerCheckpoints):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        if self.zenflow_optimizer is not None and not self.zenflow_optimizer.closed:
+        if self.zenflow_optimizer is not None and not self.zenflow_optimizer.training.closed:
             raise MisconfigurationException(
                 "setup_optimizers must not be called in training: change `optimizer.param_groups`, or call `fit` with the checkpoint"
             )
@@ -309,16 +309,12 @@ class TrainerStrategy(TrainerCheckpoints):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         output: STEP_OUTPUT = super().training_step(*args, **kwargs)
-        if self.lightning_module.automatic_optimization:
-            # Lightning's DeepSpeed plugin checks only the last micro-batch of a step.
-            if output is None:
-                raise MisconfigurationException(
-                    "ZenFlowStrategy: training_step must return a loss, got None, which would block the other ranks: to skip a batch,"
-                    " return any output times zero"
-                )
-            if self.zenflow_optimizer is not None:
-                # For `on_before_zero_grad`.
-                self.zenflow_optimizer.between_steps.taken.show()
+        # Lightning's DeepSpeed plugin checks only the last micro-batch of a step.
+        if output is None and self.lightning_module.automatic_optimization:
+            raise MisconfigurationException(
+                "ZenFlowStrategy: training_step must return a loss, got None, which would block the other ranks: to skip a batch,"
+                " return any output times zero"
+            )
         return output
 
     @override
@@ -331,9 +327,9 @@ class TrainerStrategy(TrainerCheckpoints):
         self._n_in_closure += 1
         plugin, optimizer = self.precision_plugin, self.zenflow_optimizer
         if isinstance(plugin, TrainerPrecision) and optimizer is not None:
-            if optimizer.zenflow_step.micro_batches == 0:
+            if optimizer.training.steps.micro_batches == 0:
                 plugin.norm_of_step = None
-            is_over = optimizer.zenflow_step.is_complete and not self.lightning_module.automatic_optimization
+            is_over = optimizer.training.steps.is_complete and not self.lightning_module.automatic_optimization
             if is_over or plugin.norm_of_step is not None:
                 raise MisconfigurationException(
                     "ZenFlowStrategy: a step must have no backward pass behind `clip_gradients`, and no second one in the closure of"
@@ -344,7 +340,7 @@ class TrainerStrategy(TrainerCheckpoints):
     @override
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Runs the step's last micro-batches (forward and backward are in its closure, if there is one) and the step."""
-        planner = None if self.zenflow_optimizer is None else self.zenflow_optimizer.parts.planner
+        planner = None if self.zenflow_optimizer is None else self.zenflow_optimizer.training.parts.planner
         set_boundary = self.deepspeed_engine.set_gradient_accumulation_boundary
         is_automatic = self.lightning_module.automatic_optimization
         set_boundary(is_automatic or (planner is not None and planner.has_single_backward))
@@ -372,8 +368,7 @@ class TrainerStrategy(TrainerCheckpoints):
             # What the backward pass predicts clip factors from; in manual optimization the norm that was given last.
             given = optimizer.clip_grad or math.inf if self._clips_itself else trainer.gradient_clip_val
             optimizer.clip_grad = given or plugin.max_norm
-        # In manual optimization the backward pass may come before or behind what the user does with `grad`.
-        self._begin_micro_batch(hides_gradients=is_automatic)
+        self._begin_micro_batch()
         self.start_epoch(trainer.current_epoch)
         super().on_train_batch_start(batch, batch_idx)
 

@@ -114,7 +114,7 @@ class TrainerCheckpoints(Session):
 
     @override
     def flush(self, *, in_save: bool = False) -> None:
-        step = None if self.zenflow_optimizer is None else self.zenflow_optimizer.zenflow_step
+        step = None if self.zenflow_optimizer is None else self.zenflow_optimizer.training.steps
         if step is not None and step.has_gradients and self._saves.in_batch and not self._ends_with_error:
             raise MisconfigurationException(
                 "ZenFlowStrategy: flush must be called between two steps, got a call between backward and a step, whose gradients it would"
@@ -139,7 +139,7 @@ class TrainerCheckpoints(Session):
                 if not self._ends_with_error:
                     raise
         elif self.zenflow_optimizer is not None:
-            self.zenflow_optimizer.between_steps.in_update.pause()
+            self.zenflow_optimizer.training.in_update.pause()
         state: dict[str, Any] = super().lightning_module_state_dict()
         self._handed = dict(state) if self.zero_stage_3 else {}
         return state
@@ -163,7 +163,7 @@ class TrainerCheckpoints(Session):
         self._saves.is_missing = self._saves.must_wait or self._saves.makes_up or self._ends_with_error
         if self._saves.must_wait:
             if self.zenflow_optimizer is not None:
-                self.zenflow_optimizer.between_steps.in_update.resume()
+                self.zenflow_optimizer.training.in_update.resume()
             assert self.lightning_module is not None
             save = partial(self.lightning_module.trainer.save_checkpoint, place_of(filepath))
             self._saves.wanted.append(partial(save, "optimizer_states" not in checkpoint, storage_options))

@@ -123,7 +123,7 @@ class ZenFlowTraining(OtherBases):  # type: ignore[misc]
 
     @override
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        if (optimizer := self.deepspeed.optimizer).zenflow_step.has_gradients:
+        if (optimizer := self.deepspeed.optimizer).training.steps.has_gradients:
             # `TrainingArguments.enable_jit_checkpoint` saves between backward and step, behind which the Trainer looks at this.
             self.control.should_save = True
         else:
@@ -159,7 +159,7 @@ def _keep_given(optimizer: Any, trainer: Any, config: Any, args: TrainingArgumen
     if isinstance(scheduler, AcceleratedScheduler | DummyScheduler):
         scheduler = None
     if has_trained := isinstance(optimizer, AcceleratedOptimizer):
-        has_steps, optimizer = optimizer.optimizer.zenflow_step.number > 0, optimizer.optimizer.optimizer
+        has_steps, optimizer = optimizer.optimizer.training.steps.number > 0, optimizer.optimizer.optimizer
     params = {block: blocks[block].setdefault("params", {}) for block in ("optimizer", "scheduler") if block in blocks}
     kind, optimizers = blocks.get("scheduler", {}).get("type"), "Trainer(optimizers=...)"
     for block, name, is_given in (

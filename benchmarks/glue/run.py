@@ -61,7 +61,7 @@ class ScheduleCounter(pl.Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        now = trainer.strategy.zenflow_optimizer.parts.read_counters()  # type: ignore[attr-defined]
+        now = trainer.strategy.zenflow_optimizer.training.parts.read_counters()  # type: ignore[attr-defined]
         self.steps[f"S={now.update_interval}, d={now.publish_lag}"] += 1
 
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from benchmarks.step_time.run import StepSpec, train
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.deepspeed.host_state import MOMENTS
+from lightning_zenflow.offload.host_state import MOMENTS
 
 KINDS = ("synchronous", "background", "dcp")
 """Our two ways, and `torch.distributed.checkpoint.async_save` of the same master weights and moments."""
@@ -93,7 +93,7 @@ class TimedSaves(pl.Callback):
         if self._result.spec.kind == "dcp":
             assert isinstance(trainer.strategy, ZenFlowStrategy) and trainer.strategy.zenflow_optimizer is not None
             trainer.strategy.flush()
-            state = trainer.strategy.zenflow_optimizer.full_state
+            state = trainer.strategy.zenflow_optimizer.training.full_state
             tensors = {f"{key}.{name}": state.in_memory(name, key) for name in state.shapes for key in (None, *MOMENTS)}
             self._future = async_save(tensors, storage_writer=FileSystemWriter(self._path, sync_files=True))
         else:

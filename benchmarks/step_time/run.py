@@ -138,12 +138,12 @@ def _zenflow_optimizer(trainer: pl.Trainer) -> ZenFlowOptimizer | None:
 def _clocks(optimizer: ZenFlowOptimizer | None) -> tuple[float, float, float]:
     if optimizer is None:
         return time.perf_counter(), 0.0, 0.0
-    stalls = optimizer.telemetry
+    stalls = optimizer.training.telemetry
     return time.perf_counter(), stalls.device_s, stalls.worker_busy_s
 
 
 def _counted(optimizer: ZenFlowOptimizer, link: links.HostLink) -> tuple[int, int]:
-    return optimizer.telemetry.d2h_bytes, optimizer.telemetry.h2d_bytes + link.n_bytes
+    return optimizer.training.telemetry.d2h_bytes, optimizer.training.telemetry.h2d_bytes + link.n_bytes
 
 
 class StepTimer(pl.Callback):
@@ -208,9 +208,9 @@ class StepTimer(pl.Callback):
             setattr(self._result, name, sum(getattr(result, name) for result in of_ranks))
 
     def _read_zenflow(self, optimizer: ZenFlowOptimizer) -> None:
-        schedule = optimizer.parts.jobs.schedule
+        schedule = optimizer.training.parts.jobs.schedule
         self._result.schedule = [schedule.update_interval, schedule.publish_lag]
-        rank = optimizer.parts.rank
+        rank = optimizer.training.parts.rank
         self._result.arena_bytes = rank.arena.reserved_bytes
         self._result.page_locked_bytes = sum(end - begin for begin, end in rank.arena.ranges_of_device())
         moved = [now - before for now, before in zip(_counted(optimizer, self._link), self._counted, strict=True)]

@@ -253,7 +253,7 @@ def load_together(
         CheckpointError: a rank cannot continue from the checkpoint, of which nothing has been loaded; or the model is another one.
     """
     optimizer = optimizer_of(engine)
-    groups = [] if optimizer is None else optimizer.shapes_by_name
+    groups = [] if optimizer is None else optimizer.training.shapes_by_group
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if optimizer is not None:
         # Before weights are loaded, which updates in flight would overwrite.
@@ -325,7 +325,7 @@ def load_file_together(
     with optimizer.loading(), _loading(saved.path):
         if weights is not None:
             load_whole(engine.module, weights, strict=strict)
-        optimizer.load_full_state({} if weights is None else saved.masters(optimizer, weights), state)
+        optimizer.training.load({} if weights is None else saved.masters(optimizer, weights), state)
         if state is not None:
             saved.restore_engine(engine)
 
@@ -334,8 +334,8 @@ def _begin_alike(path: Path | str, state: Mapping[str, Any], optimizer: ZenFlowO
     """Has all ranks start over where one of them cannot continue bit for bit. A collective."""
     ours = state[CHECKPOINT_KEY]
     with _loading(path):
-        n_blocks = len(optimizer.parts.rank.blocks)
-        continues = ours is None or not difference_of(ours, optimizer.zenflow_step.layout, n_blocks)
+        n_blocks = len(optimizer.training.parts.rank.blocks)
+        continues = ours is None or not difference_of(ours, optimizer.training.steps.layout, n_blocks)
     if not all_agree(continues) and ours is not None:
         ours["layout"]["slices"] = None
 

@@ -20,6 +20,7 @@ from lightning_zenflow.checkpoint.collective import Put, load_together
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
+from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.parameters import further_names, is_in_pieces
 
 AVERAGED = "averaged_state_dict"
@@ -34,6 +35,9 @@ class ZenFlowEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no 
 
     Both methods are as DeepSpeed's, and all ranks call them together.
     """
+
+    optimizer: ZenFlowOptimizer
+    lr_scheduler: Any
 
     @override
     def save_checkpoint(

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from lightning_zenflow.core.forks import SAVING
-from lightning_zenflow.deepspeed.host_state import WithoutConversion
+from lightning_zenflow.core.saved_tensors import WithoutConversion
 from lightning_zenflow.offload.run_state import VERSION
 
 _OF_DEEPSPEED = re.compile(r"latest|zero_to_\w+\.py|[^/]+/[^/]+_states\.pt")

@@ -32,11 +32,11 @@ from torch import Tensor
 from lightning_zenflow.checkpoint.files import refusal, refuse_other_version
 from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
-from lightning_zenflow.deepspeed.host_state import MOMENTS, parts_on_disk
+from lightning_zenflow.deepspeed.flat_buffers import DiskCopies, parts_on_disk
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.parameters import further_names, is_divided, is_in_pieces
 from lightning_zenflow.deepspeed.users_objects import REQUIRED_OPTIONS
+from lightning_zenflow.offload.host_state import MOMENTS
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 
 FILE_KEY = "lightning_zenflow.run_state"
@@ -84,7 +84,7 @@ class WholeState:
         self._engine, self._optimizer, self._order = engine, optimizer, order
         self._firsts = further_names(engine.module)
         named: Any = engine.module.named_parameters()
-        trained = {} if optimizer is None else optimizer.full_state.parameters
+        trained = {} if optimizer is None else optimizer.training.full_state.parameters
         # A user may have replaced parameters since training ended.
         self._parameters: dict[str, Any] = {**dict(named), **trained}
         self._places = {_place(p): name for name, p in self._parameters.items() if p.numel() > 0}
@@ -95,10 +95,10 @@ class WholeState:
             for entry in [entry for entry, name in names.items() if name in frozen]:
                 del weights[entry]
         self._refuse_changed_pieces(handed or {})
-        self._shapes = {} if optimizer is None else optimizer.full_state.shapes
+        self._shapes = {} if optimizer is None else optimizer.training.full_state.shapes
         if optimizer is not None:
             optimizer.flush()
-        self._exact = frozenset(() if optimizer is None else in_common(optimizer.full_state.shown()))
+        self._exact = frozenset(() if optimizer is None else in_common(optimizer.training.full_state.shown()))
         self._keys: list[str | None] = [None, *(MOMENTS if moments and self._optimizer is not None else ())]
         self.optimizer_state: dict[str, Any] = {}
         self.run_state: dict[str, Any] | None = None
@@ -156,7 +156,7 @@ class WholeState:
     def _in_arena(self, name: str, key: str | None) -> Tensor | None:
         if self._optimizer is None or dist.get_world_size() > 1:
             return None
-        return self._optimizer.full_state.in_memory(name, key)
+        return self._optimizer.training.full_state.in_memory(name, key)
 
     @contextmanager
     def saved_as(self, copies: dict[str | None, dict[str, Tensor]]) -> Iterator[None]:
@@ -170,18 +170,18 @@ class WholeState:
             for name in self._shapes:
                 if self._in_arena(name, key) is None:
                     assert self._optimizer is not None
-                    whole = self._optimizer.full_state.read(name, key)
+                    whole = self._optimizer.training.full_state.read(name, key)
                     if copies:
                         copies[key][name].copy_(whole)
         self._gather(copies.get(None, {}))
         if self._optimizer is not None and len(self._keys) > 1:
             of_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-            dist.gather_object(self._optimizer.zenflow_step.state_dict(), of_ranks)
+            dist.gather_object(self._optimizer.training.steps.state_dict(), of_ranks)
             self.run_state = {
                 "ranks": of_ranks,
                 "loss_scaler": dict(vars(self._optimizer.loss_scaler)),
                 "clip_grad": self._optimizer.clip_grad,
-                "count": int(self._optimizer.zenflow_step.count),
+                "count": int(self._optimizer.training.steps.count),
                 "counts": {name: getattr(self._engine, name) for name in COUNTS},
             }
         shown = dict(self.weights)
@@ -289,7 +289,7 @@ class SavedFile:
         run_state, masters = self._run_state or {}, dict[str, Tensor]()
         # In files of before, where a hook has renamed an entry or, in 16 bits, changed it.
         entries, changed = run_state.get("entries", {}), run_state.get("masters", {})
-        for name, p in optimizer.full_state.parameters.items():
+        for name, p in optimizer.training.full_state.parameters.items():
             # An entry has another name where the module's `load_state_dict` renames it.
             weight = changed.get(name, weights.get(name, weights.get(entries.get(name))))
             if is_divided(p):
@@ -323,7 +323,7 @@ class SavedFile:
         if (theirs := [len(group["params"]) for group in groups]) != sizes:
             raise refusal(self.path, f"the optimizer must have groups of {theirs} parameters as saved, got {sizes}")
         names = dict(zip((i for g in groups for i in g["params"]), (n for ns in order for n in ns), strict=True))
-        shapes, found = optimizer.full_state.shapes, {names[i]: of_one for i, of_one in saved["state"].items()}
+        shapes, found = optimizer.training.full_state.shapes, {names[i]: of_one for i, of_one in saved["state"].items()}
         for index, group in enumerate(groups):
             # torch's SGD has no betas, and its NAdam and RAdam have neither of the others.
             if "betas" not in group or not {"amsgrad", "bias_correction"} & group.keys():

@@ -9,10 +9,21 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
+def world_size(group: dist.ProcessGroup | None = None) -> int:
+    """Number of ranks in a group, None for all; 1 where `torch.distributed` is not in use."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def rank_in(group: dist.ProcessGroup | None = None) -> int:
+    """Number of this rank in a group, None for all; 0 where `torch.distributed` is not in use."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
 def in_common(values: Sequence[T]) -> list[T]:
     """Values that every rank has, in the order of this rank. A collective: all ranks must call it."""
-    of_rank: list[Sequence[T]] = [()] * dist.get_world_size()
-    dist.all_gather_object(of_rank, values)
+    of_rank: list[Sequence[T]] = [values] * world_size()
+    if len(of_rank) > 1:
+        dist.all_gather_object(of_rank, values)
     common = set(values).intersection(*of_rank)
     return [value for value in values if value in common]
 
@@ -35,8 +46,8 @@ def raise_together(
     Raises:
         Exception: `error`, or one made by `kind`.
     """
-    messages: list[str | None] = [None] * (dist.get_world_size() if dist.is_initialized() else 0)
-    if messages:
+    messages: list[str | None] = [None] * world_size()
+    if len(messages) > 1:
         dist.all_gather_object(messages, None if error is None else str(error), group=group)
     if error is not None:
         raise error

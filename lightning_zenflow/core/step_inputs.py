@@ -96,9 +96,9 @@ class StepScale:
         return h.lr / (1 - h.beta1**steps), (1 - h.beta2**steps).rsqrt()
 
 
-def add_over_ranks(values: Tensor, group: dist.ProcessGroup) -> None:
-    """Adds a tensor over the ranks of a group, in place; no collective where there is one rank."""
-    if dist.get_world_size(group) > 1:
+def add_over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Adds a tensor over the ranks of a group, in place; None: there is one rank."""
+    if group is not None:
         dist.all_reduce(values, group=group)
 
 

@@ -248,7 +248,7 @@ class TrainerPrecision(PlainPrecision):
             )
         result = closure()
         # In manual optimization the step's last backward pass may have been any.
-        optimizer.between_steps.complete()
+        optimizer.training.complete()
         optimizer.clip_grad = self.max_norm if self.norm_of_step is None else self.norm_of_step
         # Private: calls `on_before_optimizer_step` and, by `configure_gradient_clipping`, `clip_gradients`.
         self._after_closure(model, optimizer)
@@ -324,7 +324,7 @@ def in_place_of_deepspeeds(
         # The engine failed after it had built its optimizer; no other component holds the worker.
         for unused in built:
             unused.destroy()
-            unused.close(keep_state=False)
+            unused.training.end(keep_state=False)
         raise
     finally:
         restore_scalars()

@@ -1,10 +1,9 @@
 """Fetches of parameters, those in host memory behind the worker's updates of them."""
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -14,11 +13,9 @@ from torch import Tensor
 from torch.nn import Module
 from typing_extensions import override
 
+from lightning_zenflow.core.device import Stream
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.parameters import is_divided
-
-if TYPE_CHECKING:
-    from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
 
 _PROPERTIES = "dtype", "device", "shape", "is_cuda", "layout", "requires_grad", "_version"
 _WITHOUT_ELEMENTS = frozenset(
@@ -89,18 +86,38 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
     but their workers are not equally fast. So several ranks fetch a parameter where it is needed for the first time after a step, one rank
     as soon as it is written.
 
-    Private: takes over the state of DeepSpeed's, which is new, and its names, which begin with the name of the class.
+    Private: takes over the state of DeepSpeed's, which is new, and its names, which begin with the name of the class. Each parameter in the
+    registry is INFLIGHT, has a handle, None where its gather has not begun, and is counted as available.
 
     Args:
         deepspeeds: coordinator that it replaces.
-        optimizer: knows what the worker has written.
+        stream: on which DeepSpeed gathers weights; None where the device does not run behind the host.
+        one_rank: whether there is one rank.
+        in_host_memory: whether the pieces are in host memory.
+        before_use: waits until the worker has written the piece of a parameter.
+        is_written: whether that would not wait.
     """
 
-    def __init__(self, deepspeeds: PartitionedParameterCoordinator, optimizer: "ZenFlowZero3Optimizer") -> None:
+    # Private: its registry of parameters under way, the modules of its trace, the place there, and the elements that are available.
+    _PartitionedParameterCoordinator__inflight_param_registry: Any
+    _PartitionedParameterCoordinator__submodule_order: list[Any]
+    _PartitionedParameterCoordinator__step_id: int
+    _PartitionedParameterCoordinator__n_available_params: int
+
+    def __init__(
+        self,
+        deepspeeds: PartitionedParameterCoordinator,
+        *,
+        stream: Stream | None,
+        one_rank: bool,
+        in_host_memory: bool,
+        before_use: Callable[[Any], None],
+        is_written: Callable[[Any], bool],
+    ) -> None:
         self.__dict__.update(vars(deepspeeds))
-        self._stream, self._one_rank = optimizer.fetches, dist.get_world_size(group=optimizer.dp_process_group) == 1
-        self._before_use, self._is_written = optimizer.before_use, optimizer.is_written
-        self._uses_pieces = self._one_rank and not optimizer.offload_param
+        self._stream, self._one_rank = stream, one_rank
+        self._before_use, self._is_written = before_use, is_written
+        self._uses_pieces = one_rank and not in_host_memory
         self._external: list[frozenset[int]] = []  # of the trace
         self._fetched: set[Any] = set()  # since the last step
         self._needed: frozenset[Any] = frozenset()  # now
@@ -220,6 +237,9 @@ def _refuse_transforms(module: Module) -> None:
 class _Parameters(ZeROOrderedDict):  # type: ignore[misc]
     """DeepSpeed's parameters of a module, which gathers what is read in a forward pass."""
 
+    _in_forward: bool
+    _parent_module: Module
+
     @override
     def __getitem__(self, key: str) -> Any:
         parameter: Any = dict.__getitem__(self, key)
@@ -234,6 +254,8 @@ _READ_AGAIN = -1
 
 class Offload(DeepSpeedZeRoOffload):  # type: ignore[misc]
     """DeepSpeed's division of a model, and its hooks of modules. A first parameter of integers is not taken for the type of the weights."""
+
+    module: Module
 
     def __init__(self, module: Module, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)

@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from lightning_zenflow.core.partition import Slice, group_begins
+from lightning_zenflow.core.saved_tensors import with_own_storage
 
 _LARGE = 1 / 8
 """Of a rank's share. Parameters larger than this are placed first: beside one, a rank takes fewer of the others."""
@@ -234,3 +235,10 @@ class DiskCopies:
             with suppress(OSError):
                 memory.madvise(mmap.MADV_REMOVE)
         self._mapped.clear()
+
+
+def parts_on_disk(disk: DiskCopies, shapes: Mapping[str, torch.Size], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors on the disk, all in one file: each file takes a descriptor."""
+    sizes = [shape.numel() for shape in shapes.values()]
+    parts = zip(shapes.items(), torch.split(disk.zeros(sum(sizes), dtype), sizes), strict=True)
+    return {name: with_own_storage(part.view(shape)) for (name, shape), part in parts}

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_zenflow.core.distributed import all_agree
-from lightning_zenflow.deepspeed.host_state import with_own_storage
+from lightning_zenflow.core.saved_tensors import with_own_storage
 from lightning_zenflow.deepspeed.parameters import is_divided, piece_of
 from lightning_zenflow.worker.machine import free_host_memory
 

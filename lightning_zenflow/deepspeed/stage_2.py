@@ -15,12 +15,13 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zenflow.core.device import runtime_of
+from lightning_zenflow.core.device import Stream, runtime_of
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.flat_buffers import Layout, balanced_order
-from lightning_zenflow.deepspeed.host_state import MOMENTS
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.users_objects import refuse_features
+from lightning_zenflow.offload.host_state import MOMENTS
+from lightning_zenflow.training import Training
 
 
 class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no type information
@@ -31,23 +32,35 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
 
     namespace = engine_module
     state_key = BASE_OPTIMIZER_STATE
-    # DeepSpeed's own, declared for the type checker.
+    # DeepSpeed's own.
+    dtype: torch.dtype
     overlap_comm: bool
-    round_robin_bit16_groups: list[list[Tensor]]
+    has_moe_layers: bool
+    low_precision_master_weights_and_grads: bool
+    reduction_stream: Stream | None
+    bit16_groups: list[list[Tensor]]
     bit16_groups_flat: list[Tensor]
+    round_robin_bit16_groups: list[list[Tensor]]
+    parallel_partitioned_bit16_groups: list[list[Tensor]]
+    single_partition_of_fp32_groups: list[Tensor]
+    partition_size: list[int]
+    real_dp_process_group: list[dist.ProcessGroup]
+    nccl_start_alignment_factor: int
+    allgather_bucket_size: int
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, training: Training, **kwargs: Any) -> None:
         self._is_round_robin = bool(kwargs.get("round_robin_gradients", False))
         # The order of the flat buffers is that of `_round_robin_reorder`.
-        super().__init__(*args, **{**kwargs, "round_robin_gradients": True})
+        super().__init__(*args, training=training, **{**kwargs, "round_robin_gradients": True})
         # Private: DeepSpeed links the moments to the parameters after its own first step; ours exist already.
         self._lazy_init_hp_params_optimizer_state()
         # Private: what `deepspeed.utils.safe_get_full_fp32_param` and the like call. DeepSpeed's read views of the arena, which may be some
         # updates behind, and become None when the optimizer is destroyed.
-        for name, added in self.full_state.parameters.items():
-            added.get_full_hp_param = partial(self.full_state.read, name)
-            added.set_full_hp_param = partial(self.full_state.write, name)
-            added.set_full_hp_grad = partial(self.full_state.refuse_gradient, name)
+        full_state = training.full_state
+        for name, added in full_state.parameters.items():
+            added.get_full_hp_param = partial(full_state.read, name)
+            added.set_full_hp_param = partial(full_state.write, name)
+            added.set_full_hp_grad = partial(full_state.refuse_gradient, name)
 
     @override
     def _round_robin_reorder(
@@ -80,18 +93,18 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
                 self.parallel_partitioned_bit16_groups, self.real_dp_process_group, strict=True
             )
         ]
-        self._build_step(masters=self.single_partition_of_fp32_groups, weights=weights)
+        self._start_training(masters=self.single_partition_of_fp32_groups, weights=weights)
 
     @override
     def copy_grads_in_partition(self, param: Tensor, group_idx: int | None = None) -> None:
         """Routes a reduced gradient before its bucket is reused."""
-        index = self._slice_of.get(param)
+        index = self.training.slice_of.get(param)
         if index is not None:
-            s = self._rank.partition.slices[index]
+            s = self.training.parts.rank.partition.slices[index]
             gradient = self.get_gradient_for_reduction(param).detach().view(-1)
             if gradient.shape[0] != s.numel:
                 gradient = gradient.narrow(0, s.start, s.numel)
-            self._receive(index, gradient, last=self.is_gradient_accumulation_boundary())
+            self.training.receive(index, gradient, last=self.is_gradient_accumulation_boundary())
         self.clear_grad_attribute(param)
 
     @override
@@ -100,7 +113,8 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
 
         A gradient that is too large for a bucket has memory of its own, which its copies keep.
         """
-        runtime, d2h = runtime_of(self._rank.device), self._rank.d2h
+        rank = self.training.parts.rank
+        runtime, d2h = runtime_of(rank.device), rank.d2h
         if self.overlap_comm and self.reduction_stream is not None:
             # DeepSpeed waits for the bucket's gradients only. Compiled layers give several at once: the training stream may since have been
             # given reads of memory that was allocated on the reduction's stream (provisional updates) and is free for it to use again.
@@ -127,12 +141,15 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
             self.overlap_comm = overlap_comm
 
     @override
-    def _refuse_moved(self) -> None:
+    def refuse_moved(self) -> None:
         for group, flat in zip(self.round_robin_bit16_groups, self.bit16_groups_flat, strict=True):
             address = flat.data_ptr()
             for parameter in group:
                 name = self.param_names[parameter]
-                if parameter.data_ptr() != address or parameter.numel() != self.full_state.shapes[name].numel():
+                if (
+                    parameter.data_ptr() != address
+                    or parameter.numel() != self.training.full_state.shapes[name].numel()
+                ):
                     raise MisconfigurationException(
                         f"ZenFlowStrategy: {name} must keep its memory, got another one since set-up, as by"
                         " `parameter.data = ...`, `module.to(...)` or `module.load_state_dict(..., assign=True)`: updates do not reach it"
@@ -144,10 +161,10 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
     def _forget_weights(self) -> None:
         super()._forget_weights()
         self.bit16_groups_flat = []
-        self.parallel_partitioned_bit16_groups: list[list[Tensor]] = []
+        self.parallel_partitioned_bit16_groups = []
 
     @override
-    def _gather_weights(self) -> None:
+    def gather_weights(self) -> None:
         all_gather_dp_groups(
             groups_flat=self.bit16_groups_flat,
             partitioned_param_groups=self.parallel_partitioned_bit16_groups,
@@ -158,10 +175,10 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        if self._saved is not None and len(self._saved[0]) > len(MOMENTS):
+        state, copies = super().state_dict(), self.saved.copies
+        if copies is not None and len(copies[0]) > len(MOMENTS):
             # Private: cuts off the padding.
-            masters = self._get_groups_without_padding([masters for masters, *_ in self._saved])
+            masters = self._get_groups_without_padding([masters for masters, *_ in copies])
             state[SINGLE_PARTITION_OF_FP32_GROUPS] = masters
             rank = dist.get_rank(group=self.dp_process_group)
             # By which DeepSpeed makes universal checkpoints.
@@ -178,7 +195,7 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
 
     @contextmanager
     @override
-    def saved_as(self, copy: Any) -> Iterator[None]:
+    def saved_as(self, copy: list[list[Tensor]] | None) -> Iterator[None]:
         """DeepSpeed saves in its own order."""
         # Private: the engine saves the parameters' shapes in the order of these groups.
         ours = self.round_robin_bit16_groups

@@ -1,10 +1,9 @@
 """DeepSpeed's ZeRO-3 offload optimizer around `ZenFlowStep`, with parameters on the device or in host memory."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import deepspeed.comm as dist
 
@@ -20,13 +19,12 @@ from typing_extensions import override
 
 from lightning_zenflow.core.device import Stream, runtime_of
 from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.deepspeed.fetch import FetchCoordinator, Fetched, Offload, Piece
 from lightning_zenflow.deepspeed.flat_buffers import Layout
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.parameters import StateAccess
 from lightning_zenflow.deepspeed.removal import in_pieces
 from lightning_zenflow.deepspeed.users_objects import check_inputs_of_leaf_modules, refuse_features_of_stage_3
-from lightning_zenflow.offload.plan import StepInputs
 
 _REDUCE_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 """Private: reduces the gradients of a bucket, whose type it takes, and calls `partition_grads`."""
@@ -37,7 +35,7 @@ def _without_memory(flat: Tensor) -> Tensor:
     return flat.new_full((1,), torch.nan).expand(flat.numel())
 
 
-class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # DeepSpeed has no type information
+class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # DeepSpeed has no type information
     """ZeRO stage 3 under ZenFlow: each rank has a piece of every parameter, and its optimizer state.
 
     DeepSpeed gathers the weights of a module before it runs and drops them after it. What is published goes to the rank's pieces, so no
@@ -50,6 +48,21 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
 
     namespace = stage3_module
     state_key = OPTIMIZER_STATE_DICT
+    # DeepSpeed's own.
+    module: Any  # its parameters have attributes of DeepSpeed's
+    dtype: torch.dtype
+    offload_param: bool
+    parameter_offload: DeepSpeedZeRoOffload
+    trainable_param_groups: list[dict[str, Any]]
+    fp16_groups: list[list[Any]]
+    fp16_partitioned_groups: list[list[Tensor]]
+    fp16_partitioned_groups_flat: list[Tensor]
+    fp32_partitioned_groups_flat: list[Tensor]
+    param_groups_fp16_flat_cpu_memory: list[Tensor]
+    persistent_parameters: list[Any]
+    sub_group_to_group_id: dict[int, int]
+    reduce_bucket_size: int
+    reduce_and_partition_stream: Stream | None
 
     def __init__(self, *args: Any, ds_config: dict[str, Any], **kwargs: Any) -> None:
         # DeepSpeed itself reads it under stage 1 and 2 only.
@@ -71,22 +84,30 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         refuse_features_of_stage_3(self)
         # Private: copies the weights to `fp32_partitioned_groups_flat`.
         self._create_fp32_partitions()
-        self._build_step(
+        self._start_training(
             masters=self.fp32_partitioned_groups_flat,
             # In place, memory of their own would be held until the worker has started.
             weights=[
                 _without_memory(f) if self.offload_param else f.detach() for f in self.fp16_partitioned_groups_flat
             ],
+            piece_of=lambda parameter: getattr(parameter, "ds_tensor", parameter),
             in_place=self.offload_param,
             release_weights=self._release_weights,
         )
         if self.offload_param:
-            self._use_memory_of(self._rank.weights)
+            self._use_memory_of(self.training.parts.rank.weights)
             self._page_lock_frozen()
             self._await_answers_in_fetches()
-        self.parameter_offload.param_coordinator = FetchCoordinator(self.parameter_offload.param_coordinator, self)
+        self.parameter_offload.param_coordinator = FetchCoordinator(
+            self.parameter_offload.param_coordinator,
+            stream=self.fetches,
+            one_rank=dist.get_world_size(group=self.dp_process_group) == 1,
+            in_host_memory=self.offload_param,
+            before_use=self.before_use,
+            is_written=self.is_written,
+        )
         for dtype, bucket in self.ipg_buckets.items():
-            bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=self._rank.device)
+            bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=self.training.parts.rank.device)
 
     @override
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
@@ -120,9 +141,10 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
 
         One after the other, so that they take no more memory than before, when the host's free memory was checked.
         """
+        arena, trained = self.training.parts.rank.arena, self.training.full_state.names
         for parameter in self.module.parameters():
-            if parameter not in self.full_state.names and parameter.ds_tensor.device.type == "cpu":
-                parameter.ds_tensor.data = self._rank.arena.page_locked_copy(parameter.ds_tensor.data)
+            if parameter not in trained and parameter.ds_tensor.device.type == "cpu":
+                parameter.ds_tensor.data = arena.page_locked_copy(parameter.ds_tensor.data)
 
     def _await_answers_in_fetches(self) -> None:
         """Makes whatever reads a piece wait for the worker's updates of it."""
@@ -132,17 +154,17 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
 
     def _slice_in_flight(self, parameter: Any) -> int | None:
         """This rank's slice of a parameter in host memory, which the worker may write; None: it is frozen or all padding here."""
-        return self._slice_of.get(parameter) if self.offload_param and not self.closed else None
+        return self.training.slice_of.get(parameter) if self.offload_param and not self.training.closed else None
 
     def before_use(self, parameter: Any) -> None:
         """Waits until the worker has written this rank's piece of a parameter."""
         if (index := self._slice_in_flight(parameter)) is not None:
-            self.parts.jobs.await_slice(index)
+            self.training.parts.jobs.await_slice(index)
 
     def is_written(self, parameter: Any) -> bool:
         """Whether `before_use` would not wait."""
         index = self._slice_in_flight(parameter)
-        return index is None or self.parts.jobs.is_written(index)
+        return index is None or self.training.parts.jobs.is_written(index)
 
     def _use_memory_of(self, flats: Sequence[Tensor]) -> None:
         """Makes other memory that of this rank's pieces; drops the one before, DeepSpeed's."""
@@ -154,18 +176,10 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
             self._unflatten_partitioned_parameters(index)
 
     @override
-    def close(self, *, keep_state: bool | None = None) -> None:
-        was_open = not self.closed
-        if self.offload_param and was_open and keep_state is None:
-            # After an exception too: the worker may be writing weights. Without an exact state they stay as they are.
-            self._written.note()
-            with suppress(RuntimeError):
-                self.flush()
-        super().close(keep_state=keep_state)
-        if was_open:
-            # What an interrupted pass has gathered; other ranks may have ended.
-            with suppress(RuntimeError):
-                self._partition_all_parameters()
+    def has_ended(self) -> None:
+        # What an interrupted pass has gathered; other ranks may have ended.
+        with suppress(RuntimeError):
+            self._partition_all_parameters()
 
     @override
     def _forget_weights(self) -> None:
@@ -175,12 +189,13 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         self.lp_param_buffer: Tensor | None = None
 
     @override
-    def _take_weights(self) -> None:
+    def take_weights(self) -> None:
         if not self.offload_param:
             return
-        self._use_memory_of([flat.clone() for flat in self._rank.weights])
-        freed = self._rank.arena.publish.untyped_storage().data_ptr()
-        for parameter in self._slice_of:
+        rank = self.training.parts.rank
+        self._use_memory_of([flat.clone() for flat in rank.weights])
+        freed = rank.arena.publish.untyped_storage().data_ptr()
+        for parameter in self.training.full_state.names:
             # On a CPU with one rank, what DeepSpeed gathers of a parameter is its piece.
             if parameter.untyped_storage().data_ptr() == freed:
                 parameter.data = parameter.data.clone()
@@ -197,26 +212,27 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
     @override
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Tensor]) -> None:
         """Routes this rank's pieces of reduced gradients, on the stream of the reduction, before their bucket is reused."""
-        runtime, last = runtime_of(self._rank.device), self.is_gradient_accumulation_boundary()
+        rank, last = self.training.parts.rank, self.is_gradient_accumulation_boundary()
+        runtime = runtime_of(rank.device)
         for parameter, piece in zip(params_to_release, grad_partitions, strict=True):
-            index = self._slice_of.get(parameter)
+            index = self.training.slice_of.get(parameter)
             if index is not None:
-                if last and self._in_backward and index in self.parts.fill.arrived:
+                if last and self.training.in_backward and index in self.training.parts.fill.arrived:
                     # The first may have been applied.
                     raise MisconfigurationException(
                         f"ZenFlowStrategy: {self.param_names[parameter]} must have one gradient in a backward pass with stage=3, got a"
                         " second: it is used more than once, and at least once in re-entrant checkpointing, which is a backward pass of its"
                         " own, or in a leaf module that runs more than once; use torch.utils.checkpoint with use_reentrant=False"
                     )
-                numel = self._rank.partition.slices[index].numel
-                self._receive(index, piece.detach().view(-1).narrow(0, 0, numel), last=last)
+                numel = rank.partition.slices[index].numel
+                self.training.receive(index, piece.detach().view(-1).narrow(0, 0, numel), last=last)
             if parameter.grad is not None:
                 # One that is too large for the bucket was allocated on the training stream.
                 runtime.keep_for(runtime.current_stream(), parameter.grad)
             parameter.grad = None
         # The pieces may lie in the bucket, which is filled again on this stream alone, or be freed for it to use again. DeepSpeed makes the
         # host wait for it two buckets later, which bounds the memory of gradients on their way. The training stream does not wait.
-        self._rank.d2h.join()
+        rank.d2h.join()
 
     @override
     def independent_gradient_partition_epilogue(self) -> None:
@@ -226,16 +242,15 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         self._wait_for(self.reduce_and_partition_stream)
 
     @override
-    def _read_inputs(self) -> StepInputs:
-        inputs = super()._read_inputs()
-        groups = [inputs.groups[self.sub_group_to_group_id[index]] for index in range(len(self.fp16_groups))]
-        return replace(inputs, groups=groups)
+    def read_groups(self) -> list[GroupHyperparameters]:
+        groups = super().read_groups()
+        return [groups[self.sub_group_to_group_id[index]] for index in range(len(self.fp16_groups))]
 
     @override
     def _step(self) -> None:
         # Private: DeepSpeed's own begin of a step, which empties buckets that an interrupted backward pass has left.
         self._pre_step()
-        self._wait_for(self.fetches)
+        self.join_reads()
         super()._step()
 
     @property
@@ -248,13 +263,17 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         return stream
 
     @override
-    def _gather_weights(self) -> None:
+    def join_reads(self) -> None:
+        self._wait_for(self.fetches)
+
+    @override
+    def gather_weights(self) -> None:
         """Drops gathered weights of before, gathers those anew that stay gathered, and orders later fetches behind the new ones.
 
         DeepSpeed's stream of fetches never waits for the training stream: its own step makes the host wait for the device. One rank uses
         its pieces in place. Those in host memory are gathered where they are used next, since the worker may not have written them.
         """
-        if self.closed:
+        if self.training.closed:
             return
         # Private: drops what is gathered of every parameter.
         self._partition_all_parameters()
@@ -267,12 +286,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
             handle = persistent[0].all_gather_coalesced(persistent)
             (Fetched(persistent) if one_rank else handle).wait()
         if self.fetches is not None and not one_rank:
-            self.fetches.wait_stream(runtime_of(self._rank.device).current_stream())
-
-    @override
-    def flush(self) -> None:
-        self._wait_for(self.fetches)
-        super().flush()
+            self.fetches.wait_stream(runtime_of(self.training.parts.rank.device).current_stream())
 
     @override
     def load_partitions(self, saved: Mapping[str, Any], *, optimizer_states: bool) -> None:
@@ -283,7 +297,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
 
     @override
     @contextmanager
-    def saved_as(self, copy: Any) -> Iterator[None]:
+    def saved_as(self, copy: list[list[Tensor]] | None) -> Iterator[None]:
         with super().saved_as(copy), self._gathered_afterwards():
             yield
 
@@ -305,12 +319,12 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
             yield
         finally:
             self._gathers_afterwards = False
-            self._gather_weights()
+            self.gather_weights()
 
     @override
     def checkpoint_event_prologue(self) -> None:
         """As DeepSpeed's, which drops what is gathered; nothing after the end of training, when all is dropped."""
-        if not self.closed:
+        if not self.training.closed:
             super().checkpoint_event_prologue()
 
     @override
@@ -326,3 +340,41 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         return [
             Layout.of_pieces({self.param_names[p]: p.ds_numel for p in g}, n_ranks=n_ranks) for g in self.fp16_groups
         ]
+
+    # What DeepSpeed's functions call for a parameter; None is the answer for one that was frozen at setup. Otherwise as `FullState`.
+
+    @override
+    def get_full_hp_param(self, param: Any, optim_state_key: str | None = None) -> Tensor | None:
+        name = self.training.full_state.names.get(param)
+        return None if name is None else self.training.full_state.read(name, optim_state_key)
+
+    @override
+    def set_full_hp_param(self, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        if (name := self.training.full_state.names.get(param)) is not None:
+            self.training.full_state.write(name, value, optim_state_key)
+
+    @override
+    def get_fp32_grad_for_param(self, param: Any) -> Tensor | None:
+        name = self.training.full_state.names.get(param)
+        return None if name is None else self.training.full_state.gradient(name)
+
+    @override
+    def set_fp32_grad_for_param(self, value: Tensor, param: Any) -> None:
+        if (name := self.training.full_state.names.get(param)) is not None:
+            self.training.full_state.refuse_gradient(name, value)
+
+    set_local_grad_for_param = set_fp32_grad_for_param
+
+    @override
+    def get_local_fp32_param(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: DeepSpeed's own code reads and writes partitions that may be some updates behind."""
+        raise MisconfigurationException(
+            "ZenFlowStrategy does not support safe_get_local_* and safe_set_local_*: use safe_get_full_* and safe_set_full_*"
+        )
+
+    get_local_fp32_grad_for_param = set_local_hp_param = get_local_fp32_param
+
+    @override
+    def update_fp32_grad_for_param_vectorized(self, update_func: Callable[..., Any], param_list: list[Any]) -> None:
+        for param in param_list:
+            self.set_fp32_grad_for_param(param.new_empty(0), param)

@@ -13,7 +13,7 @@ from lightning_zenflow.core.errors import MisconfigurationException, OtherBases
 from lightning_zenflow.monitor.summary import METRICS, StepMeter
 
 if TYPE_CHECKING:
-    from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
+    from lightning_zenflow.training import Training
 
 PROGRESS_BAR_KEY = "stall_%"
 
@@ -44,12 +44,12 @@ class StallMonitoring(OtherBases):  # type: ignore[misc]
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # Before the strategy's own set-up: after an error it has the arena of the fit before.
         self._meter = None
-        rank_zero_optimizer(trainer)
+        rank_zero_training(trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        optimizer = rank_zero_optimizer(trainer)
-        self._meter = None if optimizer is None else StepMeter(optimizer)
+        training = rank_zero_training(trainer)
+        self._meter = None if training is None else StepMeter(training)
         if self._meter is None:
             return
         self._global_step = trainer.global_step
@@ -118,8 +118,8 @@ def tensorboard_layout() -> dict[str, dict[str, list[Any]]]:
     }
 
 
-def rank_zero_optimizer(trainer: pl.Trainer) -> "ZenFlowOptimizer | None":
-    """The optimizer on rank zero, whose numbers are shown; None before the first fit, and on all other ranks.
+def rank_zero_training(trainer: pl.Trainer) -> "Training | None":
+    """The training on rank zero, whose numbers are shown; None before the first fit, and on all other ranks.
 
     Raises:
         MisconfigurationException: the strategy is not a `ZenFlowStrategy`.
@@ -129,5 +129,7 @@ def rank_zero_optimizer(trainer: pl.Trainer) -> "ZenFlowOptimizer | None":
         raise MisconfigurationException(
             f"StallMonitor: strategy must be ZenFlowStrategy, got {type(strategy).__name__}; remove the callback or change the strategy"
         )
-    optimizer: ZenFlowOptimizer | None = strategy.zenflow_optimizer
-    return optimizer if trainer.is_global_zero else None
+    if not trainer.is_global_zero or strategy.zenflow_optimizer is None:
+        return None
+    training: Training = strategy.zenflow_optimizer.training
+    return training

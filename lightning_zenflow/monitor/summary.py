@@ -14,7 +14,7 @@ from lightning_zenflow.core.schedule import HIDDEN, SMALL_STALL
 from lightning_zenflow.telemetry import CAUSES, Cause, Reading
 
 if TYPE_CHECKING:
-    from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
+    from lightning_zenflow.training import Training
 
 _Formula = Callable[[Reading, float], float]
 """Of a metric, from `Reading.since` and the seconds between the two readings; NaN: not known yet."""
@@ -95,11 +95,11 @@ class StepMeter:
         end_ns: end of the last step.
     """
 
-    def __init__(self, optimizer: "ZenFlowOptimizer") -> None:
+    def __init__(self, training: "Training") -> None:
         self.step_s = array("d")
-        self._optimizer = optimizer
+        self._training = training
         self._n_read = 0
-        self._last_read = self._before = optimizer.parts.read_counters()
+        self._last_read = self._before = training.parts.read_counters()
         self._steps_before, self._n_first = self._before.steps, 0
         self._pause_ns: int | None = None
         self.end_ns = time.perf_counter_ns()
@@ -109,7 +109,7 @@ class StepMeter:
         gradients counts to the next.
         """
         self.resume()
-        n = self._optimizer.telemetry.steps - self._steps_before - len(self.step_s)
+        n = self._training.telemetry.steps - self._steps_before - len(self.step_s)
         if n == 0:
             return
         now_ns = time.perf_counter_ns()
@@ -117,7 +117,7 @@ class StepMeter:
         self.end_ns = now_ns
         if self._n_first == 0:
             # The summary averages over the steps behind the first ones.
-            self._n_first, self._before = n, self._optimizer.parts.read_counters()
+            self._n_first, self._before = n, self._training.parts.read_counters()
 
     def pause(self) -> None:
         """Excludes what follows, such as validation, from the step that is being measured."""
@@ -133,7 +133,7 @@ class StepMeter:
 
     def metrics(self) -> dict[str, float]:
         """The metrics of the steps since the last call, by name in `METRICS`; none if no step with gradients has ended since."""
-        now = self._optimizer.parts.read_counters()
+        now = self._training.parts.read_counters()
         if now.steps == self._last_read.steps:
             return {}
         before, self._last_read = self._last_read, now
@@ -143,19 +143,19 @@ class StepMeter:
 
     def averages(self) -> dict[str, float]:
         """As `metrics`, of all steps that the summary is about."""
-        now, step_s = self._optimizer.parts.read_counters(), self.step_s[self._n_first :]
+        now, step_s = self._training.parts.read_counters(), self.step_s[self._n_first :]
         return interval_metrics(self._before, now, seconds=sum(step_s)) if step_s else {}
 
     def summary(self) -> str | None:
         """Times, waits and advice; None before the second call of `end_step`."""
         if len(self.step_s) == self._n_first:
             return None
-        now, config = self._optimizer.parts.read_counters(), self._optimizer.zenflow_config
-        in_place = self._optimizer.parts.rank.in_place
+        now, config = self._training.parts.read_counters(), self._training.config
+        in_place = self._training.parts.rank.in_place
         return summary(self.step_s[self._n_first :], self._before, now, config, in_place=in_place)
 
     def _ns_without_waits(self) -> int:
-        return time.perf_counter_ns() - round(1e9 * sum(self._optimizer.telemetry.seconds.values()))
+        return time.perf_counter_ns() - round(1e9 * sum(self._training.telemetry.seconds.values()))
 
 
 def summary(

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class StepState(Enum):
-    """State of the step that is next."""
+    """State of the step that is next, and what `ZenFlowStep` has of it."""
 
     IDLE = auto()
-    """No backward pass since the last step."""
+    """No backward pass since the last step: `micro_batches` is 0, there is no context and no norm."""
     ACCUMULATING = auto()
-    """The last micro-batch's backward pass has not begun."""
+    """The last micro-batch's backward pass has not begun: `micro_batches` is more than 0, there is no context."""
     OPEN = auto()
-    """It has begun, or is over; the step's `StepContext` is fixed. No more gradients are received once the gradient norm is known."""
+    """It has begun, or is over: the step's `StepContext` is fixed. No more gradients are received once there is a squared norm."""
     UNDER_WAY = auto()
     """A change between these, or the phases behind *reduce*. If it is found by a later call, an exception has interrupted them."""
 
@@ -94,13 +94,11 @@ class ScheduleControl:
     Args:
         auto: the policy.
         rank: its clocks are read.
-        group: ranks that must agree.
     """
 
-    def __init__(self, auto: SchedulePolicy, rank: RankState, *, group: dist.ProcessGroup) -> None:
+    def __init__(self, auto: SchedulePolicy, rank: RankState) -> None:
         self._auto = auto
         self._rank = rank
-        self._group = group
         self._steps: list[tuple[float, float, float]] = []  # see `load_and_stall`
         self._sent: tuple[int, AsyncHostCopy] | None = None
         """Step at whose end the reduced numbers can be read, and these numbers (see `_reduce`)."""
@@ -172,7 +170,8 @@ class ScheduleControl:
         runtime = runtime_of(self._rank.device)
         # From page-locked memory, so that the host does not wait for the copy.
         values = runtime.to_device(runtime.empty_on_host(local.shape, local.dtype).copy_(local))
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
+        if self._rank.group is not None:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._rank.group)
         return AsyncHostCopy(values)
 
 

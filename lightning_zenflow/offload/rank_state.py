@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zenflow.core.device import Event, SideStream
@@ -177,8 +178,15 @@ class RankState:
     """Stall clock and copied bytes."""
     d2h: SideStream
     """Stream on which gradients, factors and sequence numbers are copied to the arena."""
+    group: dist.ProcessGroup | None
+    """Data-parallel ranks; None: this one alone."""
     records: Transaction = field(default_factory=Transaction)
     """Entered where records of slots, windows, jobs and publish buffers change together. If a change is cut, the exact state is lost."""
+
+    @property
+    def n_ranks(self) -> int:
+        """Data-parallel ranks."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
 
     @property
     def dtype(self) -> torch.dtype:

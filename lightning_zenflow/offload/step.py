@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.profiler import record_function
@@ -24,8 +23,7 @@ class ZenFlowStep:
     """Runs the optimizer steps of one rank: the device updates the selected columns at once, the worker all other weights (ZenFlow,
     arXiv 2505.12242). `torch.profiler` shows phases as "zenflow update" and so on.
 
-    During backward, every reduced gradient passes through `receive`: it is copied to the worker's slots (phase *fill* of `JobQueue`), and a
-    provisional update is applied to the weights. `step` then runs these phases:
+    In backward `receive` copies each reduced gradient to the worker's slots (phase *fill* of `JobQueue`). `step` then runs these phases:
 
     1. *reduce*: gradients of unused parameters count as zero; the squared norm is added over the ranks.
     2. *clip*: one factor for all weights, on the device; NaN if the step must change nothing.
@@ -44,7 +42,6 @@ class ZenFlowStep:
     Args:
         parts: components of the step.
         freezing: parameters that are trained.
-        group: data-parallel ranks.
         read_inputs: present inputs from the optimizer around the step; never waits for a device.
         gather_weights: exchanges the ranks' updated weights.
 
@@ -60,15 +57,13 @@ class ZenFlowStep:
         config: ZenFlowConfig,
         parts: StepParts,
         freezing: Freezing,
-        group: dist.ProcessGroup,
         *,
         read_inputs: Callable[[], StepInputs],
         gather_weights: Callable[[], None],
     ) -> None:
-        self.layout = layout_of(config, parts.rank.partition, world_size=dist.get_world_size(group))
+        self.layout = layout_of(config, parts.rank.partition, world_size=parts.rank.n_ranks)
         self._parts = parts
         self._freezing = freezing
-        self._group = group
         self._read_inputs = read_inputs
         self._gather_weights = gather_weights
         self._rank, self._telemetry = parts.rank, parts.rank.telemetry
@@ -332,7 +327,7 @@ class ZenFlowStep:
         if self._squared_norm is None:
             self._state = StepState.UNDER_WAY
             squared_norm = self._fill.finish(context)
-            add_over_ranks(squared_norm, self._group)
+            add_over_ranks(squared_norm, self._rank.group)
             self._squared_norm, self._state = squared_norm, StepState.OPEN
         return self._squared_norm
 
@@ -364,7 +359,7 @@ class ZenFlowStep:
             self._selector.start_over()
         if (norms := context.column_norms) is None:
             return None
-        add_over_ranks(norms.flat, self._group)
+        add_over_ranks(norms.flat, self._rank.group)
         # The host waits for the proxies; counted as stall.
         with self._telemetry.measure("select"):
             selected = self._selector.select(norms, context.number, finite=finite)

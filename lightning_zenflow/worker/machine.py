@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zenflow.core.device import runtime_of
+from lightning_zenflow.core.distributed import rank_in, world_size
 
 _ROOT = Path("/")
 """Folder with ``proc`` and ``sys``."""
@@ -60,10 +61,11 @@ def read_place(device: torch.device) -> Place:
 
 def places_on_this_host(place: Place) -> tuple[list[Place], int]:
     """Gathers the places of all ranks on this host, in rank order, and the index of this rank's. A collective: all ranks must call it."""
-    places: list[Place | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(places, place)
+    places: list[Place | None] = [place] * world_size()
+    if len(places) > 1:
+        dist.all_gather_object(places, place)
     neighbours = [(rank, p) for rank, p in enumerate(places) if p is not None and p.host == place.host]
-    return [p for _, p in neighbours], [rank for rank, _ in neighbours].index(dist.get_rank())
+    return [p for _, p in neighbours], [rank for rank, _ in neighbours].index(rank_in())
 
 
 def cpu_limit() -> float:

@@ -60,6 +60,7 @@ def test_clipping_returns_the_norm_and_acts_on_the_step() -> None:
         weights = [p.detach().clone() for p in plain.parameters()]
         optimizer.step()
         assert optimizer.clip_grad == 1e-3
+        optimizer.zero_grad()
         plain.zero_grad()
         plain.load_state_dict(model.state_dict())
         assert any(not torch.equal(a, b) for a, b in zip(weights, plain.parameters(), strict=True))
@@ -68,9 +69,9 @@ def test_clipping_returns_the_norm_and_acts_on_the_step() -> None:
 
 def test_steps_that_are_dropped_or_end_early_and_exact_weights(loop: Any) -> None:
     fabric, model, optimizer = loop
-    assert not optimizer.zenflow_step.is_exact
+    assert not optimizer.training.steps.is_exact
     before = copies(model)
-    assert optimizer.zenflow_step.is_exact
+    assert optimizer.training.steps.is_exact
     fabric.backward(model.loss(2, 0, 0))
     fabric.clip_gradients(model, optimizer, max_norm=1e-3)
     optimizer.zero_grad()
@@ -87,16 +88,17 @@ def test_steps_that_are_dropped_or_end_early_and_exact_weights(loop: Any) -> Non
     optimizer.step()
     # Not that of the dropped step.
     assert optimizer.clip_grad == 1.0
-    assert optimizer.zenflow_step.number == 3
+    optimizer.zero_grad()
+    assert optimizer.training.steps.number == 3
     model.eval()
     with torch.no_grad():
         model.loss(0, 0, 0)
-    assert optimizer.zenflow_step.is_exact
+    assert optimizer.training.steps.is_exact
     model.train()
     train_step(fabric, model, optimizer, 3)
-    assert not optimizer.zenflow_step.is_exact
+    assert not optimizer.training.steps.is_exact
     optimizer.state_dict()
-    assert optimizer.zenflow_step.is_exact
+    assert optimizer.training.steps.is_exact
 
 
 def test_metrics(loop: Any, tmp_path: Path) -> None:
@@ -199,7 +201,7 @@ def test_an_interrupted_backward_pass_ends_training_but_not_the_exact_state(loop
         (lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0), f"fabric.clip_gradients: {interrupted}"),
         (optimizer.step, f"optimizer.step: {interrupted}"),
     )
-    assert model.state_dict() and optimizer.zenflow_step.is_exact
+    assert model.state_dict() and optimizer.training.steps.is_exact
 
 
 def assert_refused(*calls: tuple[Callable[[], object], str]) -> None:
@@ -234,6 +236,7 @@ def test_misuse_is_named(loop: Any, tmp_path: Path) -> None:
         (lambda: fabric.save(tmp_path / "c", {"model": model}), again),
     )
     optimizer.step()
+    optimizer.zero_grad()
     second = model.loss(3, 1, 0)
     with fabric.no_backward_sync(model):
         fabric.backward(model.loss(3, 0, 0))
@@ -371,7 +374,7 @@ def test_a_loop_that_loads_an_earlier_step_repeats_the_steps_since(tmp_path: Pat
     case = replace(EXACT, max_norm=max_norm)
     fabric, model, optimizer, scheduler = set_up(case.make_model(), **case.keys())
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    arena = fabric.strategy.zenflow_optimizer.parts.rank.arena
+    arena = fabric.strategy.zenflow_optimizer.training.parts.rank.arena
     shown = []
     for begin in (0, 2):
         for step in range(begin, 5):

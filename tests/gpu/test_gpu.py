@@ -152,7 +152,7 @@ def test_auto_decides_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> Non
     class Clock(pl.Callback):
         @override
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            device_s.append(optimizer_of(trainer).telemetry.device_s)
+            device_s.append(optimizer_of(trainer).training.telemetry.device_s)
 
     case = replace(RACES["fixed gradients"], steps=120)
     run = run_here(case.with_keys(select_strategy="step", select_interval="auto", **AUTO), callbacks=[Clock()])

@@ -101,7 +101,7 @@ class PeakMemory(pl.Callback):
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         self.n_bytes = torch.cuda.max_memory_allocated()
-        self.owned = optimizer_of(trainer).parts.ownership.numel
+        self.owned = optimizer_of(trainer).training.parts.ownership.numel
 
 
 def test_memory_ceiling() -> None:
@@ -131,7 +131,7 @@ class Awake(Behind):
 
     @override
     def act(self, trainer: pl.Trainer) -> None:
-        self.n_bytes, self.owned = torch.cuda.memory_allocated(), optimizer_of(trainer).parts.ownership.numel
+        self.n_bytes, self.owned = torch.cuda.memory_allocated(), optimizer_of(trainer).training.parts.ownership.numel
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -129,7 +129,7 @@ def test_configuration_of_the_seeds_in_a_plugin() -> None:
         optimizer, lr_scheduler_callable=lambda of: torch.optim.lr_scheduler.LambdaLR(of, lambda step: 0.5**step)
     )
     engine, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    config = engine.optimizer.zenflow_config
+    config = engine.optimizer.training.config
     assert (config.topk_ratio, config.update_interval) == (0.1, 4)
     assert accelerator.deepspeed_config["gradient_clipping"] == 1.0
     accelerator.backward(engine(torch.ones(2, 16, dtype=torch.bfloat16)).float().mean())

@@ -130,14 +130,14 @@ def test_configuration_of_the_seeds_and_a_second_training(tmp_path: Path, monkey
     options |= {"bf16": True, "bf16_full_eval": True}
     ours = trainer(tmp_path, **options, deepspeed=str(ROOT / "conf" / "zf_config.json"))
     ours.train()
-    config = ours.deepspeed.optimizer.zenflow_config
+    config = ours.deepspeed.optimizer.training.config
     assert (config.topk_ratio, config.update_interval) == (0.1, 4)
     assert ours.model.lm_head.weight.dtype == torch.bfloat16
-    first, before = weights(ours), ours.deepspeed.optimizer.parts.rank.arena
+    first, before = weights(ours), ours.deepspeed.optimizer.training.parts.rank.arena
     with pytest.warns(UserWarning, match="moments and step count start at zero"):
         ours.train()
     # Its memory is freed, and reads as zeros.
-    assert not before.master.any() and ours.deepspeed.optimizer.parts.rank.arena.master.any()
+    assert not before.master.any() and ours.deepspeed.optimizer.training.parts.rank.arena.master.any()
     assert any(not torch.equal(a, b) for a, b in zip(first, weights(ours), strict=True))
     end(ours)
 
@@ -146,7 +146,7 @@ def test_the_trainer_says_which_epoch_it_is(tmp_path: Path) -> None:
     keys = {**LATE, "select_strategy": "epoch", "select_interval": 2}
     ours = trainer(tmp_path, num_train_epochs=3, eval_strategy="no", deepspeed=configuration(keys))
     ours.train()
-    assert ours.deepspeed.optimizer.parts.selector.state_dict()["next"] == 4  # after epochs 0 and 2
+    assert ours.deepspeed.optimizer.training.parts.selector.state_dict()["next"] == 4  # after epochs 0 and 2
     shown = [p.detach().clone() for p in ours.model.parameters()]
     ours.accelerator.strategy.flush()
     assert_same_tensors(shown, list(ours.model.parameters()))

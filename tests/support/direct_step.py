@@ -1,4 +1,4 @@
-"""`ZenFlowStep` without DeepSpeed and Lightning: the real arena and worker on one rank, and gradients of a model or given by hand."""
+"""A `Training` without DeepSpeed, Lightning and a process group: the real arena and worker, and gradients of a model or given by hand."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -6,18 +6,17 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cases import flatten, show
 from harness import Case, Run, snapshot, untrained
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.step_inputs import read_hyperparameters
-from lightning_zenflow.deepspeed.build import RankResources, ZeroPartition, build
-from lightning_zenflow.offload.freezing import Freezing
-from lightning_zenflow.offload.plan import StepInputs
-from lightning_zenflow.offload.step import ZenFlowStep
+from lightning_zenflow.core.errors import Calls
+from lightning_zenflow.core.step_inputs import GroupHyperparameters, read_hyperparameters
+from lightning_zenflow.offload.build import RankResources
+from lightning_zenflow.offload.engine import RankPart
+from lightning_zenflow.training import Training
 from lightning_zenflow.worker.machine import WorkerCores, allowed_cores
 from lightning_zenflow.worker.moments import Moment
 from oracle import slices_of_rank
@@ -25,7 +24,7 @@ from scripted_schedule import scripted
 
 
 class DirectStep:
-    """One rank's step, and its environment. The weights lie in one flat tensor for each parameter group, as DeepSpeed lays them out.
+    """The step of a training, and the `Engine` around it. The weights lie in one flat tensor for each parameter group, as under DeepSpeed.
 
     Args:
         groups: weights by parameter group. Parameters then show what the step makes of them; tensors are copied.
@@ -46,10 +45,6 @@ class DirectStep:
         in_place: bool = False,
         **keys: Any,
     ) -> None:
-        # Trainings in this process leave a group behind, of one rank as well.
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        assert dist.group.WORLD is not None
         self.parameters = [w for group in groups for w in group]
         self.shown = [flatten(group) for group in groups]
         slices, _ = slices_of_rank(groups, rank=0, world_size=1)
@@ -59,15 +54,17 @@ class DirectStep:
         )
         for group, master in zip(self.optimizer.param_groups, self.masters, strict=True):
             group["params"] = [master]
-        zero = ZeroPartition(
+        names = {str(index): w for index, w in enumerate(self.parameters)}
+        part = RankPart(
             optimizer=self.optimizer,
+            groups=[names],
             masters=self.masters,
             slices=slices,
             weights=self.shown,
             device=self.shown[0].device,
             in_place=in_place,
-            shapes=[w.shape for w in self.parameters],
-            group=dist.group.WORLD,
+            shapes={name: w.shape for name, w in names.items()},
+            group=None,
         )
         config = ZenFlowConfig(**{"worker_timeout": 60, "worker_cores": 1, **keys})
         config = config.with_weights_on_host() if in_place else config
@@ -77,22 +74,14 @@ class DirectStep:
             ranks_on_host=1,
             word_timeout_s=config.worker_timeout,
         )
-        self.parts, _ = build(config, zero, resources)
         self._groups, self._in_place, self._fetches = groups, in_place, in_place
+        self.loss_scale = loss_scale
+        self.training = Training(config, resources, Calls(), {})
+        self.training.max_norm = max_norm
+        self.training.start(part, self)
+        self.parts, self.step = self.training.parts, self.training.steps
         if in_place:
             self._show(self.parts.rank.weights)
-        self.loss_scale, self.max_norm = loss_scale, max_norm
-        freezing = Freezing(self.parts.rank.partition, {str(index): p for index, p in enumerate(self.parameters)})
-        self.step = ZenFlowStep(
-            config,
-            self.parts,
-            freezing,
-            dist.group.WORLD,
-            read_inputs=lambda: StepInputs(
-                groups=read_hyperparameters(self.optimizer), loss_scale=self.loss_scale, max_norm=self.max_norm
-            ),
-            gather_weights=lambda: None,
-        )
 
     def fetch(self, *indices: int) -> None:
         """Waits for the weights of some slices, or of all, as stage 3 does before it fetches them from where they are in place."""
@@ -152,13 +141,22 @@ class DirectStep:
 
     def close(self) -> None:
         """Ends the worker and frees the memory; the weights remain."""
-        self.parts.rank.worker.kill()
         self._fetches = False
-        self.parts.rank.arena.close(keep_state=False, take_weights=self._take_weights)
+        self.training.end(keep_state=False)
 
-    def _take_weights(self) -> None:
+    def read_groups(self) -> list[GroupHyperparameters]:
+        """See `Engine`, as below."""
+        return read_hyperparameters(self.optimizer)
+
+    def take_weights(self) -> None:
+        """Shows copies of weights that are in place."""
         if self._in_place:
             self._show([flat.clone() for flat in self.shown])
+
+    def _nothing(self) -> None:
+        """There are no other ranks, streams or backward passes."""
+
+    gather_weights = join_reads = refuse_use = refuse_other_backward = has_ended = _nothing
 
     def _show(self, flats: Sequence[Tensor]) -> None:
         self.shown = list(flats)

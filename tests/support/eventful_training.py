@@ -36,7 +36,7 @@ def train(direct: DirectStep, deaths: float = 0) -> list[list[Tensor]]:
         What the model shows after each event, and the exact state at the end.
     """
     shown: list[list[Tensor]] = []
-    draw, max_norm = random.Random(1), direct.max_norm
+    draw, max_norm = random.Random(1), direct.training.max_norm
 
     def kill() -> None:
         if draw.random() < deaths:
@@ -48,7 +48,7 @@ def train(direct: DirectStep, deaths: float = 0) -> list[list[Tensor]]:
         gradients = random_tensors(number)
         if event.startswith("not finite"):
             gradients[0 if event == "not finite in the end" else 3][7] = torch.nan
-        direct.max_norm = 1.0 if event == "clipped" else max_norm
+        direct.training.max_norm = 1.0 if event == "clipped" else max_norm
         if event == "accumulated":
             direct.backward(random_tensors(100 + number), last=False)
         for index in reversed(range(2 if event == "interrupted" else 0, len(SHAPES) if event != "flush" else 0)):

@@ -102,9 +102,11 @@ class Recorder(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         optimizer = trainer.strategy.zenflow_optimizer
         if optimizer is not None and (batch_idx + 1) % self._case.accumulate == 0:
-            schedule, arena = optimizer.parts.jobs.schedule, optimizer.parts.rank.arena
+            schedule, arena = optimizer.training.parts.jobs.schedule, optimizer.training.parts.rank.arena
             self._run.schedules.append((schedule.update_interval, schedule.publish_lag))
-            self._run.factors.append(float(arena.step_words.clip[optimizer.zenflow_step.number % arena.n_step_records]))
+            self._run.factors.append(
+                float(arena.step_words.clip[optimizer.training.steps.number % arena.n_step_records])
+            )
         # Lightning reports the loss divided by the accumulation.
         self._run.losses[-1].append(float(outputs["loss"]) * self._case.accumulate)
 
@@ -214,7 +216,7 @@ def read_state(run: Run, optimizer: ZenFlowOptimizer | None) -> list[list[Tensor
     """Puts counts into a run, and returns this rank's flat state: [master, exp_avg, exp_avg_sq] of each flat partition."""
     if optimizer is None:
         return []
-    run.skipped = int(optimizer.telemetry.skipped)
+    run.skipped = int(optimizer.training.telemetry.skipped)
     partitions = []
     counts: dict[int, float] = {}
     assert isinstance(optimizer, ZenFlowZeroOptimizer | ZenFlowZero3Optimizer)
@@ -224,8 +226,8 @@ def read_state(run: Run, optimizer: ZenFlowOptimizer | None) -> list[list[Tensor
         state = optimizer.optimizer.state[flat]
         group = optimizer.sub_group_to_group_id[number] if is_3 else number
         assert counts.setdefault(group, float(state["step"])) == float(state["step"])
-        begin = optimizer.parts.rank.partition.group_begins[number]
-        arena = optimizer.parts.rank.arena
+        begin = optimizer.training.parts.rank.partition.group_begins[number]
+        arena = optimizer.training.parts.rank.arena
         moments = [moment.read(begin, flat.numel()).clone() for moment in (arena.exp_avg, arena.exp_avg_sq)]
         partitions.append([flat.detach().clone(), *moments])
     run.counts = list(counts.values())

@@ -101,7 +101,7 @@ def counted_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchCounter]
         keep(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_zenflow.deepspeed.build.kernels_for", lambda device: triton.TritonKernels())
+        patch.setattr("lightning_zenflow.offload.build.kernels_for", lambda device: triton.TritonKernels())
         for name in (
             *("route", "factored_step", "provisional_update", "adamw", "gather_columns", "write_columns"),
             "block_word",

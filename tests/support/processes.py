@@ -52,7 +52,7 @@ class ArenaWatch:
     """
 
     def __init__(self, strategy: Any) -> None:
-        self._fd = os.dup(strategy.zenflow_optimizer.parts.rank.arena.fd)
+        self._fd = os.dup(strategy.zenflow_optimizer.training.parts.rank.arena.fd)
 
     @property
     def n_bytes(self) -> int:

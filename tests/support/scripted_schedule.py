@@ -58,5 +58,5 @@ def scripted(script: Sequence[Entry]) -> Iterator[list[ScriptedSchedule]]:
         built.append(ScriptedSchedule(script, auto))
         return built[-1]
 
-    with mock.patch("lightning_zenflow.deepspeed.build.ScheduleControl", build):
+    with mock.patch("lightning_zenflow.offload.build.ScheduleControl", build):
         yield built

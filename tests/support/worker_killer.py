@@ -29,7 +29,7 @@ class KillsWorker(pl.Callback):
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.restarts = optimizer_of(trainer).telemetry.worker_restarts
+        self.restarts = optimizer_of(trainer).training.telemetry.worker_restarts
         if self._random.random() < 0.2:
             self._kill(trainer)
 
@@ -46,10 +46,10 @@ class KillsWorker(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.restarts = optimizer_of(trainer).telemetry.worker_restarts
+        self.restarts = optimizer_of(trainer).training.telemetry.worker_restarts
 
     def _kill(self, trainer: pl.Trainer) -> None:
-        worker = optimizer_of(trainer)._worker
+        worker = optimizer_of(trainer).training.parts.rank.worker
         assert worker is not None
         os.kill(worker.pid, signal.SIGKILL)
         self.kills += 1

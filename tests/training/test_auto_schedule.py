@@ -79,7 +79,7 @@ def test_trainers_that_are_deterministic() -> None:
 
 def test_changes_are_logged_and_memory_grows_with_the_interval_only(caplog: pytest.LogCaptureFixture) -> None:
     slots: list[int] = []
-    note = At("on_train_batch_end", lambda t: slots.append(optimizer_of(t).parts.jobs.slots.n_slots))
+    note = At("on_train_batch_end", lambda t: slots.append(optimizer_of(t).training.parts.jobs.slots.n_slots))
     with caplog.at_level(logging.INFO), scripted(((3, 8, 1), (20, 1, 1))) as built:
         fit(LinearLossModule(length=30), ZenFlowStrategy(worker_cores=1), steps=30, callbacks=[note])
     assert [schedule.update_interval for _, schedule in built[0].changes] == [8, 1]
@@ -92,7 +92,7 @@ def test_changes_are_logged_and_memory_grows_with_the_interval_only(caplog: pyte
 def test_gradients_are_late_until_the_step_behind_a_change_to_no_lag() -> None:
     """In the step that changes the schedule, windows of the former one are still open."""
     shown: list[bool] = []
-    note = At("on_train_batch_end", lambda t: shown.append(optimizer_of(t).parts.jobs.shows_exact))
+    note = At("on_train_batch_end", lambda t: shown.append(optimizer_of(t).training.parts.jobs.shows_exact))
     with scripted(((2, 4, 1), (7, 1, 0))):
         fit(LinearLossModule(length=10), ZenFlowStrategy(worker_cores=1, topk_ratio=0), steps=9, callbacks=[note])
     assert shown == [True] * 2 + [False] * 5 + [True] * 2
@@ -138,7 +138,7 @@ def test_schedules_without_memory_are_left_out(
 ) -> None:
     """With memory for a few slots more than the first schedule takes, only windows of two steps and a lag of none are left besides."""
     reserved: list[int] = []
-    note = At("on_train_batch_end", lambda t: reserved.append(optimizer_of(t).parts.rank.arena.reserved_bytes))
+    note = At("on_train_batch_end", lambda t: reserved.append(optimizer_of(t).training.parts.rank.arena.reserved_bytes))
 
     def left_out() -> list[str]:
         caplog.clear()

@@ -24,7 +24,7 @@ from docs.between_steps import DOCUMENT, with_table
 from fabric_runs import set_up, train_step
 from harness import PLACES, Case, fit, snapshot
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.deepspeed.between_steps import WrittenWeights
+from lightning_zenflow.between_steps.written_weights import WrittenWeights
 from models import OneGroup, TestModule
 from networks import SmallNet
 from rank_processes import run_each
@@ -453,7 +453,7 @@ class TestWeights:
         masters: list[Tensor] = []
 
         def keep(trainer: pl.Trainer) -> None:
-            masters.append(trainer.strategy.zenflow_optimizer.full_state.read("weights.0").clone())
+            masters.append(trainer.strategy.zenflow_optimizer.training.full_state.read("weights.0").clone())
 
         def write(trainer: pl.Trainer) -> None:
             if trainer.global_step == 2:

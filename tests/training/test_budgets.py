@@ -59,7 +59,7 @@ class Budgets(pl.Callback):
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.device.note("step", HOST, event=trainer.global_step)
-        traffic = optimizer_of(trainer).parts.rank.telemetry
+        traffic = optimizer_of(trainer).training.parts.rank.telemetry
         self.counted.append((traffic.d2h_bytes, traffic.h2d_bytes))
         self.live.append(self.device.memory.live)
         self.peaks.append(self.device.memory.peak)

@@ -248,7 +248,7 @@ def test_a_clipped_step_waits_for_the_worker_alone(
     reached_with_an_answer: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it submits more blocks at its end than there are publish buffers: 24 and 3."""
-    monkeypatch.setattr("lightning_zenflow.deepspeed.build.blocks_wanted", lambda *_, **__: 24)
+    monkeypatch.setattr("lightning_zenflow.offload.build.blocks_wanted", lambda *_, **__: 24)
     case = replace(CASES["true factors"], max_norm=1e-2, flush_after=(), steps=6)
     device = record(case.with_keys(select_interval=0))
     assert not device.order.races
@@ -258,7 +258,7 @@ def test_a_clipped_step_waits_for_the_worker_alone(
 def produce_on_two_streams(trainer: pl.Trainer) -> None:
     """Has every second gradient come up on a stream of its own, as where autograd or torch.compile uses several."""
     optimizer, calls = optimizer_of(trainer), itertools.count()
-    runtime = runtime_of(optimizer.parts.rank.device)
+    runtime = runtime_of(optimizer.training.parts.rank.device)
     main, second = runtime.current_stream(), runtime.new_stream()
     process, end = optimizer.process_gradients, optimizer.independent_gradient_partition_epilogue
 

@@ -122,14 +122,14 @@ class SleepingWorker(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         optimizer = optimizer_of(trainer)
-        blocks = optimizer.parts.rank.blocks
+        blocks = optimizer.training.parts.rank.blocks
         for layer, parameter in zip(pl_module.layers, pl_module.parameters(), strict=True):
-            index = optimizer._slice_of[parameter]
+            index = optimizer.training.slice_of[parameter]
             self.blocks[layer] = {block.number for block in blocks.of_slice[index]}
         # Where it is used outside of its module, DeepSpeed fetches it for the module that does.
         self.blocks[pl_module] = self.blocks[pl_module.layers[0]]
 
-        worker = optimizer._worker
+        worker = optimizer.training.parts.rank.worker
         assert worker is not None
         self.pid = worker.pid
         os.kill(self.pid, signal.SIGSTOP)
@@ -208,7 +208,7 @@ class Interrupted(Deep):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if batch_idx < STEPS - 1:
             optimizer = optimizer_of(self.trainer)
-            self.step, self.context.records = optimizer.zenflow_step, optimizer.parts.rank.records
+            self.step, self.context.records = optimizer.training.steps, optimizer.training.parts.rank.records
             return super().training_step(batch, batch_idx)
         with self.context:
             super().training_step(batch, batch_idx)
@@ -294,7 +294,7 @@ def test_nothing_stays_gathered_after_an_error(where: str, monkeypatch: pytest.M
                 os.kill(pid, signal.SIGCONT)
 
         threading.Timer(0.5, wake).start()
-        optimizer_of(trainer).close()
+        optimizer_of(trainer).training.end()
         statuses.extend(p.ds_status for p in model.parameters())
 
     if where == "in a gather":

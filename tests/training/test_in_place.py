@@ -17,8 +17,8 @@ from eventful_training import SHAPES, assert_same_training, random_tensors, trai
 from harness import Case, run_here
 from lightning_zenflow.core.device import PAGE_BYTES, SideStream
 from lightning_zenflow.core.partition import Partition, build_partition
-from lightning_zenflow.deepspeed import build
 from lightning_zenflow.native import Tentative
+from lightning_zenflow.offload import build
 from lightning_zenflow.offload.clip_verification import Verification
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.worker.process import JobMessage
@@ -137,9 +137,9 @@ def test_blocks_are_submitted_again_where_the_factor_was_in_doubt(
                 n_blocks = len(direct.parts.jobs.submitted_in_backward)
                 if step == 1 and change == "a learning rate":
                     direct.optimizer.param_groups[0]["lr"] /= 2
-                direct.max_norm = 1.0 if step == 1 and change == "a norm" else usual
+                direct.training.max_norm = 1.0 if step == 1 and change == "a norm" else usual
                 direct.step.step()
-                direct.max_norm = usual
+                direct.training.max_norm = usual
                 direct.fetch()
                 # What has been fetched need not be waited for: DeepSpeed may fetch it ahead.
                 assert all(map(direct.parts.jobs.is_written, range(len(direct.parts.rank.partition.slices))))
@@ -191,9 +191,9 @@ def test_the_bits_do_not_depend_on_when_the_worker_begins(dtype: str, monkeypatc
                 if not is_late:
                     wait_for(are_done)
                 # Or the last block's prediction would be right.
-                direct.max_norm = 0.5
+                direct.training.max_norm = 0.5
                 direct.step.step()
-                direct.max_norm = 1.0
+                direct.training.max_norm = 1.0
                 if is_late:
                     os.kill(direct.parts.rank.worker.pid, signal.SIGCONT)
                 direct.fetch()

@@ -94,7 +94,7 @@ class Twins:
 
     def train(self, direct: DirectStep) -> None:
         """One step; its gradients are a function of the steps before. Every third one is clipped."""
-        direct.max_norm = 3.0 if int(direct.step.count) % 3 == 0 else 1e6
+        direct.training.max_norm = 3.0 if int(direct.step.count) % 3 == 0 else 1e6
         direct.backward(random(100 + int(direct.step.count)))
         direct.step.step()
 
@@ -156,7 +156,7 @@ class Interrupted(LinearLossModule):
         if self.trainer.global_step + 1 < STEP:
             super().optimizer_step(*args, **kwargs)
             return
-        self.context.records = self.trainer.strategy.zenflow_optimizer.parts.rank.records
+        self.context.records = self.trainer.strategy.zenflow_optimizer.training.parts.rank.records
         with self.context:
             super().optimizer_step(*args, **kwargs)
             self.trainer.strategy.flush()
@@ -200,7 +200,7 @@ def loop(name: str, context: Interrupt | None = None) -> Tensor | None:
     """Interrupts `optimizer.step()` in a loop under Fabric, which goes on; returns the master weights, None where they are lost."""
     keys = FIT.with_keys(**CASES[name]).keys()
     fabric, model, optimizer, scheduler = set_up(LinearLossModule(shapes=TINY), **keys)
-    step = optimizer.zenflow_step
+    step = optimizer.training.steps
     try:
         while (done := int(step.count)) < FIT.steps:
             # Of the steps that were applied, interrupted or not.
@@ -210,15 +210,13 @@ def loop(name: str, context: Interrupt | None = None) -> Tensor | None:
                 train_step(fabric, model, optimizer, done, max_norm=FIT.max_norm)
                 continue
             fabric.backward(model.loss(done, 0, 0))
-            context.records = optimizer.parts.rank.records
+            context.records = optimizer.training.parts.rank.records
             with context:
                 fabric.clip_gradients(model, optimizer, max_norm=FIT.max_norm)
                 optimizer.step()
                 fabric.strategy.flush()
             context = None
-            if step.is_complete and not step.was_interrupted:
-                # Nothing of the step has begun, and a further backward pass is refused.
-                optimizer.zero_grad()
+            optimizer.zero_grad()
         fabric.strategy.flush()
         return torch.cat([flat.detach().clone() for flat in optimizer.single_partition_of_fp32_groups])
     except WorkerError as error:

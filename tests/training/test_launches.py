@@ -53,7 +53,7 @@ def test_launches_of_a_step(shapes: Shapes, keys: dict[str, Any], ceiling: int) 
 
 @pytest.mark.parametrize("n_blocks", [8, 64])
 def test_columns_of_all_blocks_are_updated_and_written_at_once(n_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_zenflow.deepspeed.build.blocks_wanted", lambda *_, **__: n_blocks)
+    monkeypatch.setattr("lightning_zenflow.offload.build.blocks_wanted", lambda *_, **__: n_blocks)
     for counts in launches(SMALL, update_interval=4, publish_lag=1)[7:]:
         assert (counts["adamw"], counts["write_columns"]) == (1, 1)
 
@@ -61,7 +61,7 @@ def test_columns_of_all_blocks_are_updated_and_written_at_once(n_blocks: int, mo
 def test_launches_of_blocks_that_are_submitted_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block's word takes three: a concatenation of what has arrived, a kernel and a copy."""
     n_blocks = 64
-    monkeypatch.setattr("lightning_zenflow.deepspeed.build.blocks_wanted", lambda *_, **__: n_blocks)
+    monkeypatch.setattr("lightning_zenflow.offload.build.blocks_wanted", lambda *_, **__: n_blocks)
     counts = launches(SMALL, update_interval=1, publish_lag=0)[8]
     assert counts["block_word"] == n_blocks
     # Without words a block takes two: copies to two slots where it has a part of a matrix, or one copy and the norm of its vectors.

@@ -95,7 +95,7 @@ def test_weights_that_are_written_time_and_again(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO):
         trainer = fit(SmallNet(length=20), strategy, steps=20, callbacks=[Clamps()])
     assert caplog.text.count("weights are written in place time and again") == 1
-    assert trainer.strategy.zenflow_optimizer.telemetry.followed_steps >= 17
+    assert trainer.strategy.zenflow_optimizer.training.telemetry.followed_steps >= 17
 
 
 def test_values(rows: list[dict[str, float]]) -> None:

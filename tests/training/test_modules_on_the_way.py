@@ -14,7 +14,7 @@ from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 
 PACKAGE = Path(lightning_zenflow.__file__).parent
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
-MOST = 24
+MOST = 25
 STEP = 6
 """One in the middle of the run, in which nothing happens for the first time."""
 
@@ -30,7 +30,7 @@ def test_a_gradients_way(monkeypatch: pytest.MonkeyPatch) -> None:
             entered.add(path.relative_to(PACKAGE).as_posix())
 
     def recorded_receive(self: ZenFlowZeroOptimizer, *args: Any, **kwargs: Any) -> None:
-        if self.zenflow_step.number + 1 == STEP:
+        if self.training.steps.number + 1 == STEP:
             sys.setprofile(note)
         receive(self, *args, **kwargs)
 

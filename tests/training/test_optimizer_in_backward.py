@@ -145,7 +145,7 @@ def test_lightning_gives_the_same_bits(case: Case) -> None:
 
 
 def has_corrected(trainer: pl.Trainer) -> None:
-    assert optimizer_of(trainer).parts.read_counters().corrected_steps > 0
+    assert optimizer_of(trainer).training.parts.read_counters().corrected_steps > 0
 
 
 CORRECTS = At("on_train_end", has_corrected)
@@ -205,7 +205,7 @@ def test_what_is_submitted_in_backward_depends_on_the_factors_before(loss_scale:
                 if math.isnan(max_norm):
                     # The last one to arrive.
                     gradients[0][5, 5] = math.inf
-                direct.max_norm = 1e6 if math.isnan(max_norm) else max_norm
+                direct.training.max_norm = 1e6 if math.isnan(max_norm) else max_norm
                 direct.backward(gradients)
                 direct.step.step()
                 shown.append([flat.clone() for flat in direct.shown])

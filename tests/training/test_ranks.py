@@ -149,7 +149,7 @@ def delay_words(seconds: float, trainer: pl.Trainer) -> None:
             threading.Timer(seconds, words[index].copy_, (word.clone(),)).start()
 
     if trainer.global_rank == 1:
-        jobs = optimizer_of(trainer).parts.jobs
+        jobs = optimizer_of(trainer).training.parts.jobs
         jobs._write_word = functools.partial(late, jobs._write_word)  # type: ignore[method-assign]
 
 

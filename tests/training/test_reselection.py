@@ -46,7 +46,7 @@ class OwnedEntries(pl.Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        parts = optimizer_of(trainer).parts
+        parts = optimizer_of(trainer).training.parts
         rank, ownership = parts.rank, parts.ownership
         partition = rank.partition
         exact = torch.zeros(partition.numel, dtype=torch.float64)
@@ -108,7 +108,7 @@ def test_the_strategy_says_which_epoch_it_is() -> None:
     trainer = make_trainer(ZenFlowStrategy(update_interval=2, select_strategy="epoch", select_interval=2), max_epochs=5)
     trainer.fit(SmallNet(length=3))
     assert trainer.global_step == 15
-    assert optimizer_of(trainer).parts.selector.state_dict()["next"] == 6  # after epochs 0, 2 and 4
+    assert optimizer_of(trainer).training.parts.selector.state_dict()["next"] == 6  # after epochs 0, 2 and 4
 
 
 def test_the_state_of_selected_columns_counts_as_copied() -> None:

@@ -215,7 +215,7 @@ def test_a_stop(name: str, every: bool, tmp_path: Path) -> None:
         trainer.should_stop = True
 
     def leave(trainer: pl.Trainer) -> None:
-        cut.append(trainer.strategy.zenflow_optimizer.parts.rank.records.is_broken)
+        cut.append(trainer.strategy.zenflow_optimizer.training.parts.rank.records.is_broken)
         trainer.save_checkpoint(tmp_path / "handler.ckpt")
         sys.exit(7)
 

@@ -64,7 +64,7 @@ def find_moments(trainer: Any, found: list[Tensor]) -> None:
     """DeepSpeed's own way to the moments of a parameter after a flush; those that a checkpoint would hold are the arena's memory."""
     parameters = [p for group in trainer.lightning_module.parameter_groups() for p in group]
     found[:] = [safe_get_full_optimizer_state(p, "exp_avg_sq") for p in parameters]
-    arena = optimizer_of(trainer).parts.rank.arena
+    arena = optimizer_of(trainer).training.parts.rank.arena
     states = optimizer_of(trainer).state_dict()["base_optimizer_state"]["state"].values()
     for kind in ("exp_avg", "exp_avg_sq"):
         of_arena = getattr(arena, kind).array

@@ -143,7 +143,7 @@ def test_not_with_parameters_in_host_memory() -> None:
 
 def test_what_is_included_leaves(loop: Loop) -> None:
     _, _, _, engine = loop
-    (weights, *_) = engine.optimizer.parts.rank.weights
+    (weights, *_) = engine.optimizer.training.parts.rank.weights
     engine.offload_states(include=[OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states])
     train_step(*loop[:3], 2)
     engine.offload_states(include=[OffloadStateTypeEnum.contiguous_grad_buffer])

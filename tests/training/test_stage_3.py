@@ -272,9 +272,9 @@ def assert_in_place(trainer: pl.Trainer) -> None:
     optimizer: Any = optimizer_of(trainer)
     pieces = [p.ds_tensor for p in optimizer.module.parameters()]
     places = {t.untyped_storage().data_ptr() for t in (*pieces, *optimizer.fp16_partitioned_groups_flat)}
-    assert places == {optimizer.parts.rank.arena.publish.untyped_storage().data_ptr()}
+    assert places == {optimizer.training.parts.rank.arena.publish.untyped_storage().data_ptr()}
     assert optimizer.param_groups_fp16_flat_cpu_memory == []
-    assert optimizer.telemetry.h2d_bytes == 0
+    assert optimizer.training.telemetry.h2d_bytes == 0
 
 
 def test_a_model_that_is_made_in_pieces(tmp_path: Path) -> None:

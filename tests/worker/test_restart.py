@@ -280,13 +280,13 @@ def test_what_the_trainer_says_of_one_that_does_not_answer() -> None:
 def test_a_flush_that_fails_ends_the_worker() -> None:
     def flush_in_vain(trainer: pl.Trainer) -> None:
         optimizer = optimizer_of(trainer)
-        assert optimizer._worker is not None
-        optimizer._worker._worker._timeout_s = 0.3
-        pid = optimizer._worker.pid
+        assert optimizer.training.parts.rank.worker is not None
+        optimizer.training.parts.rank.worker._worker._timeout_s = 0.3
+        pid = optimizer.training.parts.rank.worker.pid
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(WorkerError, match="did not answer within 0.3 s"):
             optimizer.flush()
-        assert optimizer.closed and not psutil.pid_exists(pid)
+        assert optimizer.training.closed and not psutil.pid_exists(pid)
         raise RuntimeError("seen")
 
     with pytest.raises(RuntimeError, match="seen"):

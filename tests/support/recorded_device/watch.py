@@ -19,9 +19,10 @@ from torch.utils._pytree import tree_iter
 from typing_extensions import override
 
 from lightning_zenflow import ZenFlowStrategy, native
+from lightning_zenflow.between_steps import written_weights
 from lightning_zenflow.core.device import RUNTIMES
-from lightning_zenflow.deepspeed import between_steps, build
 from lightning_zenflow.native import Tentative
+from lightning_zenflow.offload import build
 from lightning_zenflow.session import Session
 from lightning_zenflow.worker.arena import WORD_BYTES, Arena
 from lightning_zenflow.worker.process import JobMessage
@@ -295,7 +296,7 @@ def recorded_device(*, events_are_reached: bool = False, memory_limit: float = m
         # Private: where Lightning, with several ranks, makes the host wait for the device before each batch, which would order everything.
         stack.enter_context(patch.object(_TrainingEpochLoop, "_broadcast_sigterm_tensor", lambda _: None))
         # In first steps the host waits for the device to look for the user's writes, which would order everything.
-        stack.enter_context(patch.object(between_steps, "FOLLOWED", 0))
+        stack.enter_context(patch.object(written_weights, "FOLLOWED", 0))
         # Private: where torch puts the objects of a collective; with NCCL alone on the rank's GPU.
         stack.enter_context(patch.object(distributed_c10d, "_get_object_coll_device", lambda _=None: str(DEVICE)))
 

@@ -1,7 +1,7 @@
-"""Construction of a rank's components from DeepSpeed's optimizer and the host's resources."""
+"""Construction of a rank's components from its part of the state and the host's resources."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,16 +9,14 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
-from torch.optim import Optimizer
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.distributed.constants import default_pg_timeout
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import PAGE_BYTES, SideStream
 from lightning_zenflow.core.distributed import in_common, raise_together, raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.core.partition import Partition, Slice, build_partition, row_length
+from lightning_zenflow.core.partition import Partition, build_partition, row_length
 from lightning_zenflow.core.schedule import (
     SchedulePolicy,
     StaggeredSchedule,
@@ -28,10 +26,11 @@ from lightning_zenflow.core.schedule import (
     that_fit,
     with_changes,
 )
-from lightning_zenflow.deepspeed.host_state import HostState
 from lightning_zenflow.kernels.base import kernels_for
 from lightning_zenflow.offload.columns import Ownership
+from lightning_zenflow.offload.engine import RankPart
 from lightning_zenflow.offload.fill import Fill
+from lightning_zenflow.offload.host_state import HostState
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.plan import Planner, ScheduleControl
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
@@ -93,37 +92,11 @@ def rank_resources(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroPartition:
-    """This rank's part of the training state, as DeepSpeed's optimizer holds it."""
-
-    optimizer: Optimizer
-    """The user's."""
-    masters: Sequence[Tensor]
-    """The rank's flat fp32 partitions, parameters of the optimizer, whose memory is replaced by the arena's."""
-    slices: Sequence[Slice]
-    """Parts of the model's parameters that lie in the partitions."""
-    weights: Sequence[Tensor]
-    """For each flat partition the model's weights, which the values of `masters` equal. In place only their lengths and type count."""
-    device: torch.device
-    """Training device, on which the gradients are."""
-    in_place: bool = False
-    """Whether the weights are to be in host memory, where the worker writes them: `RankState.weights` then take the place of `weights`,
-    until the arena is closed. Forked processes do not have that memory."""
-    release_weights: Callable[[], None] | None = None
-    """Frees the memory of the model's weights where they are to be in place: when the arena has master weights, before the rest of it takes
-    memory."""
-    shapes: Sequence[Sequence[int]]
-    """Of the whole parameters."""
-    group: dist.ProcessGroup
-    """Data-parallel ranks."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """Sizes of a rank's arena, for the schedules that the configuration allows. Pure."""
 
     config: ZenFlowConfig
-    zero: ZeroPartition
+    part: RankPart
     partition: Partition
     resources: RankResources
 
@@ -137,19 +110,19 @@ class MemoryPlan:
         config, n_blocks = self.config, len(self.partition.blocks)
         staggered = [
             StaggeredSchedule.of(
-                schedule, n_blocks=n_blocks, in_backward=config.submits_in_backward, in_place=self.zero.in_place
+                schedule, n_blocks=n_blocks, in_backward=config.submits_in_backward, in_place=self.part.in_place
             )
             for schedule in with_changes(schedules)
         ]
         return ArenaSizes(
-            n_param_groups=len(self.zero.masters),
+            n_param_groups=len(self.part.masters),
             n_step_records=max(s.n_step_records for s in staggered),
             n_slots=max(s.n_slots for s in staggered),
             n_publish_buffers=max(s.n_publish_buffers for s in staggered),
-            dtype=self.zero.weights[0].dtype,
+            dtype=self.part.weights[0].dtype,
             moments_dtype=getattr(torch, config.moments_dtype),
             n_threads=len(self.resources.cores.cores),
-            newest_first=self.zero.in_place,
+            newest_first=self.part.in_place,
         )
 
     def n_bytes(self, schedules: Sequence[UpdateSchedule]) -> int:
@@ -157,7 +130,7 @@ class MemoryPlan:
         return arena_bytes(self.partition, self.sizes(schedules))
 
 
-def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) -> tuple[StepParts, HostState]:
+def build(config: ZenFlowConfig, part: RankPart, resources: RankResources) -> tuple[StepParts, HostState]:
     """Plans the memory, checks that all ranks have it, and makes the components; the caller closes worker and arena.
 
     Raises:
@@ -165,16 +138,16 @@ def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) 
         WorkerError: the worker could not be started.
         RuntimeError: page-locked memory was refused; or another rank has failed, whose error is in the message.
     """
-    assert config.is_immediate or not zero.in_place, "`with_weights_on_host` comes before"
+    assert config.is_immediate or not part.in_place, "`with_weights_on_host` comes before"
     # Padding included.
-    sizes = [master.numel() for master in zero.masters]
+    sizes = [master.numel() for master in part.masters]
     n_blocks = blocks_wanted(
-        config.update_intervals, in_backward=config.submits_in_backward, numel=sum(sizes), awaited_singly=zero.in_place
+        config.update_intervals, in_backward=config.submits_in_backward, numel=sum(sizes), awaited_singly=part.in_place
     )
     # In place of whole memory pages, as publish buffers are, so that there is nothing between two of them.
-    multiple = PAGE_BYTES // zero.weights[0].dtype.itemsize if zero.in_place else None
-    partition = build_partition(zero.slices, sizes, n_blocks, multiple=multiple)
-    plan = MemoryPlan(config=config, zero=zero, partition=partition, resources=resources)
+    multiple = PAGE_BYTES // part.weights[0].dtype.itemsize if part.in_place else None
+    partition = build_partition(part.slices, sizes, n_blocks, multiple=multiple)
+    plan = MemoryPlan(config=config, part=part, partition=partition, resources=resources)
     policy = _agree(plan)
     # Outermost, so that ranks that have built their parts release them if another one has not.
     with ExitStack() as undo:
@@ -212,17 +185,17 @@ def _agree(plan: MemoryPlan) -> SchedulePolicy:
 
 def _make(plan: MemoryPlan, policy: SchedulePolicy, undo: ExitStack) -> tuple[StepParts, HostState]:
     """Makes the components, in the order in which one needs another; `undo` releases them."""
-    config, zero, resources = plan.config, plan.zero, plan.resources
+    config, part, resources = plan.config, plan.part, plan.resources
     cores = resources.cores.cores
     # For every schedule that the configuration allows: what is not used takes no memory.
     sizes = plan.sizes(plan.candidates)
-    arena = Arena(plan.partition, sizes, device=zero.device, cores=cores)
+    arena = Arena(plan.partition, sizes, device=part.device, cores=cores)
     undo.callback(arena.close, keep_state=False)
-    weights = zero.weights
-    if zero.in_place:
+    weights = part.weights
+    if part.in_place:
         places = zip(plan.partition.group_begins, weights, strict=True)
         weights = [arena.publish.view(-1).narrow(0, begin, of_group.numel()) for begin, of_group in places]
-    telemetry = Telemetry(zero.device)
+    telemetry = Telemetry(part.device)
     # Before anything is written to the states: their memory comes from the NUMA node of the thread that touches it first.
     worker = SupervisedWorker(
         partial(Worker, arena, cores=cores, timeout_s=config.worker_timeout, word_timeout_s=resources.word_timeout_s),
@@ -236,15 +209,16 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, undo: ExitStack) -> tuple[St
         arena=arena,
         worker=worker,
         weights=weights,
-        in_place=zero.in_place,
-        device=zero.device,
-        kernels=kernels_for(zero.device),
+        in_place=part.in_place,
+        device=part.device,
+        kernels=kernels_for(part.device),
         telemetry=telemetry,
-        d2h=SideStream(zero.device),
+        d2h=SideStream(part.device),
+        group=part.group,
     )
-    host_state = HostState(zero.optimizer, zero.masters, partition=plan.partition, arena=arena)
-    if zero.in_place and zero.release_weights is not None:
-        zero.release_weights()
+    host_state = HostState(part.optimizer, part.masters, partition=plan.partition, arena=arena)
+    if part.in_place and part.release_weights is not None:
+        part.release_weights()
     jobs = JobQueue(
         rank,
         policy.schedule,
@@ -252,12 +226,12 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, undo: ExitStack) -> tuple[St
         in_backward=config.submits_in_backward,
         verifies=config.submits_in_backward and not config.predicts_clipping,
     )
-    if zero.in_place:
+    if part.in_place:
         # Their memory has been reserved by now.
         for of_group, begin in zip(weights, plan.partition.group_begins, strict=True):
             of_group.copy_(arena.master.narrow(0, begin, of_group.numel()))
     selector = Selector(
-        list(map(row_length, zero.shapes)),
+        list(map(row_length, part.shapes.values())),
         topk_ratio=config.topk_ratio,
         by_epoch=config.select_strategy == "epoch",
         interval=0 if config.select_interval == "auto" else config.select_interval,
@@ -266,16 +240,18 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, undo: ExitStack) -> tuple[St
     ownership = Ownership(rank)
     provisional = None
     if config.compensation.updates_provisionally:
-        provisional = ProvisionalUpdate(rank, config.compensation, rank_number=dist.get_rank(zero.group))
+        provisional = ProvisionalUpdate(
+            rank, config.compensation, rank_number=0 if part.group is None else dist.get_rank(part.group)
+        )
     fill = Fill(
         rank,
         jobs,
         ownership,
         provisional,
         accumulate_on=config.accumulate_on,
-        speculates=not (config.predicts_clipping or zero.in_place),
+        speculates=not (config.predicts_clipping or part.in_place),
     )
-    control = ScheduleControl(policy, rank, group=zero.group) if config.measures else None
+    control = ScheduleControl(policy, rank) if config.measures else None
     planner = Planner(config, jobs, control, selector)
     parts = StepParts(
         rank=rank,

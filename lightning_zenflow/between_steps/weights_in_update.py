@@ -1,7 +1,7 @@
 """The model's weights between backward and step, when some have been updated and others have not: nothing may use them."""
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,15 +23,22 @@ class WeightsInUpdate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # no
     Args:
         weights: flat tensors in whose memory all trained weights are, or this rank's pieces of them.
         names: the trained parameters, for the error.
+        piece_of: this rank's piece of a parameter that the ranks divide; None: all parameters are whole.
         calls: the front's, for the error.
     """
 
-    def __init__(self, weights: Iterable[Tensor], names: Mapping[Any, str], calls: Calls) -> None:
+    def __init__(
+        self,
+        weights: Iterable[Tensor],
+        names: Mapping[Tensor, str],
+        piece_of: Callable[[Tensor], Tensor] | None,
+        calls: Calls,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._storages = {_storage(flat) for flat in weights}
         # It may stay on torch's stack when nothing else of the training is left.
         self._names = [(weakref.ref(p), name) for p, name in names.items()]
-        self._calls = calls
+        self._piece_of, self._calls = piece_of, calls
         self.is_active = self._is_paused = False
 
     def begin(self) -> None:
@@ -81,7 +88,7 @@ class WeightsInUpdate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # no
     def _refuse(self, used: Tensor, how: str) -> None:
         address = used.data_ptr()
         parameters = ((alive, name) for p, name in self._names if (alive := p()) is not None)
-        pieces = ((getattr(p, "ds_tensor", p), name) for p, name in parameters)
+        pieces = ((p if self._piece_of is None else self._piece_of(p), name) for p, name in parameters)
         names = [name for piece, name in pieces if 0 <= address - piece.data_ptr() < max(1, piece.nbytes)]
         raise MisconfigurationException(
             f"{self._calls.front}: {(names or ['a weight'])[0]} must not be {how} between backward and step, by a forward pass or"

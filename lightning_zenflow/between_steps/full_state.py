@@ -1,0 +1,155 @@
+"""Weights, moments and gradients of single parameters on all ranks, for `deepspeed.utils.safe_get_full_*` and the like, and for saves."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zenflow.core.partition import Slice
+from lightning_zenflow.core.saved_tensors import with_own_storage
+from lightning_zenflow.offload.run_state import StepParts
+from lightning_zenflow.offload.step import ZenFlowStep
+from lightning_zenflow.worker.moments import Moment
+
+
+class FullState:
+    """Reads and writes the state of one parameter on all ranks, in the arena. All methods are collective.
+
+    Args:
+        step: the rank's step.
+        parts: its components.
+        states: `HostState.states`.
+        names: of all parameters that are trained, in the order in which `Slice.parameter` counts them.
+        shapes: of the whole parameters, by name.
+        piece_of: this rank's piece of a parameter that the ranks divide, with padding; None: all parameters are whole.
+        flush: makes the arena exact.
+
+    Attributes:
+        parameters: the parameters by name, in the same order.
+        names, shapes: as above.
+    """
+
+    def __init__(
+        self,
+        step: ZenFlowStep,
+        parts: StepParts,
+        states: Mapping[str | None, Moment],
+        names: Mapping[Tensor, str],
+        shapes: Mapping[str, torch.Size],
+        piece_of: Callable[[Tensor], Tensor] | None,
+        *,
+        flush: Callable[[], None],
+    ) -> None:
+        self._step, self._parts, self._states = step, parts, states
+        self._piece_of, self._flush = piece_of, flush
+        self.names, self.shapes = names, shapes
+        self.parameters: dict[str, Any] = {name: p for p, name in names.items()}
+        in_order = list(self.parameters)
+        self._slices = {in_order[s.parameter]: (index, s) for index, s in enumerate(parts.rank.partition.slices)}
+
+    def read(self, name: str, optim_state_key: str | None = None) -> Tensor:
+        """Exact state of a parameter after the last step; waits for updates that are pending.
+
+        Args:
+            name: of the parameter.
+            optim_state_key: None: the weight; "exp_avg" or "exp_avg_sq": a moment.
+
+        Returns:
+            [*shape of the parameter] float32, on the parameter's device.
+
+        Raises:
+            ValueError: there is no state of this name.
+            RuntimeError: the backward pass of a step's last micro-batch has begun, and the step has not been done.
+            WorkerError: training was interrupted, and the exact state is lost.
+        """
+        state = self._exact(name, optim_state_key)
+        return self._whole(name, lambda _, s: state.read(s.begin, s.numel))
+
+    def in_memory(self, name: str, optim_state_key: str | None = None) -> Tensor | None:
+        """What `read` gives, without a copy, where this rank has all of it in float32: [*shape of the parameter] on the CPU, in the arena's
+        memory, exact until the next step; otherwise None. No collective.
+        """
+        state, shape = self._states[optim_state_key], self.shapes[name]
+        if name not in self._slices or state.array.dtype != torch.float32:
+            return None
+        _, s = self._slices[name]
+        part = state.array.narrow(0, s.begin, s.numel)
+        return with_own_storage(part.view(shape)) if s.numel == shape.numel() else None
+
+    def write(self, name: str, value: Tensor, optim_state_key: str | None = None) -> None:
+        """Replaces the state of a parameter by `value`, of its shape and any type. Other arguments and errors are those of `read`.
+
+        Training goes on with it; the model shows it with the next publish of its blocks, at most S + d steps later.
+        """
+        state = self._exact(name, optim_state_key)
+        if value.shape != (shape := self.shapes[name]):
+            raise ValueError(f"the new value of {name} must have the shape {list(shape)}, got {list(value.shape)}")
+        if name in self._slices:
+            _, s = self._slices[name]
+            state.write(s.begin, value.detach().reshape(-1).narrow(0, s.start, s.numel))
+        self._step.state_written()
+
+    def gradient(self, name: str) -> Tensor:
+        """Gradient of the whole step, averaged over the ranks; before clipping, times the loss scale. Waits for the device.
+
+        Returns:
+            [*shape of the parameter] float32, on the parameter's device; zero where the step did not use the parameter.
+
+        Raises:
+            ValueError: there is no gradient at this time.
+        """
+        if not self._step.has_gradients:
+            raise ValueError(
+                f"safe_get_full_grad({name}): gradients are there after the backward pass of a step's last micro-batch and"
+                " before the step: call it in `on_before_optimizer_step`"
+            )
+        return self._whole(name, lambda index, _: self._parts.fill.gradient(index))
+
+    def refuse_gradient(self, name: str, value: Tensor) -> None:
+        """Raises RuntimeError, which says where gradients can be changed."""
+        raise RuntimeError(
+            f"safe_set_full_grad({name}): gradients are taken in backward: change them there, `parameter.register_hook(lambda g: ...)`"
+        )
+
+    def shown(self) -> list[str]:
+        """Names of the parameters that, right after a flush, show this rank's part of the master weights and no weights of the user's. No
+        collective.
+        """
+        names = []
+        for name, p in self.parameters.items():
+            if name in self._slices:
+                _, s = self._slices[name]
+                weights = p if self._piece_of is None else self._piece_of(p)
+                begin = s.start if weights is p else 0
+                part = weights.detach().reshape(-1)[begin : begin + s.numel].cpu()
+                if not torch.equal(part, self._states[None].read(s.begin, s.numel).to(part.dtype)):
+                    continue
+            names.append(name)
+        return names
+
+    def _exact(self, name: str, key: str | None) -> Moment:
+        """A state by its key, exact; `name` is for the error. Errors are those of `read`."""
+        # The same on every rank. A flush would drop the step's gradients.
+        if self._step.is_complete:
+            raise RuntimeError(
+                f"safe_get_full_*, safe_set_full_* of {name}: the gradients of a step are there and have not been applied; call it between"
+                " steps, as in the Trainer's `on_train_batch_start` or `on_train_batch_end`"
+            )
+        self._flush()
+        if key not in self._states:
+            raise ValueError(f"optim_state_key must be 'exp_avg' or 'exp_avg_sq', got {key!r}")
+        return self._states[key]
+
+    def _whole(self, name: str, part: Callable[[int, Slice], Tensor]) -> Tensor:
+        """Puts together what the ranks hold of a parameter."""
+        shape, rank = self.shapes[name], self._parts.rank
+        # NCCL takes the rank's device only, which the parameter has left when training has ended.
+        flat = torch.zeros(shape.numel(), dtype=torch.float32, device=rank.device)
+        if name in self._slices:
+            index, s = self._slices[name]
+            flat.narrow(0, s.start, s.numel).copy_(part(index, s))
+        if rank.group is not None:
+            dist.all_reduce(flat, group=rank.group)
+        return flat.view(shape).to(self.parameters[name].device)

@@ -1,0 +1,379 @@
+"""One model's training on one rank: what every front calls, without DeepSpeed and without Lightning."""
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from copy import deepcopy
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_zenflow.between_steps.full_state import FullState
+from lightning_zenflow.between_steps.taken_gradients import TakenGradients
+from lightning_zenflow.between_steps.weights_in_update import WeightsInUpdate
+from lightning_zenflow.between_steps.written_weights import FOLLOWED, WrittenWeights
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.device import runtime_of
+from lightning_zenflow.core.distributed import raise_together
+from lightning_zenflow.core.errors import Calls, MisconfigurationException, other_backward
+from lightning_zenflow.offload.build import RankResources, build
+from lightning_zenflow.offload.engine import Engine, RankPart
+from lightning_zenflow.offload.freezing import Freezing
+from lightning_zenflow.offload.plan import StepInputs
+from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
+from lightning_zenflow.offload.step import ZenFlowStep
+from lightning_zenflow.worker.process import WorkerError
+from lightning_zenflow.worker.supervisor import SupervisedWorker
+
+
+class StepResult(NamedTuple):
+    """What a step has done."""
+
+    norm: Tensor
+    """Of the whole gradient before clipping: 0-D float32 on the device."""
+    finite: bool | None
+    """Whether weights have been changed; None: nobody has asked."""
+
+
+class Training:
+    """One model's training on one rank, held by the engine's optimizer and by the front.
+
+    Args:
+        config: configuration.
+        resources: cores and memory of the rank.
+        calls: what the front's user calls, for messages.
+        frozen: parameters of the user's optimizer that cannot be trained, by name, since they were frozen at setup.
+
+    Attributes:
+        config, calls: as given.
+        max_norm: largest norm of the whole gradient after clipping; also of a step that is complete already. 0: no clipping. Infinity: no
+            clipping, which backward passes do not rely on.
+        in_backward: whether a backward pass of the front is under way.
+        parts: components of this rank, from `start` on, as all that follow.
+        telemetry: stall clock and copied bytes.
+        steps: the rank's steps and their state.
+        host_state: AdamW's state in the arena.
+        full_state: weights and moments of single parameters.
+        written: what notices that the user writes weights.
+        taken: what stands in `parameter.grad`.
+        in_update: what refuses uses of weights between backward and step.
+        slice_of: for each trained parameter of which this rank has a part, the number of its slice.
+        shapes_by_group: for each parameter group of the user's optimizer the shapes of its whole parameters that are trained, by name.
+    """
+
+    def __init__(
+        self, config: ZenFlowConfig, resources: RankResources, calls: Calls, frozen: Mapping[str, Tensor]
+    ) -> None:
+        self.config, self.calls = config, calls
+        self.max_norm = 0.0
+        self._resources, self._frozen = resources, frozen
+        self._updates_in_backward = config.updates_in_backward
+        self._worker: SupervisedWorker | None = None
+        self.in_backward = False
+        self._process = os.getpid()
+
+    def start(self, part: RankPart, engine: Engine) -> None:
+        """Makes the arena, which takes the place of the engine's memory, and starts the worker; all ranks call it together.
+
+        Raises:
+            MisconfigurationException: this or another host has too little memory.
+            WorkerError: the worker could not be started.
+        """
+        self.parts, self.host_state = parts, host_state = build(self.config, part, self._resources)
+        self._worker, self.telemetry = parts.rank.worker, parts.rank.telemetry
+        self._engine, self._optimizer = engine, part.optimizer
+        self.shapes_by_group = [{name: part.shapes[name] for name in group} for group in part.groups]
+        named = dict(chain.from_iterable(group.items() for group in part.groups))
+        names = {p: name for name, p in named.items()}
+        in_order = list(names)
+        self.slice_of = {in_order[s.parameter]: number for number, s in enumerate(parts.rank.partition.slices)}
+        self.steps = ZenFlowStep(
+            self.config,
+            parts,
+            Freezing(parts.rank.partition, named),
+            read_inputs=self._read_inputs,
+            gather_weights=self._gather_weights,
+        )
+        of_parameters = names, part.shapes, part.piece_of
+        self.full_state = FullState(self.steps, parts, host_state.states, *of_parameters, flush=self.flush)
+        numels = [shape.numel() for shape in part.shapes.values()]
+        self.taken = TakenGradients(names, self.calls)
+        self.written = WrittenWeights(self.steps, parts, names, numels, part.piece_of, self.calls)
+        self.in_update = WeightsInUpdate(parts.rank.weights, names, part.piece_of, self.calls)
+        # The engine's start needs up to 6 bytes a parameter more than a step, which `HostRuntime.has_room` would count for ever.
+        runtime_of(parts.rank.device).forget_peak()
+
+    def before_forward(self) -> None:
+        """Before a forward pass in training: makes the state exact after an interrupted step, and follows what the user's code has done
+        since the last step to gradients, weights and, before the first backward pass of a step, `requires_grad`.
+
+        Raises:
+            MisconfigurationException: what was done cannot be followed; or a parameter that was frozen at setup is not any more.
+        """
+        self._follow_dropped()
+        self._engine.refuse_use()
+        # What is written between two backward passes of a step is for the next of them, and may be put back before `complete`.
+        if self.steps.micro_batches == 0 and self.written.look():
+            self.flush()
+        if self.steps.was_interrupted and not self.closed:
+            self.flush()  # on this rank alone, perhaps: then a later collective of the ranks times out
+        if self.steps.micro_batches == 0:
+            for name, parameter in self._frozen.items():
+                if parameter.requires_grad:
+                    raise MisconfigurationException(
+                        f"{name}.requires_grad must be False, got True: only parameters that required gradients at setup are trained;"
+                        " set it up trainable and freeze it after that, before the first step"
+                    )
+            self.steps.follow_freezing()
+
+    def before_backward(self, *, last: bool) -> None:
+        """Before a backward pass, of the step's last micro-batch or not; otherwise as `before_forward`.
+
+        Raises:
+            MisconfigurationException: a backward pass of the user's own, or gradients of the step before.
+        """
+        self.before_forward()
+        if self.steps.micro_batches == 0:
+            self.taken.refuse_accumulation()
+        self.allow_all()
+        self._engine.refuse_other_backward()
+        if last:
+            self.complete()
+        self.in_backward = True
+        self.steps.begin_backward(last=last)
+
+    def receive(self, slice_index: int, gradient: Tensor, *, last: bool) -> None:
+        """`ZenFlowStep.receive`.
+
+        Raises:
+            MisconfigurationException: the gradient is of a backward pass that is the user's own.
+        """
+        if not self.in_backward:
+            raise other_backward(self.calls)
+        self.steps.receive(slice_index, gradient, last=last)
+        if last and self._updates_in_backward:
+            self.written.note_arrival(self.parts.rank.partition.slices[slice_index].parameter)
+
+    def end_backward(self) -> None:
+        """Behind a backward pass, when all gradients are taken: puts marks in their place; weights are not to be used where updates are
+        under way.
+        """
+        self.in_backward = False
+        self.taken.mark()
+        if not self.steps.is_complete:
+            self.written.note_pass()
+        self._guard()
+
+    def complete(self) -> None:
+        """`ZenFlowStep.complete`: updates begin. What is still written then is taken over before."""
+        if self.steps.micro_batches and not self.steps.is_complete:
+            if self.written.look():
+                self.flush()
+            self.steps.complete()
+
+    def clip(self, max_norm: float | None = None) -> Tensor:
+        """Behind the step's last backward pass: sets the largest norm of this step, or with None leaves it as it is.
+
+        Returns:
+            Norm of the whole gradient before clipping: 0-D float32 on the device.
+        """
+        if max_norm is not None:
+            self.max_norm = max_norm
+        self.in_update.end()
+        self.complete()
+        norm = self.steps.gradient_norm()
+        self._guard()
+        return norm
+
+    def step(self, *, asks_finite: bool, refuses_unused: bool) -> StepResult | None:
+        """One optimizer step; None: there was no gradient since the last one.
+
+        Args:
+            asks_finite: whether the host needs to know if the step has changed weights, and waits for the device.
+            refuses_unused: whether the step must have used every parameter. A collective then.
+
+        Raises:
+            MisconfigurationException: a step without a backward pass; weights were written; or the step did not use a parameter.
+            WorkerError: training has ended.
+        """
+        self._follow_dropped()
+        if self.steps.micro_batches == 0:
+            # As torch's, which skips parameters without a gradient.
+            self.taken.refuse_second_step()
+            self._engine.refuse_other_backward()
+            return None
+        if self.steps.is_complete:
+            self.written.refuse()
+        self.complete()
+        if refuses_unused:
+            self._refuse_unused()
+        scale, copy = self.steps.step(copies_finite=asks_finite)
+        finite = None
+        if copy is not None:
+            with self.telemetry.measure("loss_scale"):
+                finite = bool(copy.read())
+        if self.written.follows_step:
+            self.telemetry.followed_steps += 1
+            if self.telemetry.followed_steps == FOLLOWED + 1:
+                rank_zero_info("ZenFlow: weights are written in place time and again: each step waits for its updates")
+            self.flush()
+        self.written.note(behind_step=True)
+        return StepResult(scale.norm, finite)
+
+    def drop_gradients(self) -> None:
+        """Drops the gradients since the last step."""
+        self.allow_all()
+        self.steps.drop_gradients()
+
+    def allow_all(self) -> None:
+        """Removes the marks, and allows all uses of weights, until the next backward pass."""
+        self.in_update.end()
+        self.taken.clear()
+
+    def flush(self) -> None:
+        """Makes arena and weights the exact state of all steps so far; drops the gradients of a step that is complete.
+
+        Raises:
+            WorkerError: the worker has ended, or an interrupted step has been submitted to it; the exact state is lost.
+            RuntimeError: this process was forked from the one that trains.
+        """
+        if self.is_elsewhere:
+            raise RuntimeError(
+                "a process that was forked from the one that trains has no state of the optimizer: save checkpoints and flush before the"
+                " fork, or in the process that trains"
+            )
+        if self.closed and not self.steps.is_exact:
+            raise WorkerError(
+                f"training ended before the worker had applied all of its {self.steps.number} steps:"
+                " the exact optimizer state is lost"
+            )
+        self._engine.join_reads()
+        self.in_update.end()
+        # What is written to exact weights, a flush leaves as it is: the next forward pass looks for it.
+        if changes := not self.steps.is_exact:
+            self.written.look()
+            self.written.begin_updates()
+        try:
+            self.steps.flush()
+        except WorkerError:
+            # The caller may be ending with an error of its own, and nothing else would end the worker.
+            self.end(keep_state=False)
+            raise
+        if has_written := self.written.take_over():
+            self._engine.gather_weights()
+            self.steps.state_written()
+        if changes or has_written:
+            self.written.note()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the run besides AdamW's (`ZenFlowStep.state_dict`); right after a flush."""
+        return self.steps.state_dict()
+
+    def load(self, weights: Mapping[str, Tensor], saved: Mapping[str, Any] | None) -> None:
+        """Continues from whole states, right after a flush and after the model has loaded its weights; all ranks call it together.
+
+        Args:
+            weights: master weights by name, [*shape of the parameter], any type; others stay.
+            saved: "count" of applied steps, and "counts" of each parameter's own by name, the same where there is none; "groups" of
+                hyperparameters; "moments" by key and name, 0 where there is none; and "zenflow", this rank's `state_dict` or None. None:
+                weights only.
+        """
+        for name, shape in self.full_state.shapes.items():
+            if name in weights:
+                self.full_state.write(name, weights[name])
+            for key, of_names in sorted(({} if saved is None else saved["moments"]).items(), reverse=True):
+                moment = of_names.get(name)
+                zero = torch.zeros((), dtype=torch.float32, device="cpu").expand(shape)
+                self.full_state.write(name, zero if moment is None else moment, key)
+        self.continue_from(saved)
+
+    def continue_from(self, saved: Mapping[str, Any] | None) -> None:
+        """Continues the run of a checkpoint, whose weights and moments are in the arena; see `load`."""
+        count, counts = int(self.steps.count), None
+        if saved is not None:
+            count, counts = saved["count"], saved["counts"]
+            for group, values in zip(self._optimizer.param_groups, saved["groups"], strict=True):
+                # Copied: a tensor may be a view of a mapped file, and would keep it open.
+                group.update(deepcopy({key: value for key, value in values.items() if key != "params"}))
+        self.host_state.write_count(count)
+        run_state = None if saved is None else saved.get(CHECKPOINT_KEY)
+        difference = self.steps.load_state_dict(run_state, count, counts)
+        if difference and saved is not None:
+            rank_zero_info(
+                f"ZenFlow: the checkpoint has AdamW's exact state after {count} steps, but {difference}: the schedule,"
+                " the selection of columns and the second moments of provisional updates start again"
+            )
+
+    def end(self, *, keep_state: bool | None = None) -> None:
+        """Ends the worker and releases the shared memory. May be called again.
+
+        Args:
+            keep_state: whether master weights and moments stay readable for as long as the engine's tensors live, after a regular end of
+                the worker; if not, the worker is killed. None: they stay if they are exact.
+        """
+        worker, rank = self._worker, self.parts.rank
+        if keep_state is None:
+            if worker is not None and rank.in_place:
+                # After an exception too: the worker may be writing weights. Without an exact state they stay as they are.
+                self.written.note()
+                with suppress(RuntimeError):
+                    self.flush()
+            keep_state = self.steps.is_exact
+        if self._worker is not None:
+            if keep_state:
+                self._worker.close()
+            else:
+                self._worker.kill()
+            self._worker = None
+        if not keep_state:
+            self.host_state.clear()
+        rank.arena.close(keep_state=keep_state, take_weights=self._engine.take_weights)
+        if worker is not None:
+            self._engine.has_ended()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the worker has been ended, or not been started."""
+        return self._worker is None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this process is a fork of the one that trains, which has neither the worker nor the arena's memory."""
+        return os.getpid() != self._process
+
+    def start_epoch(self, epoch: int) -> None:
+        """Sets the epoch that the next step belongs to, counted from 0; counts where `select_strategy` is "epoch"."""
+        self.parts.selector.epoch = epoch
+
+    def _read_inputs(self) -> StepInputs:
+        self._engine.refuse_use()
+        self.written.begin_updates()
+        groups, max_norm = self._engine.read_groups(), float(self.max_norm)
+        return StepInputs(groups=groups, loss_scale=self._engine.loss_scale, max_norm=max_norm)
+
+    def _gather_weights(self) -> None:
+        self._engine.gather_weights()
+        # The only parameter of a group may be the engine's flat buffer itself, and a gather then counts.
+        self.written.note_gather()
+
+    def _guard(self) -> None:
+        if self._updates_in_backward and self.steps.has_gradients:
+            self.in_update.begin()
+
+    def _follow_dropped(self) -> None:
+        """Drops the gradients since the last step if the user's code has, by `module.zero_grad()`; Lightning does before a validation."""
+        if self.taken.are_dropped(pending=self.steps.micro_batches > 0):
+            self.drop_gradients()
+
+    def _refuse_unused(self) -> None:
+        """Refuses a step without gradients of parameters of which a rank holds a part. A collective."""
+        names, slices = list(self.full_state.parameters), self.parts.rank.partition.slices
+        unused = [names[slices[index].parameter] for index in self.parts.fill.unused()]
+        error = MisconfigurationException(
+            f"the loss of a step must depend on every trained parameter, got none of {', '.join(unused)}:"
+            " freeze them, or set DeepSpeed's zero_optimization.ignore_unused_parameters to true"
+        )
+        raise_together(error if unused else None, MisconfigurationException)
