@@ -50,8 +50,11 @@ def _library() -> ctypes.CDLL:
         raise RuntimeError(cannot_run(path, error)) from error
     library.zenflow_route.argtypes = [_pointer, _int64, _int64, _pointer, _pointer, _uint32, _int64]
     library.zenflow_provisional_update.argtypes = [ctypes.POINTER(_ProvisionalUpdateArgs), _int64]
-    of_adamw = [_int64, ctypes.POINTER(native.Hyperparameters), _int64, _float, _uint32, _int64]
-    library.zenflow_adamw.argtypes = [*[_pointer] * 5, *of_adamw]
+    state, hyperparameters = (_pointer, _pointer, _pointer), ctypes.POINTER(native.Hyperparameters)
+    library.zenflow_adamw.argtypes = [
+        *(*state, _pointer, _pointer, _int64),
+        *(hyperparameters, _int64, _float, _uint32, _int64),
+    ]
     library.zenflow_scatter_columns.argtypes = [ctypes.POINTER(_Columns), _int64, _uint32]
     return library
 

@@ -206,7 +206,7 @@ def test_one_that_reports_an_error_is_not_replaced(arena: Arena, monkeypatch: py
     with pytest.raises(AssertionError):
         worker._worker.submit(job)
     monkeypatch.setattr(arena, "assert_has", lambda **_: None)
-    with pytest.raises(WorkerError, match="failed: job: block must be below n_blocks = 3, got 77"):
+    with pytest.raises(WorkerError, match="failed: invalid input: check: job.block < "):
         worker.wait_for(worker.submit(job))
     worker.close()
     assert stalls.worker_restarts == 0
