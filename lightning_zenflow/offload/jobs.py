@@ -36,7 +36,7 @@ class JobQueue:
     7. *verify*, where no forward pass may see another factor than the true one (`Verification`).
 
     *flush* closes every open window, commits what is tentative and publishes every job: the arena is then the exact state of all steps.
-    `SlotPool` and `JobsInFlight` say when memory is used again, docs/how_it_works.md has the reasons.
+    `SlotPool`, `_write_word` and `_commit_early` say when memory is used again.
 
     Args:
         schedule: S and d at the start.
@@ -263,6 +263,10 @@ class JobQueue:
         self.in_flight.follow(slices)
 
     def _write_word(self, words: StepWords, index: int, word: Tensor, *, behind: Iterable[Event | None]) -> None:
+        """Copies a word, in the device's order behind its last copies from the buffers that the word's jobs write: nobody waits for them.
+
+        Where the word was written before its job is submitted, `JobsInFlight.await_buffer` waits.
+        """
         for event in behind:
             if event is not None:
                 self._rank.d2h.wait_for(event)
@@ -287,7 +291,11 @@ class JobQueue:
             self._open_step = None
 
     def _commit_early(self, step: int) -> None:
-        """Commits what the windows hold that `step`, which is being filled, closes; or if there are none, what all windows hold."""
+        """Commits what the windows hold that `step`, which is being filled, closes; or if there are none, what all windows hold.
+
+        Where steps are accumulated in host memory, or a step does not submit in backward while windows hold gradients that are shown
+        already. So n_blocks slots are enough for d = 0. It depends on the order of arrival alone, never on the worker's speed: runs repeat.
+        """
         held = [b for b in self._rank.blocks if (w := b.window) and w.slots and w.last_step < step]
         closing = [b for b in held if b.number in self.schedule.closing_blocks(step)]
         assert held and self._in_backward, "the schedule bounds the number of slots in use"
