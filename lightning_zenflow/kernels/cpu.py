@@ -73,30 +73,25 @@ class CpuKernels(Kernels):
         self, gradient: Tensor, destinations: Sequence[Destination], *, per_axis: bool, copies: Copies = IN_ORDER
     ) -> SquaredNorms:
         """One pass over memory for what every step needs: not within single rows, and without `per_axis` and selections."""
-        n_rows, n_columns = gradient.shape
+        (n_rows, n_columns), dtype = gradient.shape, gradient.dtype
         squared_norms = gradient.new_empty(1, n_rows, dtype=torch.float32)
-        if not destinations or any(destination.slot.shape[1] != n_columns for destination in destinations):
+        parts: list[tuple[int, int, int | None]] = [(0, n_rows, None)]
+        if any(destination.slot.shape[1] != n_columns for destination in destinations):
             self.copy_parts(gradient, destinations, copies)
-            self._route(gradient, squared_norms, None)
-        else:
-            with copies:
-                for destination in destinations:
-                    first = destination.begin // n_columns
-                    part, slot = destination.part_of(gradient), destination.slot
-                    self._route(part, squared_norms[0, first : first + len(slot)], slot)
-            self.select_parts(gradient, destinations)
+            destinations, copies = (), IN_ORDER
+        elif destinations:
+            parts = [(d.begin // n_columns, len(d.slot), _address(d.slot, dtype)) for d in destinations]
+        begin, norms, code = _address(gradient, dtype), squared_norms.data_ptr(), native.DATA_TYPES[dtype]
+        with copies:
+            for row, n, slot in parts:
+                first, n_threads = begin + row * n_columns * dtype.itemsize, _n_threads(n, n * n_columns)
+                self._library.zenflow_route(first, n, n_columns, norms + 4 * row, slot, code, n_threads)
+        self.select_parts(gradient, destinations)
         total = squared_norms.sum(1, dtype=torch.float64)
         if not per_axis:
             return SquaredNorms(parts=total)
         columns = torch.linalg.vector_norm(gradient, dim=0, keepdim=True, dtype=torch.float32)
         return SquaredNorms(parts=total, per_axis=(squared_norms, columns.square_()))
-
-    def _route(self, gradient: Tensor, squared_norms: Tensor, slot: Tensor | None) -> None:
-        (n_rows, n_columns), dtype = gradient.shape, gradient.dtype
-        copy = None if slot is None else _address(slot, dtype, gradient.numel())
-        norms, n_threads = _address(squared_norms, torch.float32, n_rows), _n_threads(n_rows, gradient.numel())
-        code = native.DATA_TYPES[dtype]
-        self._library.zenflow_route(_address(gradient, dtype), n_rows, n_columns, norms, copy, code, n_threads)
 
     @override
     def provisional_update_(
