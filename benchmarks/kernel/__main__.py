@@ -3,7 +3,7 @@
     python -m benchmarks.kernel
     python -m benchmarks.kernel --elements 268435456 --repeats 9
 
-* `replay`: the worker's executable applies windows of S steps of bfloat16 gradients in one pass and publishes bfloat16 weights.
+* `replay`: a worker applies windows of S steps of bfloat16 gradients to one block in one pass and publishes bfloat16 weights.
 * `one behind`: the same for one step, and publishes weights that are another, tentative, step ahead.
 * `bfloat16 moments`, `int8 moments`: the same with both moments stored in so many bits.
 * `DeepSpeedCPUAdam`: ZeRO-Offload's work for one step: the clip pass over the 32-bit gradient, Adam, and the copy to bfloat16.
@@ -13,9 +13,7 @@ The memory bandwidth is that of an in-place triad in the same run. Prints a tabl
 """
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -30,7 +28,12 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from benchmarks.common.command_line import CommandLine
 from benchmarks.common.provenance import with_origin
 from benchmarks.common.results import markdown, report
-from lightning_zenflow.native import worker_executable
+from lightning_zenflow.core.partition import Slice, build_partition
+from lightning_zenflow.core.step_inputs import GroupHyperparameters, step_word
+from lightning_zenflow.doctor import triad as measure_triad
+from lightning_zenflow.native import TILE_ELEMENTS, Tentative
+from lightning_zenflow.worker.arena import Arena, ArenaSizes
+from lightning_zenflow.worker.process import JobMessage, Worker
 
 BYTES_OF_ONE_STEP = 28
 """Reads and writes of master weights and moments, and the 32-bit gradient; passes around the step are not counted."""
@@ -47,18 +50,67 @@ class Job:
     """Reads and writes a parameter."""
 
 
-def measure_replay(elements: int, cores: Sequence[int]) -> tuple[float, dict[str, Job]]:
-    """GB/s of the triad, and the jobs by kernel and number of steps."""
-    command = [str(worker_executable()), "--bench", "--cores", ",".join(map(str, cores))]
-    command += ["--elements", str(elements), "--repeats", "1"]
-    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-    triad, *measured = [json.loads(line) for line in lines if "kernel" in line]
-    return triad["gb_per_s"], {
-        f"{m['kernel']}, S={m['steps']}": Job(
-            steps=m["steps"], ns=m["ns_per_parameter"], n_bytes=m["bytes_per_parameter"]
+_WINDOWS: Sequence[tuple[str, torch.dtype, Sequence[int]]] = (
+    ("", torch.float32, (1, 2, 4, 8, 16)),
+    (", bfloat16 moments", torch.bfloat16, (1,)),
+    (", int8 moments", torch.int8, (1,)),
+)
+"""Names, types of moments, and steps of the windows."""
+_GROUP = GroupHyperparameters(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True)
+
+
+def measure_replay(elements: int, cores: Sequence[int]) -> dict[str, Job]:
+    """The worker's jobs by kernel and number of steps."""
+    whole = Slice.of((elements,), parameter=0, param_group=0, begin=0, start=0, numel=elements)
+    partition = build_partition([whole], [elements], n_blocks=1)
+    jobs = {}
+    for name, moments, windows in _WINDOWS:
+        sizes = ArenaSizes(
+            n_param_groups=1,
+            n_step_records=sum(windows) + 4,
+            n_slots=max(2, *windows),
+            n_publish_buffers=1,
+            dtype=torch.bfloat16,
+            moments_dtype=moments,
+            n_threads=len(cores),
         )
-        for m in measured
-    }
+        arena = Arena(partition, sizes, device=torch.device("cpu"))
+        worker = Worker(arena, cores=cores, timeout_s=600)
+        arena.master.fill_(0.5)
+        arena.exp_avg_sq.write(0, torch.full((elements,), 1e-6))
+        arena.exp_avg.write(0, torch.full((elements,), 1e-3))
+        arena.slots.fill_(1e-3)
+        step = 0
+        # The first job touches the publish buffer.
+        kinds = [("warm-up", 1, Tentative.PREDICTED), ("one behind", 1, Tentative.PREDICTED)]
+        kinds += [("replay", n, Tentative.NONE) for n in windows]
+        for job_id, (kernel, n_steps, tentative) in enumerate(kinds, start=1):
+            n_gradients = n_steps + bool(tentative)
+            for number in range(step + 1, step + n_gradients + 1):
+                for is_second in (False, True):
+                    arena.write_hyperparameters(number, [_GROUP], tentative=is_second)
+                arena.step_words[number].copy_(step_word(torch.ones(()), number))
+            arena.block_words[0].copy_(step_word(torch.ones(()), step + n_gradients))
+            worker.submit(
+                JobMessage(
+                    job_id=job_id,
+                    block=0,
+                    first_step=step + 1,
+                    slots=range(n_gradients),
+                    publish_buffer=0,
+                    prediction_steps=4.0,
+                    tentative=tentative,
+                )
+            )
+            step += n_steps
+            of_moments = 4 * moments.itemsize + (16 / TILE_ELEMENTS if moments == torch.int8 else 0)
+            n_bytes = 8 + of_moments + 2 * (n_gradients + 1)
+            jobs[f"{kernel}{name}, S={n_steps}"] = Job(
+                steps=n_steps, ns=worker.wait().busy_ns / elements, n_bytes=n_bytes
+            )
+        worker.close()
+        arena.close(keep_state=False)
+    return {name: job for name, job in jobs.items() if not name.startswith("warm-up")}
 
 
 def one_step_of(
@@ -104,7 +156,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     against: dict[str, list[float]] = defaultdict(list)
     triads: list[float] = []
     for _ in range(options.repeats):
-        triad, jobs = measure_replay(options.elements, cores)
+        triad, jobs = measure_triad(cores), measure_replay(options.elements, cores)
         triads.append(triad)
         for name, step in peers.items():
             jobs[name] = Job(steps=1, ns=1e9 * step() / options.elements, n_bytes=BYTES_OF_ONE_STEP)

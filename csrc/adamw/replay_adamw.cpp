@@ -4,8 +4,6 @@
 
 namespace zenflow {
 
-ZENFLOW_DECLARE_PER_ISA(ReplayKernel select_replay_kernel(DataType model, DataType moments))
-
 StepCoefficients step_coefficients(const Hyperparameters& h, int64_t count, float clip) {
     const auto rounded = [](double value) { return static_cast<float>(value); };
     const double bias_correction1 = 1.0 - std::pow(h.beta1, static_cast<double>(count));

@@ -108,4 +108,6 @@ using ReplayKernel = void (*)(const AnyState& state, size_t n, const WindowView&
 // `instruction_set` must be available.
 ReplayKernel replay_kernel(DataType model, DataType moments, InstructionSet instruction_set);
 
+ZENFLOW_DECLARE_PER_ISA(ReplayKernel select_replay_kernel(DataType model, DataType moments))
+
 }  // namespace zenflow

@@ -7,9 +7,6 @@
 
 namespace zenflow {
 namespace ZENFLOW_ISA {
-
-ReplayKernel select_replay_kernel(DataType model, DataType moments);
-
 namespace {
 
 // Small enough for an out-of-order CPU to start the next tile while it copies and publishes this one: with 512 elements the

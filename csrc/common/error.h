@@ -19,11 +19,13 @@ template <typename... Parts>
     throw Error(text.str());
 }
 
-// Calls `fail` unless the condition holds; the text reads "x must be ..., got ...". The parts are evaluated either way, in no
-// particular order with the condition.
+// Calls `fail` unless the condition holds. The parts are evaluated either way, in no particular order with the condition.
 template <typename... Parts>
 void require(bool condition, const Parts&... parts) {
     if (!condition) fail(parts...);
 }
 
 }  // namespace zenflow
+
+// Refuses what no trainer of this release sends or writes: the text is the function and the condition.
+#define ZENFLOW_CHECK(condition) ::zenflow::require(condition, "invalid input: ", __func__, ": ", #condition)

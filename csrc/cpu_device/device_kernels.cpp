@@ -1,7 +1,5 @@
 #include "cpu_device/device_kernels.h"
 
-#include <algorithm>
-#include <cstring>
 #include <exception>
 #include <thread>
 #include <vector>
@@ -25,11 +23,11 @@ InstructionSet instruction_set() {
 
 DeviceKernels kernels(uint32_t dtype) { return device_kernels(static_cast<DataType>(dtype), instruction_set()); }
 
-// Calls `work` with each thread's number and part of `n` rows: the last on the caller's thread, and where the system refuses
-// threads, others as well.
+// Calls `work` with each thread's part of `n` rows: the last on the caller's thread, and where the system refuses threads, others
+// as well.
 template <typename Work>
 void divide(int64_t n, int64_t n_threads, const Work& work) {
-    const auto run = [=, &work](int64_t i) { work(i, Rows{n * i / n_threads, n * (i + 1) / n_threads}); };
+    const auto run = [=, &work](int64_t i) { work(Rows{n * i / n_threads, n * (i + 1) / n_threads}); };
     std::vector<std::thread> threads;
     int64_t part = 0;
     try {
@@ -45,49 +43,41 @@ template <typename T>
 void scatter_columns(const zenflow_columns& columns) {
     T* matrix = static_cast<T*>(columns.matrix);
     const T* selected = static_cast<const T*>(columns.selected);
-    if (columns.n_selected == 0) return;
-    if (columns.indices == nullptr) {
-        std::memcpy(matrix, selected, static_cast<size_t>(columns.rows * columns.width) * sizeof(T));
-        return;
-    }
     for (int64_t row = 0; row < columns.rows; ++row, matrix += columns.width, selected += columns.n_selected) {
-        for (int64_t i = 0; i < columns.n_selected; ++i) matrix[columns.indices[i]] = selected[i];
+        for (int64_t i = 0; i < columns.n_selected; ++i)
+            matrix[columns.indices == nullptr ? i : columns.indices[i]] = selected[i];
     }
 }
 
 }  // namespace
 }  // namespace zenflow
 
-void zenflow_route(const zenflow_route_args* args, int64_t n_threads) {
-    const auto route = zenflow::kernels(args->dtype).route;
-    zenflow::divide(args->rows, n_threads, [=](int64_t thread, zenflow::Rows part) {
-        float* const columns = args->col_squared_norms == nullptr ? nullptr : args->col_squared_norms + thread * args->columns;
-        for (int64_t i = 0; i < args->n_destinations; ++i) {
-            const zenflow_destination& to = args->destinations[i];
-            const zenflow::Rows rows{std::max(part.begin, to.first_row), std::min(part.end, to.first_row + to.rows)};
-            if (rows.begin < rows.end) route(*args, to, rows, columns);
-        }
-    });
+void zenflow_route(const void* gradient, int64_t rows, int64_t columns, float* squared_norms, void* slot, uint32_t dtype,
+                   int64_t n_threads) {
+    const auto route = zenflow::kernels(dtype).route;
+    zenflow::divide(rows, n_threads, [=](zenflow::Rows part) { route(gradient, part, columns, squared_norms, slot); });
 }
 
 void zenflow_provisional_update(const zenflow_provisional_update_args* args, int64_t n_threads) {
     const auto update = zenflow::kernels(args->dtype).provisional_update;
-    zenflow::divide(args->rows, n_threads, [=](int64_t, zenflow::Rows rows) { update(*args, rows); });
+    zenflow::divide(args->rows, n_threads, [=](zenflow::Rows rows) { update(*args, rows); });
 }
 
-void zenflow_adamw(const zenflow_adamw_args* args, int64_t n_threads) {
+void zenflow_adamw(float* master, float* exp_avg, float* exp_avg_sq, const void* gradient, void* weights, int64_t n,
+                   const zenflow::Hyperparameters* hyperparameters, int64_t count, float factor, uint32_t dtype,
+                   int64_t n_threads) {
     using namespace zenflow;
-    const auto type = static_cast<DataType>(args->dtype);
+    const auto type = static_cast<DataType>(dtype);
     const auto kernel = replay_kernel(type, DataType::kFloat32, instruction_set());
-    const StepCoefficients coefficients = step_coefficients(*args->hyperparameters, args->count, args->factor);
+    const StepCoefficients coefficients = step_coefficients(*hyperparameters, count, factor);
     const auto bytes = with_type(type, [](auto value) { return int64_t{sizeof(value)}; });
-    divide(args->n, n_threads, [&](int64_t, Rows elements) {
+    divide(n, n_threads, [=](Rows elements) {
         const int64_t begin = elements.begin;
-        const void* const gradient = static_cast<const char*>(args->gradient) + begin * bytes;
+        const void* const first = static_cast<const char*>(gradient) + begin * bytes;
         JournalEntry journal;
         start_at(journal, 0);
-        kernel({args->master + begin, args->exp_avg + begin, args->exp_avg_sq + begin}, static_cast<size_t>(elements.end - begin),
-               {1, &gradient, &coefficients, 0.0f}, static_cast<char*>(args->weights) + begin * bytes, journal);
+        kernel({master + begin, exp_avg + begin, exp_avg_sq + begin}, static_cast<size_t>(elements.end - begin),
+               {1, &first, &coefficients, 0.0f}, static_cast<char*>(weights) + begin * bytes, journal);
     });
 }
 

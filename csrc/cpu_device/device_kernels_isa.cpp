@@ -14,29 +14,20 @@ namespace {
 constexpr int64_t kLanes = 16;
 constexpr int64_t kRun = 512;
 
-// Sum of `value(i)` over i < n, in an order that is the same for every vector width.
-template <typename Value>
-ZENFLOW_INLINE double sum_of(int64_t n, const Value& value) {
+// Squared norm of one run, in an order that is the same for every vector width.
+template <typename T>
+ZENFLOW_INLINE double squared_norm(const T* __restrict gradient, int64_t n) {
     float lanes[kLanes] = {};
     int64_t i = 0;
+    const auto squared = [gradient](int64_t i) { return to_float(gradient[i]) * to_float(gradient[i]); };
     for (; i + kLanes <= n; i += kLanes) {
 #pragma omp simd
-        for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += value(i + lane);
+        for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += squared(i + lane);
     }
-    for (; i < n; ++i) lanes[i % kLanes] += value(i);
+    for (; i < n; ++i) lanes[i % kLanes] += squared(i);
     double total = 0.0;
     for (const float lane : lanes) total += static_cast<double>(lane);
     return total;
-}
-
-// Squared norm of one run; column norms are added to if there are any.
-template <bool kColumns, typename T>
-ZENFLOW_INLINE double squared_norm(const T* __restrict gradient, float* __restrict col_squared_norms, int64_t n) {
-    return sum_of(n, [&](int64_t i) {
-        const float g = to_float(gradient[i]);
-        if constexpr (kColumns) col_squared_norms[i] += g * g;
-        return g * g;
-    });
 }
 
 // Copies with non-temporal stores: reading the target into the caches first would take half as much bandwidth again, and the
@@ -58,27 +49,16 @@ ZENFLOW_INLINE void stream(const void* source, void* target, size_t bytes) {
 }
 
 template <typename T>
-void route(const zenflow_route_args& args, const zenflow_destination& to, Rows rows, float* norms) {
-    const int64_t columns = args.columns, n_selected = to.n_selected;
+void route(const void* gradient, Rows rows, int64_t columns, float* squared_norms, void* slot) {
     for (int64_t row = rows.begin; row < rows.end; ++row) {
-        const int64_t target = row - to.first_row;
-        const T* const gradient = static_cast<const T*>(args.gradient) + row * columns;
         double sum = 0.0;
         for (int64_t begin = 0; begin < columns; begin += kRun) {
-            const int64_t n = columns - begin < kRun ? columns - begin : kRun;
-            const T* const run = gradient + begin;
-            sum += norms != nullptr ? squared_norm<true>(run, norms + begin, n) : squared_norm<false>(run, nullptr, n);
-            if (to.slot != nullptr) {
-                stream(run, static_cast<T*>(to.slot) + target * columns + begin, static_cast<size_t>(n) * sizeof(T));
-            }
+            const int64_t n = columns - begin < kRun ? columns - begin : kRun, first = row * columns + begin;
+            const T* const run = static_cast<const T*>(gradient) + first;
+            sum += squared_norm(run, n);
+            if (slot != nullptr) stream(run, static_cast<T*>(slot) + first, static_cast<size_t>(n) * sizeof(T));
         }
-        args.row_squared_norms[row] = static_cast<float>(sum);
-        T* const selected = static_cast<T*>(to.selected) + target * n_selected;
-        const int64_t* const indices = to.indices;
-        if (indices == nullptr && n_selected > 0) {
-            __builtin_memcpy(selected, gradient, static_cast<size_t>(n_selected) * sizeof(T));
-        }
-        for (int64_t i = 0; indices != nullptr && i < n_selected; ++i) selected[i] = gradient[indices[i]];
+        squared_norms[row] = static_cast<float>(sum);
     }
 #ifdef __SSE2__
     _mm_sfence();

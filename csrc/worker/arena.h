@@ -12,6 +12,17 @@ namespace zenflow {
 
 size_t element_bytes(DataType type);
 
+// All bytes of a file in memory. Throws Error.
+struct Mapping {
+    explicit Mapping(int fd);
+    ~Mapping();
+    Mapping(const Mapping&) = delete;
+    Mapping& operator=(const Mapping&) = delete;
+
+    uint64_t n_bytes = 0;
+    std::byte* memory = nullptr;
+};
+
 // Owns the mapping. Header and tables are checked and copied once, so that no later write of the trainer can make the worker
 // leave the mapping. The accessors are thread-safe; the memory that they return has the owners that protocol.h names. Indices
 // must be within the header's bounds.
@@ -19,12 +30,10 @@ class Arena {
   public:
     // Maps the whole file, whose descriptor stays the caller's and may be closed afterwards. Writes nothing. Throws Error.
     explicit Arena(int fd);
-    ~Arena();
-    Arena(const Arena&) = delete;
-    Arena& operator=(const Arena&) = delete;
 
-    // A copy from when the arena was mapped; the accessors below read the fields that change.
+    // A copy from when the arena was mapped, and the header itself, for the fields that change.
     const ArenaHeader& header() const { return header_; }
+    ArenaHeader& live() const { return *at<ArenaHeader>(0); }
     const std::vector<Range>& ranges() const { return ranges_; }
     const std::vector<Block>& blocks() const { return blocks_; }
     DataType model_dtype() const { return static_cast<DataType>(header_.model_dtype); }
@@ -42,13 +51,15 @@ class Arena {
     // Of the record's first set, or of the second one, of the tentative step.
     const Hyperparameters& hyperparameters(int64_t step, uint32_t param_group, bool tentative = false) const;
 
-    int64_t& resolved_step() const { return at<ArenaHeader>(0)->resolved_step; }
-    int64_t& begun_job() const { return at<ArenaHeader>(0)->begun_job; }
-    int64_t& completed_job() const { return at<ArenaHeader>(0)->completed_job; }
     int64_t& completed_job_of(uint32_t block) const { return at<int64_t>(header_.block_jobs_offset)[block]; }
     BlockShown& block_shown(uint32_t block) const { return at<BlockShown>(header_.block_shown_offset)[block]; }
-    uint64_t& n_shares() const { return at<ArenaHeader>(0)->n_shares; }
     JournalEntry& journal_entry(uint64_t index) const { return at<JournalEntry>(header_.journal_offset)[index]; }
+
+    // Makes the kernel allocate the pages of all blocks' master weights and moments on the NUMA nodes of the threads that will
+    // update them, those of the caller's next parallel region. Only reads; pages that are allocated already stay where they are.
+    void touch_states() const;
+    // Carries out a Touch with these threads. Throws Error if it leaves the arena.
+    void touch(const Touch& request) const;
 
     // Of memory at a checked offset in bytes.
     template <typename T>
@@ -60,8 +71,8 @@ class Arena {
     void check_tables() const;
     void check_scales() const;
 
-    std::byte* memory_ = nullptr;
-    size_t mapped_bytes_ = 0;
+    const Mapping mapping_;
+    std::byte* const memory_ = mapping_.memory;
     ArenaHeader header_{};
     std::vector<Range> ranges_;
     std::vector<Block> blocks_;

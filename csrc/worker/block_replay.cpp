@@ -9,12 +9,9 @@
 #include "common/parallel.h"
 
 namespace zenflow {
-namespace {
 
 // Large enough to amortize the call of the kernel, small enough to balance the threads.
 constexpr uint64_t kSegmentElements = 16384;
-
-}  // namespace
 
 BlockReplay::BlockReplay(const Arena& arena, const StepRecords& records)
     : arena_(arena),
@@ -41,49 +38,42 @@ BlockReplay::BlockReplay(const Arena& arena, const StepRecords& records)
 
 // The group of a range; adds it if it is new.
 size_t BlockReplay::group_of(const Range& range) {
-    const auto found = std::find_if(groups_.begin(), groups_.end(), [&](const Group& group) {
-        return group.param_group == range.param_group && group.n_missed == range.n_missed;
-    });
-    const auto index = static_cast<size_t>(found - groups_.begin());
-    if (found == groups_.end()) groups_.push_back({range.param_group, range.n_missed});
+    size_t index = 0;
+    const auto is_other = [&range](const Group& g) { return g.param_group != range.param_group || g.n_missed != range.n_missed; };
+    while (index < groups_.size() && is_other(groups_[index])) ++index;
+    if (index == groups_.size()) groups_.push_back({range.param_group, range.n_missed});
     return index;
 }
 
 void BlockReplay::check(const UpdateJob& job, const uint32_t* slots) const {
     const ArenaHeader& header = arena_.header();
-    require(job.block < header.n_blocks, "job: block must be below n_blocks = ", header.n_blocks, ", got ", job.block);
-    require(job.publish_buffer < header.n_publish_buffers,
-            "job: publish_buffer must be below n_publish_buffers = ", header.n_publish_buffers, ", got ", job.publish_buffer);
-    require(job.tentative <= Tentative::kCorrection,
-            "job: tentative must be 0 (none), 1 (predicted), 2 (true if known) or 3 (true), got ",
-            static_cast<uint32_t>(job.tentative));
-    require(job.tentative != Tentative::kCorrection || job.n_committed == 0,
-            "job: n_committed must be 0 with tentative = 3 (true), got ", job.n_committed);
-    for (uint64_t i = 0; i < n_steps_of(job); ++i) {
-        require(slots[i] < header.n_slots, "job: slots[", i, "] must be below n_slots = ", header.n_slots, ", got ", slots[i]);
-    }
+    ZENFLOW_CHECK(job.block < header.n_blocks && job.publish_buffer < header.n_publish_buffers);
+    ZENFLOW_CHECK(job.tentative <= Tentative::kCorrection);
+    ZENFLOW_CHECK(job.tentative != Tentative::kCorrection || job.n_committed == 0);
+    for (uint64_t i = 0; i < n_steps_of(job); ++i) ZENFLOW_CHECK(slots[i] < header.n_slots);
 }
 
-bool BlockReplay::acknowledge(const UpdateJob& job) {
+bool BlockReplay::run(const UpdateJob& job, const uint32_t* slots) {
     journal_.check(job);
-    if (!is_complete(job)) return false;
-    journal_.finish(job);
-    return true;
-}
-
-void BlockReplay::run(const UpdateJob& job, const uint32_t* slots) {
+    if (journal_.is_complete(job)) {
+        journal_.finish(job);
+        return false;
+    }
     const bool begins = journal_.job_in_progress() == 0;
     BlockShown& of_block = arena_.block_shown(job.block);
     BlockShown shown = of_block;
     if (job.tentative == Tentative::kCorrection) {
         shown = records_.to_show(job);
-        if (begins && is_shown(job, shown)) return journal_.finish(job);
+        if (begins && is_shown(job, shown)) {
+            journal_.finish(job);
+            return true;
+        }
     } else if (job.tentative != Tentative::kNone && begins) {
         shown = of_block = records_.to_show(job);
     }
     collect_coefficients(job, slots, shown);
     if (begins) journal_.begin(job, shares(job.block));
-    const size_t n_shares = arena_.n_shares();
+    const size_t n_shares = arena_.live().n_shares;
     gradients_.resize(n_shares * slots_.size());
     run_in_parallel([&](int thread, int n_threads) {
         // One share per thread, unless an earlier worker with more threads began the job.
@@ -92,6 +82,7 @@ void BlockReplay::run(const UpdateJob& job, const uint32_t* slots) {
         }
     });
     journal_.finish(job);
+    return true;
 }
 
 // Whether the weights that the block's last job in backward has published show the step as `wanted`, which is true.
@@ -111,23 +102,18 @@ void BlockReplay::collect_coefficients(const UpdateJob& job, const uint32_t* slo
     slots_.clear();
     for (auto& group : coefficients_) group.clear();
     const auto add = [&](uint32_t i, const StepRecords::Step& step, bool of_second_set) {
+        if (!std::isfinite(step.clip)) return;
         slots_.push_back(arena_.slot(slots[i]));
         for (size_t group = 0; group < groups_.size(); ++group) {
             const auto& [param_group, n_missed] = groups_[group];
-            require(step.count > n_missed, "job: the count of step ", job.first_step + i, " must be more than the ", n_missed,
-                    " steps that ranges have missed, got ", step.count);
+            require(step.count > n_missed, "invalid input: a range has missed all steps");
             const Hyperparameters& hyperparameters = arena_.hyperparameters(job.first_step + i, param_group, of_second_set);
             coefficients_[group].push_back(step_coefficients(hyperparameters, step.count - n_missed, step.clip));
         }
     };
-    for (uint32_t i = 0; i < job.n_committed; ++i) {
-        const StepRecords::Step step = records_.committed_step(job, i);
-        if (step.applied) add(i, step, false);
-    }
+    for (uint32_t i = 0; i < job.n_committed; ++i) add(i, records_.committed_step(job, i), false);
     n_committed_ = slots_.size();
-    if (job.tentative == Tentative::kNone) return;
-    const StepRecords::Step step = records_.tentative_step(job, shown);
-    if (step.applied) add(job.n_committed, step, shown.is_true == 0);
+    if (job.tentative != Tentative::kNone) add(job.n_committed, records_.tentative_step(job, shown), shown.is_true == 0);
 }
 
 // Consecutive segments, the same of a block in every job: they may still be in the thread's caches.

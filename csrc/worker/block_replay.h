@@ -22,17 +22,13 @@ class BlockReplay {
     // each of its steps.
     void check(const UpdateJob& job, const uint32_t* slots) const;
 
-    // See Journal.
-    bool is_complete(const UpdateJob& job) const { return journal_.is_complete(job); }
-    int64_t job_in_progress() const { return journal_.job_in_progress(); }
+    const Journal& journal() const { return journal_; }
 
-    // Whether a checked job is complete; it then needs no replay. Throws Error if it cannot be the next one.
-    bool acknowledge(const UpdateJob& job);
-
-    // Executes a checked, incomplete job whose steps are resolved, or the rest of it; nothing of a kCorrection job whose step is
-    // shown so already. All writes of the threads happen before the return. Elements in no range are left alone, in master and
-    // moments as well as in the publish buffer.
-    void run(const UpdateJob& job, const uint32_t* slots);
+    // Executes a checked job whose steps are resolved, or the rest of it; nothing of a kCorrection job whose step is shown so
+    // already. Returns false if the job was complete before. All writes of the threads happen before the return. Elements in no
+    // range are left alone, in master and moments as well as in the publish buffer. Throws Error if the job cannot be the next
+    // one.
+    bool run(const UpdateJob& job, const uint32_t* slots);
 
   private:
     // What has the same coefficients: ranges of one parameter group that have missed as many steps.

@@ -14,10 +14,8 @@ namespace zenflow {
 Channel::Channel(int fd) : fd_(fd) {
     int type = 0;
     socklen_t size = sizeof(type);
-    if (getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &size) != 0) {
-        fail("--socket-fd must be an open socket, got ", fd, ": ", std::strerror(errno));
-    }
-    require(type == SOCK_SEQPACKET, "--socket-fd must be a SOCK_SEQPACKET socket, got type ", type);
+    if (getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &size) != 0) fail("socket: ", std::strerror(errno));
+    ZENFLOW_CHECK(type == SOCK_SEQPACKET);
 }
 
 std::optional<Channel::Message> Channel::receive() {
@@ -34,8 +32,7 @@ std::optional<Channel::Message> Channel::receive() {
     if (size == 0 || (size < 0 && errno == ECONNRESET)) return std::nullopt;
     if (size < 0) fail("cannot receive from the trainer: ", std::strerror(errno));
     Message message{buffer_.data(), static_cast<size_t>(size), 0};
-    require(message.size >= sizeof(MessageHeader) && message.size <= kMaxMessageBytes, "message: size must be from ",
-            sizeof(MessageHeader), " to ", kMaxMessageBytes, " bytes, got ", size);
+    ZENFLOW_CHECK(message.size >= sizeof(MessageHeader) && message.size <= kMaxMessageBytes);
     std::memcpy(&message.type, buffer_.data() + offsetof(MessageHeader, type), sizeof(message.type));
     return message;
 }

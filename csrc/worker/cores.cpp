@@ -8,6 +8,8 @@
 #include <cerrno>
 #include <charconv>
 #include <cstring>
+#include <memory>
+#include <ostream>
 
 #include "common/error.h"
 #include "common/parallel.h"
@@ -35,9 +37,7 @@ std::vector<int> parse_cores(std::string_view text) {
         int core = -1;
         const auto [next, error] = std::from_chars(position, end, core);
         require(error == std::errc() && core >= 0 && core < kMaxCores && (next == end || *next == ','),
-                "--cores must be core numbers such as 2,3,5, got '", text, "'");
-        require(std::find(cores.begin(), cores.end(), core) == cores.end(), "--cores must be distinct, got ", core, " twice in '",
-                text, "'");
+                "cores must be numbers such as 2,3,5, got '", text, "'");
         cores.push_back(core);
         if (next == end) return cores;
         position = next + 1;
@@ -57,10 +57,33 @@ void pin_threads(const std::vector<int>& cores, bool all) {
     });
     for (size_t i = 0; i < cores.size(); ++i) {
         // A training goes on when its host has taken cores away since its start.
-        require(errors[i] == 0 || !all, "--cores: cannot pin a thread to core ", cores[i], ": ", std::strerror(errors[i]));
+        require(errors[i] == 0 || !all, "cannot pin a thread to core ", cores[i], ": ", std::strerror(errors[i]));
     }
-    require(n_started == n_threads, "OpenMP must start ", n_threads, " threads, one for each of --cores, got ", n_started,
+    require(n_started == n_threads, "OpenMP must start ", n_threads, " threads, one for each core, got ", n_started,
             ": remove OMP_THREAD_LIMIT from the environment, or raise it");
+}
+
+void run_triad(const std::vector<int>& cores, std::ostream& output) {
+    constexpr size_t kElements = 1 << 24;
+    pin_threads(cores, true);
+    // Not initialized here: the threads touch the pages of their own parts first.
+    const std::unique_ptr<float[]> a(new float[kElements]), b(new float[kElements]);
+    const auto in_parts = [&](const auto& work) {
+        const double begin_s = omp_get_wtime();
+        run_in_parallel([&](int thread, int n_threads) {
+            const auto i = static_cast<size_t>(thread), n = static_cast<size_t>(n_threads);
+            const size_t first = kElements * i / n;
+            work(a.get() + first, b.get() + first, kElements * (i + 1) / n - first);
+        });
+        return omp_get_wtime() - begin_s;
+    };
+    in_parts([](float* a, float* b, size_t n) { std::fill_n(a, n, 1.0f), std::fill_n(b, n, 1.0f); });
+    for (int repeat = 0; repeat < 3; ++repeat) {
+        const double seconds = in_parts([](float* __restrict a, const float* __restrict b, size_t n) {
+            for (size_t i = 0; i < n; ++i) a[i] += 1e-9f * b[i];
+        });
+        output << 3e-9 * sizeof(float) * kElements / seconds << '\n';
+    }
 }
 
 }  // namespace zenflow

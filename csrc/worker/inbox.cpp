@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -16,7 +17,7 @@ using std::chrono::steady_clock;
 constexpr microseconds kShortestSleep{20};
 constexpr microseconds kLongestSleep{200};
 
-bool is_job(const Inbox::Received& message) { return message.type == static_cast<uint32_t>(MessageType::kJob); }
+bool is_job(const Inbox::Received& message) { return message.type == MessageType::kJob; }
 
 }  // namespace
 
@@ -28,7 +29,7 @@ std::optional<Inbox::Received> Inbox::next() {
     if (!receive()) return std::nullopt;
     // Not before: the wait for a first message has no limit.
     auto deadline = steady_clock::now() + word_timeout_;
-    int64_t resolved_step = arena_.resolved_step();
+    int64_t resolved_step = arena_.live().resolved_step;
     microseconds sleep = kShortestSleep;
     do {
         if (const auto index = choose()) {
@@ -38,8 +39,8 @@ std::optional<Inbox::Received> Inbox::next() {
             return message;
         }
         const auto now = steady_clock::now();
-        if (arena_.resolved_step() != resolved_step) deadline = now + word_timeout_;
-        resolved_step = arena_.resolved_step();
+        if (arena_.live().resolved_step != resolved_step) deadline = now + word_timeout_;
+        resolved_step = arena_.live().resolved_step;
         if (now >= deadline) fail_missing();
         std::this_thread::sleep_for(sleep);
         sleep = std::min(2 * sleep, kLongestSleep);
@@ -48,10 +49,10 @@ std::optional<Inbox::Received> Inbox::next() {
 }
 
 void Inbox::fail_missing() const {
-    const ArenaHeader& header = *arena_.at<ArenaHeader>(0);
+    const ArenaHeader& header = arena_.live();
     const int64_t timeout_ms = word_timeout_.count();
-    require(header.awaited_step != 0, "job ", replay_.job_in_progress(), ", which was begun, was not submitted again within ",
-            timeout_ms, " ms");
+    require(header.awaited_step != 0, "job ", replay_.journal().job_in_progress(),
+            ", which was begun, was not submitted again within ", timeout_ms, " ms");
     fail("step ", header.awaited_step, "'s clip coefficient did not arrive within ", timeout_ms, " ms",
          header.awaited_block == kNoBlock ? "" : ", for block " + std::to_string(header.awaited_block));
 }
@@ -65,28 +66,24 @@ bool Inbox::receive() {
         if (!message) return false;
         waiting_.push_back(parsed(*message));
         if (!is_job(waiting_.back())) continue;
-        const int64_t job_id = waiting_.back().job.job_id;
-        require(job_id > last_job_id_, "job: job_id must be above ", last_job_id_, ", that of the job before, got ", job_id);
-        last_job_id_ = job_id;
+        ZENFLOW_CHECK(waiting_.back().job.job_id > last_job_id_);
+        last_job_id_ = waiting_.back().job.job_id;
     }
     return true;
 }
 
 Inbox::Received Inbox::parsed(const Channel::Message& message) const {
-    Received received{message.type, {}, {}, {}};
-    if (!is_job(received)) {
-        received.bytes.assign(reinterpret_cast<const char*>(message.data), message.size);
-        return received;
+    Received received{static_cast<MessageType>(message.type), {}, {}, {}};
+    if (received.type == MessageType::kTouch) {
+        ZENFLOW_CHECK(message.size == sizeof(Touch));
+        std::memcpy(&received.touch, message.data, sizeof(Touch));
     }
-    require(message.size >= sizeof(UpdateJob), "job: the message must have at least ", sizeof(UpdateJob), " bytes, got ",
-            message.size);
+    if (received.type == MessageType::kTouch || received.type == MessageType::kExit) return received;
+    ZENFLOW_CHECK(is_job(received) && message.size >= sizeof(UpdateJob));
     UpdateJob& job = received.job;
     std::memcpy(&job, message.data, sizeof(job));
     const uint64_t n_steps = n_steps_of(job);
-    const uint64_t expected_size = sizeof(job) + n_steps * sizeof(uint32_t);
-    require(message.size == expected_size, "job: the message must have ", expected_size,
-            " bytes with n_committed = ", job.n_committed, " and tentative = ", static_cast<uint32_t>(job.tentative), ", got ",
-            message.size);
+    ZENFLOW_CHECK(message.size == sizeof(job) + n_steps * sizeof(uint32_t));
     const auto* const slots = reinterpret_cast<const uint32_t*>(message.data + sizeof(job));
     received.slots.assign(slots, slots + n_steps);
     replay_.check(job, received.slots.data());
@@ -97,7 +94,7 @@ Inbox::Received Inbox::parsed(const Channel::Message& message) const {
 // The message that is to be carried out now, if there is one.
 std::optional<size_t> Inbox::choose() {
     const auto ready = [this](size_t index) {
-        return replay_.is_complete(waiting_[index].job) || records_.resolve(waiting_[index].job);
+        return replay_.journal().is_complete(waiting_[index].job) || records_.resolve(waiting_[index].job);
     };
     if (!is_job(waiting_.front())) return 0;
     if (arena_.header().newest_first == 0) return ready(0) ? std::optional<size_t>(0) : std::nullopt;
@@ -105,11 +102,11 @@ std::optional<size_t> Inbox::choose() {
     size_t n_jobs = 0;
     for (; n_jobs < waiting_.size() && is_job(waiting_[n_jobs]); ++n_jobs) {
         const UpdateJob& job = waiting_[n_jobs].job;
-        if (job.job_id == replay_.job_in_progress()) return n_jobs;
+        if (job.job_id == replay_.journal().job_in_progress()) return n_jobs;
         if (!first_[job.block]) first_[job.block] = n_jobs;
     }
     // What an earlier worker has begun is submitted again, and has to be completed first.
-    if (replay_.job_in_progress() != 0) return std::nullopt;
+    if (replay_.journal().job_in_progress() != 0) return std::nullopt;
     // A block's first job is as urgent as its last one.
     for (size_t i = n_jobs; i-- > 0;) {
         std::optional<size_t>& first = first_[waiting_[i].job.block];

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <deque>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "common/protocol.h"
@@ -20,10 +19,10 @@ namespace zenflow {
 class Inbox {
   public:
     struct Received {
-        uint32_t type;                // MessageType, unchecked
-        std::string bytes;            // the whole message; empty for a job
-        UpdateJob job;                // checked; of a job only, as the next
-        std::vector<uint32_t> slots;  // one for each of its steps
+        MessageType type;             // kJob, kTouch or kExit
+        UpdateJob job;                // checked, if it is one
+        std::vector<uint32_t> slots;  // one for each of the job's steps
+        Touch touch;                  // if it is one
     };
 
     // `word_timeout` limits the wait while messages are there and none of the steps' words that their jobs wait for arrives.

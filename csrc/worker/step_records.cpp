@@ -21,25 +21,20 @@ void StepRecords::check(const UpdateJob& job) const {
     const auto n_steps = static_cast<int64_t>(n_steps_of(job));
     if (n_steps == 0) return;
     const int64_t capacity = arena_.header().n_step_records;
-    require(n_steps <= capacity, "job: the number of its steps must be at most n_step_records = ", capacity, ", got ", n_steps);
-    require(job.first_step >= 1 && job.first_step <= std::numeric_limits<int64_t>::max() - n_steps,
-            "job: first_step must be at least 1 and its sum with the number of steps representable, got ", job.first_step);
-    const int64_t last_step = job.first_step + n_steps - 1;
-    const int64_t resolved_step = arena_.resolved_step();
+    ZENFLOW_CHECK(n_steps <= capacity);
+    ZENFLOW_CHECK(job.first_step >= 1 && job.first_step <= std::numeric_limits<int64_t>::max() - n_steps);
     // Of a broken arena any number.
-    const int64_t largest = std::min(resolved_step, std::numeric_limits<int64_t>::max() - capacity) + capacity;
-    require(last_step <= largest, "job: its last step must be at most ", largest, " with resolved_step = ", resolved_step,
-            " and n_step_records = ", capacity, ", got ", last_step);
+    const int64_t resolved_step = std::min(arena_.live().resolved_step, std::numeric_limits<int64_t>::max() - capacity);
+    ZENFLOW_CHECK(job.first_step + n_steps - 1 <= resolved_step + capacity);
 }
 
 bool StepRecords::resolve(const UpdateJob& job) const {
     if (n_steps_of(job) == 0) return true;
     const int64_t tentative_step = job.first_step + job.n_committed;
     const int64_t last = tentative_step - (job.tentative == Tentative::kCorrection ? 0 : 1);
-    for (int64_t step = arena_.resolved_step(); step < last;) {
+    for (int64_t step = arena_.live().resolved_step; step < last;) {
         const int64_t count_before = arena_.step_record(step).count;
-        require(count_before >= 0 && count_before < std::numeric_limits<int64_t>::max(), "arena: step ", step,
-                "'s count must be at least 0, got ", count_before);
+        ZENFLOW_CHECK(count_before >= 0 && count_before < std::numeric_limits<int64_t>::max());
         ++step;
         StepRecord& record = arena_.step_record(step);
         const std::optional<float> clip = arrived(record.word, step);
@@ -47,7 +42,7 @@ bool StepRecords::resolve(const UpdateJob& job) const {
         record.count = count_before + (std::isfinite(*clip) ? 1 : 0);
         // Makes the step resolved: no earlier store may come after this one. A worker that restarts before it counts the step
         // again, from the same count.
-        __atomic_store_n(&arena_.resolved_step(), step, __ATOMIC_RELEASE);
+        __atomic_store_n(&arena_.live().resolved_step, step, __ATOMIC_RELEASE);
     }
     if (job.tentative == Tentative::kNone || job.tentative == Tentative::kCorrection) return true;
     return arrived(arena_.block_word(job.block), tentative_step) || note_missing(tentative_step, job.block);
@@ -56,10 +51,8 @@ bool StepRecords::resolve(const UpdateJob& job) const {
 StepRecords::Step StepRecords::committed_step(const UpdateJob& job, uint32_t index) const {
     const int64_t step = job.first_step + index;
     const StepRecord& record = arena_.step_record(step);
-    const int64_t sequence = sequence_of(record.word);
-    require(sequence == step, "job: the record of resolved step ", step, " must still hold it, got step ", sequence,
-            "; n_step_records is ", arena_.header().n_step_records);
-    return {std::isfinite(record.word.clip), record.word.clip, record.count};
+    ZENFLOW_CHECK(sequence_of(record.word) == step);
+    return {record.word.clip, record.count};
 }
 
 BlockShown StepRecords::to_show(const UpdateJob& job) const {
@@ -72,25 +65,22 @@ BlockShown StepRecords::to_show(const UpdateJob& job) const {
 
 StepRecords::Step StepRecords::tentative_step(const UpdateJob& job, const BlockShown& shown) const {
     const int64_t step_before = job.first_step + job.n_committed - 1;
-    return {std::isfinite(shown.factor), shown.factor, arena_.step_record(step_before).count + 1};
+    return {shown.factor, arena_.step_record(step_before).count + 1};
 }
 
 bool StepRecords::note_missing(int64_t step, uint32_t block) const {
-    ArenaHeader& header = *arena_.at<ArenaHeader>(0);
+    ArenaHeader& header = arena_.live();
     __atomic_store_n(&header.awaited_block, block, __ATOMIC_RELAXED);
     __atomic_store_n(&header.awaited_step, step, __ATOMIC_RELAXED);
     __atomic_store_n(&header.n_looks, header.n_looks + 1, __ATOMIC_RELAXED);
     return false;
 }
 
-void StepRecords::nothing_missing() const {
-    __atomic_store_n(&arena_.at<ArenaHeader>(0)->awaited_step, int64_t{0}, __ATOMIC_RELAXED);
-}
+void StepRecords::nothing_missing() const { __atomic_store_n(&arena_.live().awaited_step, int64_t{0}, __ATOMIC_RELAXED); }
 
 std::optional<float> StepRecords::arrived(const StepWord& word, int64_t step) const {
     const int64_t sequence = sequence_of(word);
-    require(sequence <= step, "job: the word of unresolved step ", step, " must not hold a later one, got step ", sequence,
-            "; n_step_records is ", arena_.header().n_step_records);
+    ZENFLOW_CHECK(sequence <= step);
     if (sequence != step) return std::nullopt;
     float clip;
     uint32_t check;

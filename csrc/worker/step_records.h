@@ -31,8 +31,7 @@ class StepRecords {
     void nothing_missing() const;
 
     struct Step {
-        bool applied;  // false: the factor is not finite and the step is left out
-        float clip;
+        float clip;     // not finite: the step is left out
         int64_t count;  // applied steps up to and including this one
     };
     // One of a resolved job's committed steps. Throws Error if a later step has overwritten the record.

@@ -111,6 +111,10 @@ class Kernels:
         with copies:
             for destination in destinations:
                 destination.slot.copy_(destination.part_of(gradient), non_blocking=True)
+        self.select_parts(gradient, destinations)
+
+    def select_parts(self, gradient: Tensor, destinations: Sequence[Destination]) -> None:
+        """Gathers the selected columns of a gradient."""
         for destination in destinations:
             if destination.selection is not None:
                 self.select(destination.part_of(gradient), destination.selection)

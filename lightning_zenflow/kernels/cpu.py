@@ -20,26 +20,6 @@ _SMALLEST_PART = 1 << 18
 _pointer, _int64, _uint32, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float
 
 
-class _Destination(ctypes.Structure):
-    _fields_ = fields(
-        (_int64, "first_row rows"),
-        (_pointer, "slot indices"),
-        (_int64, "n_selected"),
-        (_pointer, "selected"),
-    )
-
-
-class _RouteArgs(ctypes.Structure):
-    _fields_ = fields(
-        (_pointer, "gradient"),
-        (_int64, "rows columns"),
-        (_pointer, "row_squared_norms col_squared_norms"),
-        (ctypes.POINTER(_Destination), "destinations"),
-        (_int64, "n_destinations"),
-        (_uint32, "dtype"),
-    )
-
-
 class _ProvisionalUpdateArgs(ctypes.Structure):
     _fields_ = fields(
         (_pointer, "weights gradient"),
@@ -47,17 +27,6 @@ class _ProvisionalUpdateArgs(ctypes.Structure):
         (_pointer, "row_scale col_scale noise"),
         (_int64, "noise_mask"),
         (_float, "size"),
-        (_uint32, "dtype"),
-    )
-
-
-class _AdamwArgs(ctypes.Structure):
-    _fields_ = fields(
-        (_pointer, "master exp_avg exp_avg_sq gradient weights"),
-        (_int64, "n"),
-        (ctypes.POINTER(native.Hyperparameters), "hyperparameters"),
-        (_int64, "count"),
-        (_float, "factor"),
         (_uint32, "dtype"),
     )
 
@@ -79,9 +48,13 @@ def _library() -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise RuntimeError(cannot_run(path, error)) from error
-    library.zenflow_route.argtypes = [ctypes.POINTER(_RouteArgs), _int64]
+    library.zenflow_route.argtypes = [_pointer, _int64, _int64, _pointer, _pointer, _uint32, _int64]
     library.zenflow_provisional_update.argtypes = [ctypes.POINTER(_ProvisionalUpdateArgs), _int64]
-    library.zenflow_adamw.argtypes = [ctypes.POINTER(_AdamwArgs), _int64]
+    state, hyperparameters = (_pointer, _pointer, _pointer), ctypes.POINTER(native.Hyperparameters)
+    library.zenflow_adamw.argtypes = [
+        *(*state, _pointer, _pointer, _int64),
+        *(hyperparameters, _int64, _float, _uint32, _int64),
+    ]
     library.zenflow_scatter_columns.argtypes = [ctypes.POINTER(_Columns), _int64, _uint32]
     return library
 
@@ -89,7 +62,7 @@ def _library() -> ctypes.CDLL:
 class CpuKernels(Kernels):
     """Compiled loops for what reads or writes whole matrices, with rows divided among as many threads as torch uses.
 
-    Results have the same bits for every number of threads, except sums over columns. `adamw_` has the bits of the worker's kernel.
+    Results have the same bits for every number of threads. `adamw_` has the bits of the worker's kernel.
     """
 
     def __init__(self) -> None:
@@ -99,24 +72,26 @@ class CpuKernels(Kernels):
     def route(
         self, gradient: Tensor, destinations: Sequence[Destination], *, per_axis: bool, copies: Copies = IN_ORDER
     ) -> SquaredNorms:
-        """One pass over memory, except for destinations within a single row."""
-        n_rows, n_columns = gradient.shape
+        """One pass over memory for what every step needs: not within single rows, and without `per_axis` and selections."""
+        (n_rows, n_columns), dtype = gradient.shape, gradient.dtype
+        squared_norms = gradient.new_empty(1, n_rows, dtype=torch.float32)
+        parts: list[tuple[int, int, int | None]] = [(0, n_rows, None)]
         if any(destination.slot.shape[1] != n_columns for destination in destinations):
             self.copy_parts(gradient, destinations, copies)
             destinations, copies = (), IN_ORDER
-        table = [_entry(destination, gradient) for destination in destinations] or [_Destination(rows=n_rows)]
-        n_threads = _n_threads(n_rows, gradient.numel())
-        rows = gradient.new_empty(1, n_rows, dtype=torch.float32)
-        columns = rows.new_zeros(n_threads, n_columns) if per_axis else None
-        args = _RouteArgs(
-            *(_address(gradient, gradient.dtype), n_rows, n_columns),
-            *(rows.data_ptr(), None if columns is None else columns.data_ptr()),
-            *((_Destination * len(table))(*table), len(table), native.DATA_TYPES[gradient.dtype]),
-        )
+        elif destinations:
+            parts = [(d.begin // n_columns, len(d.slot), _address(d.slot, dtype)) for d in destinations]
+        begin, norms, code = _address(gradient, dtype), squared_norms.data_ptr(), native.DATA_TYPES[dtype]
         with copies:
-            self._library.zenflow_route(args, n_threads)
-        total = rows.sum(1, dtype=torch.float64)
-        return SquaredNorms(parts=total, per_axis=() if columns is None else (rows, columns))
+            for row, n, slot in parts:
+                first, n_threads = begin + row * n_columns * dtype.itemsize, _n_threads(n, n * n_columns)
+                self._library.zenflow_route(first, n, n_columns, norms + 4 * row, slot, code, n_threads)
+        self.select_parts(gradient, destinations)
+        total = squared_norms.sum(1, dtype=torch.float64)
+        if not per_axis:
+            return SquaredNorms(parts=total)
+        columns = torch.linalg.vector_norm(gradient, dim=0, keepdim=True, dtype=torch.float32)
+        return SquaredNorms(parts=total, per_axis=(squared_norms, columns.square_()))
 
     @override
     def provisional_update_(
@@ -143,13 +118,12 @@ class CpuKernels(Kernels):
             weights.copy_(state[0])
             return
         n, dtype = gradient.numel(), weights.dtype
-        args = _AdamwArgs(
+        self._library.zenflow_adamw(
             *(_address(values, torch.float32, n) for values in state),
             *(_address(gradient, dtype), _address(weights, dtype, n), n),
             *(ctypes.pointer(native.Hyperparameters(**vars(h))), int(scale.count), float(scale.factor)),
-            native.DATA_TYPES[dtype],
+            *(native.DATA_TYPES[dtype], _n_threads(n, n)),
         )
-        self._library.zenflow_adamw(args, _n_threads(n, n))
 
     @override
     def column_writer(self, writes: Sequence[ColumnWrite]) -> Callable[[], None]:
@@ -179,17 +153,6 @@ def _address(tensor: Tensor, dtype: torch.dtype, numel: int | None = None) -> in
     as_promised = tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous()
     assert as_promised and numel in (None, tensor.numel()), (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
     return tensor.data_ptr()
-
-
-def _entry(destination: Destination, gradient: Tensor) -> _Destination:
-    """Full rows of a gradient, their slot and their selection."""
-    slot, dtype = destination.slot, gradient.dtype
-    entry = _Destination(destination.begin // gradient.shape[1], slot.shape[0], _address(slot, dtype))
-    if destination.selection is not None:
-        columns, entries = destination.selection.columns, destination.selection.entries
-        entry.n_selected, entry.selected = entries.shape[1], _address(entries, dtype)
-        entry.indices = None if columns is None else _address(columns, torch.int64, entry.n_selected)
-    return entry
 
 
 def _n_threads(n_rows: int, numel: int) -> int:

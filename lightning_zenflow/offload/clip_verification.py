@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from typing_extensions import override
+
 from lightning_zenflow.native import Tentative
 from lightning_zenflow.offload.in_flight import JobsInFlight
 from lightning_zenflow.offload.plan import StepContext
@@ -23,26 +25,25 @@ class Verification:
     """Finds the blocks that show a step with another factor than its own, and decides whether blocks may be submitted in backward.
 
     A block that is submitted in backward shows the step with a factor from before the step's end, which is in the block's word. The step's
-    own factor is in the step's word. The training thread reads both when the worker has answered a job that waits for the step's word.
-    Where no other job does, that is a *correction* of the last block: the block is submitted once more, tentatively with the step's factor,
-    and the worker has nothing to do if that is the block's. In place (`RankState.in_place`) a correction is published, and blocks with
-    another factor are corrected as well. Otherwise it only waits for the word, and these are submitted with the step committed. What
-    follows depends on factors alone, so that runs repeat.
+    own factor is in the step's word. The training thread reads both when the worker has answered a job that waits for the step's word: a
+    *correction*, which shows a block's tentative step once more with the step's factor, and for which the worker has nothing to do if that
+    is the block's. What follows depends on factors alone, so that runs repeat. Where the weights are decides on how: `ResidentWeights`,
+    `WeightsInPlace`.
 
     Args:
         in_flight: takes the corrections.
 
     Attributes:
-        n_clipped: applied steps up to the last one whose word was read that were clipped in a row. At the start: as many as make a step
-            careful whose factor would have to be speculated, otherwise 0.
+        n_clipped: applied steps up to the last one whose word was read that were clipped in a row.
         step: the step that phase *verify* has begun for, whose word has not been read; None: the phase has ended.
         n_corrected: steps so far that some block has shown, or would have shown, with another factor than the true one.
     """
 
+    n_clipped: int
+
     def __init__(self, rank: RankState, in_flight: JobsInFlight) -> None:
         self._rank = rank
         self._in_flight = in_flight
-        self.n_clipped = 0 if rank.in_place else _IN_A_ROW
         self.step: StepContext | None = None
         # Of that step: blocks that were submitted in backward, in order; those of them that have been submitted with the true factor since.
         self._shown: Sequence[Block] = ()
@@ -59,31 +60,12 @@ class Verification:
         """Whether some weights are shown that another submission may have to replace."""
         return self.step is not None and len(self._resubmitted) < len(self._shown)
 
-    def begin(
-        self, context: StepContext, shown: Sequence[Block], *, as_shown: bool, is_awaited: bool
-    ) -> Sequence[Block]:
-        """Begins the phase, behind *seal*.
+    def behind_publish(self, correct: Callable[[Block], object]) -> bool:
+        """Ends the phase, where it ends there, with `correct` for each block that has shown another factor than the step's own."""
+        return False
 
-        Args:
-            context: the step.
-            shown: blocks that were submitted in backward, in order.
-            as_shown: whether the step has the hyperparameters of the jobs in backward.
-            is_awaited: whether a job that commits the step is published in it.
-
-        Returns:
-            Blocks that are to be submitted with the step committed, because all of them differ.
-        """
-        one, in_place = shown[-1:], self._rank.in_place
-        # In place they hide behind the forward pass, which would otherwise wait for the first answer.
-        all_differ = not as_shown or (in_place and self.n_clipped > 0)
-        resubmitted = shown if all_differ else one if in_place else ()
-        if in_place or as_shown:
-            # In that order: in place the worker takes the newest first.
-            for block in resubmitted or one:
-                self._correct(block, context.number)
-        if shown or (is_awaited and not in_place):
-            self._shown, self._resubmitted, self.step = shown, resubmitted, context
-        return () if in_place else resubmitted
+    def before_fetch(self) -> None:
+        """Ends the phase before weights are fetched, in place."""
 
     def end(self, correct: Callable[[Block], object] | None = None) -> None:
         """Ends the phase, if it has begun, once the step's word has arrived.
@@ -107,19 +89,82 @@ class Verification:
         self.n_corrected += any(others)
         self.step = None
 
-    def run_in_place(self) -> None:
-        """Waits for the step's word and corrects the blocks that differ, before a forward pass fetches their weights."""
+    def _enqueue_correction(self, block: Block, buffer: int | None, due_step: int) -> None:
+        """Submits a block that was submitted in backward again, with the true factor; None: its weights are discarded."""
+        window = block.window
+        assert window is not None, "its last gradient is tentative"
+        with self._rank.records:
+            # The block's window goes on.
+            again = dataclasses.replace(window, slots=list(window.slots))
+            self._in_flight.enqueue(block, again, buffer, due_step=due_step, tentative=Tentative.CORRECTION)
+        self._rank.worker.send()
+
+
+class ResidentWeights(Verification):
+    """Weights on the device.
+
+    The last block's correction only waits for the step's word, where no other job does. Blocks with another factor are submitted with the
+    step committed, in phase *publish*; or at once, where all of them have other hyperparameters.
+    """
+
+    n_clipped = _IN_A_ROW  # at the start nothing is speculated: a wrong guess costs something
+
+    def begin(
+        self, context: StepContext, shown: Sequence[Block], *, as_shown: bool, is_awaited: bool
+    ) -> Sequence[Block]:
+        """Begins the phase, behind *seal*.
+
+        Args:
+            context: the step.
+            shown: blocks that were submitted in backward, in order.
+            as_shown: whether the step has the hyperparameters of the jobs in backward.
+            is_awaited: whether a job that commits the step is published in it.
+
+        Returns:
+            Blocks that are to be submitted with the step committed, because all of them differ.
+        """
+        resubmitted = () if as_shown else shown
+        for block in shown[-1:] if as_shown else ():
+            self._enqueue_correction(block, None, context.number)
+        if shown or is_awaited:
+            self._shown, self._resubmitted, self.step = shown, resubmitted, context
+        return resubmitted
+
+    @override
+    def behind_publish(self, correct: Callable[[Block], object]) -> bool:
+        is_open = self.step is not None
+        self.end(correct)
+        return is_open
+
+
+class WeightsInPlace(Verification):
+    """Weights in host memory (`RankState.in_place`).
+
+    A correction is published. That of the last block is submitted behind *seal*; or all of them, where they have other hyperparameters or
+    the step before was clipped: they hide behind the forward pass, which would otherwise wait for the first answer. Other blocks that
+    differ are corrected before weights are fetched.
+    """
+
+    n_clipped = 0  # at the start
+
+    def begin(
+        self, context: StepContext, shown: Sequence[Block], *, as_shown: bool, is_awaited: bool
+    ) -> Sequence[Block]:
+        """As `ResidentWeights.begin`."""
+        resubmitted = shown[-1:] if as_shown and self.n_clipped == 0 else shown
+        # In that order: the worker takes the newest first.
+        for block in resubmitted:
+            self._correct(block, context.number)
+        if shown:
+            self._shown, self._resubmitted, self.step = shown, resubmitted, context
+        return ()
+
+    @override
+    def before_fetch(self) -> None:
+        """Waits for the step's word and corrects the blocks that differ."""
         if self.step is not None:
             self._in_flight.publish_blocks(self._shown[-1:], "publish_wait")
             self.end(partial(self._correct, step=self.step.number))
 
     def _correct(self, block: Block, step: int) -> None:
-        """Submits a block again that was submitted in backward, with the true factor."""
-        window, in_place = block.window, self._rank.in_place
-        assert window is not None, "its last gradient is tentative"
-        buffer = block.number if in_place else None
-        with self._rank.records:
-            # The block's window goes on.
-            again = dataclasses.replace(window, slots=list(window.slots))
-            self._in_flight.enqueue(block, again, buffer, due_step=step + in_place, tentative=Tentative.CORRECTION)
-        self._rank.worker.send()
+        self._enqueue_correction(block, block.number, step + 1)

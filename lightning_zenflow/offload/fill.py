@@ -97,7 +97,10 @@ class VectorGradients:
 class Fill:
     """Phase *fill* of `JobQueue`: the gradients of a step, from their reduction to the slots, and all that is done when one arrives.
 
-    A parameter without a gradient in a step has the gradient zero, as under ZeRO-2 without offload: its moments decay.
+    A trained slice moves through three sets. It is *pending* while its gradient is a sum over earlier micro-batches
+    (`Accumulation.pending`); *arrived* from when the gradient of the whole step has been routed (`_slice_complete`), which no block then
+    misses (`Block.missing`); and besides *unpolled* until `JobsInFlight.poll` hears that its weights may be overwritten. A parameter
+    without a gradient in a step has the gradient zero, as under ZeRO-2 without offload: its moments decay.
 
     *In backward*, single blocks are submitted as soon as the gradients of all of their trained slices have arrived. The factor on the
     gradients (clipping) is known only at the end of backward. A complete block is submitted before, with a factor that decides on nothing
@@ -143,7 +146,7 @@ class Fill:
         partition = rank.partition
         self.trained: Set[int] = frozenset(range(len(partition.slices)))
         self._arrived: dict[int, None] = {}
-        self._new: set[int] = set()  # those of them that `JobsInFlight.poll` does not know yet
+        self._unpolled: set[int] = set()
         self.norms = GradientNorms(len(rank.blocks), rank.device, speculates=speculates)
         self._factors: list[Tensor] = []  # of the blocks that were submitted in this backward pass
         self.factor_error = DeviceNumber()
@@ -179,7 +182,7 @@ class Fill:
         """Begins a step; before the first gradient of its last micro-batch."""
         self._jobs.open(context.number)
         self._arrived.clear()
-        self._new.clear()
+        self._unpolled.clear()
         self._factors.clear()
         for block in self._rank.blocks:
             block.missing = block.slices & self.trained
@@ -312,15 +315,15 @@ class Fill:
     def _slice_complete(self, index: int) -> list[Block]:
         """Notes that a slice's gradient of the whole step has been routed; returns the blocks that are complete with it, ascending."""
         self._arrived[index] = None
-        self._new.add(index)
+        self._unpolled.add(index)
         blocks = self._rank.blocks.of_slice[index]
         for block in blocks:
             block.missing.discard(index)
         return [block for block in blocks if not block.missing]
 
     def _poll(self, step: int) -> None:
-        new, self._new = self._new, set()
-        self._jobs.in_flight.poll(step, new)
+        unpolled, self._unpolled = self._unpolled, set()
+        self._jobs.in_flight.poll(step, unpolled)
 
     def _submit(self, blocks: Iterable[Block], context: StepContext) -> None:
         """Submits complete blocks whose windows close, in a step that submits in backward."""

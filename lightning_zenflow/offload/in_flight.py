@@ -38,7 +38,7 @@ class JobsInFlight:
 
     Attributes:
         free_buffers: publish buffers that no job uses, the one that has been free longest first, each with the event behind the device's
-            last copies from it; None: the last sealed word is ordered behind them.
+            last copies from it; None: a step has been sealed behind them.
         n_in_backward: blocks that were submitted in backward and published, since the start.
         n_late: those of them that were not done when the training thread waited for them: at the end of the step, which a CUDA device may
             have ended later, or in place where they were fetched.

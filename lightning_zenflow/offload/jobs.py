@@ -11,7 +11,7 @@ from lightning_zenflow.core.device import Event, runtime_of
 from lightning_zenflow.core.schedule import StaggeredSchedule, StalenessCompensation, UpdateSchedule
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, mean_beta1, step_word
 from lightning_zenflow.native import Tentative
-from lightning_zenflow.offload.clip_verification import Verification
+from lightning_zenflow.offload.clip_verification import ResidentWeights, WeightsInPlace
 from lightning_zenflow.offload.in_flight import JobsInFlight
 from lightning_zenflow.offload.plan import StepContext
 from lightning_zenflow.offload.rank_state import Block, RankState, SlotPool, Window
@@ -25,42 +25,18 @@ class JobQueue:
     Each step t has these phases; the code repeats their names.
 
     1. *open*: the first gradient of the step's last micro-batch arrives.
-    2. *fill*: during backward, each reduced gradient is copied to the slots (d2h), in stream order behind the kernels that computed it. A
-       block acquires a free slot for step t before its first gradient, which may be one of an earlier micro-batch (`acquire`).
-    3. *seal*: behind all of these copies, in the same order, the step's word is copied to its record: its factor (clip coefficient over
-       loss scale) and its sequence number. The worker polls the word, whose arrival happens after the arrival of everything before it. The
-       training thread never waits for the copies.
-    4. *submit*: the windows that close at t become jobs. From here until the job is done, its publish buffer and the block's master
-       weights and moments belong to the worker, and its slots until the job that commits them is done. With d = 0, a block is submitted
-       *in backward*, as soon as it is filled: step t is then *tentative*, with a predicted factor and a sequence number of the block's own
-       behind its gradient (`Fill`), and its gradient stays in the block's next window. The buffer may be the block's weights themselves, in
-       place (`JobsInFlight`): the worker then writes them while backward is running, since the sequence number is behind the step's last
-       read of them as well.
-    5. *replay*, in the worker: wait for the sequence number of the job's last committed step, and of the block if there is a tentative
-       one; apply the committed gradients in order, with their true factors; write the new weights, with the tentative gradient, in the
-       model's type to the publish buffer; answer *done*. The order of the jobs is in ``csrc/common/protocol.h``.
-    6. *publish*: jobs that are due at t are waited for (this is the stall that is measured), and their weights are copied into the model
-       (h2d). No kernel of step t reads a slice's weights any more once its gradient has arrived: the copies are ordered behind that event
-       in *fill*, and those of jobs that are done in time are enqueued there (`JobsInFlight`). In place, nothing is copied, and a job is
-       waited for where its weights are fetched in step t + 1 (`await_slice`).
-    7. *verify*, where no forward pass may see another factor than the true one (`Verification`): blocks that have shown another one are
-       submitted again at the end of *publish*; in place, where that hides behind the forward pass, before the next fetch, or all of them
-       behind *seal* where the step before was clipped.
+    2. *fill*: in backward, gradients are copied to the slots, in stream order. A block acquires a free slot before its first gradient.
+    3. *seal*: behind all of these copies, the step's word is copied to its record: its factor (clip coefficient over loss scale) and its
+       number. The worker polls the word; the training thread never waits for the copies.
+    4. *submit*: the windows that close at t become jobs. With d = 0 a block is submitted *in backward*, as soon as it is filled: step t is
+       then *tentative*, with a predicted factor and a word of the block's own (`Fill`), and its gradient stays in the block's next window.
+    5. *replay*, in the worker (``csrc/common/protocol.h``): from the words of a job on until its *done*.
+    6. *publish*: jobs that are due at t are waited for, and their weights are copied into the model; in place (`JobsInFlight`) they are
+       there, and a job is waited for where its weights are fetched in step t + 1 (`await_slice`).
+    7. *verify*, where no forward pass may see another factor than the true one (`Verification`).
 
-    *flush* closes every open window, commits what is tentative and publishes every job; then the arena is the exact state of all steps so
-    far.
-
-    Reuse of memory. The slots that a job commits are free when the worker's *done* has been read, in backward or in *publish*: what is
-    copied to them afterwards comes after the worker has read them. A publish buffer is free when the copies from it are enqueued: in
-    *publish*, or in backward for a job that was submitted there. An event behind these copies stays with the buffer, and the word that the
-    buffer's next job waits for (the block's, or the step's in *seal*) is ordered behind it on the device, so the training thread does not
-    wait. Where that word has been written before (synchronous and clipped steps, flush), it may have to (`JobsInFlight.await_buffer`).
-
-    Backpressure. Where no slot or buffer is free in *fill*, the training thread reads the answers of the jobs in flight, the oldest first,
-    until one is (cause "slot"). If none is in flight any more and every slot holds a gradient, the windows that step t closes *commit
-    early* what they hold, in jobs whose weights are not copied to the model: where steps are accumulated in host memory, or where a step
-    does not submit in backward while windows hold gradients that are shown already. So n_blocks slots would be enough for d = 0. Whether a
-    block commits early depends on the order of arrival alone, never on the worker's speed, so runs repeat.
+    *flush* closes every open window, commits what is tentative and publishes every job: the arena is then the exact state of all steps.
+    `SlotPool`, `_write_word` and `_commit_early` say when memory is used again.
 
     Args:
         schedule: S and d at the start.
@@ -69,14 +45,9 @@ class JobQueue:
         verifies: whether no forward pass may see another clip factor than the true one.
 
     Attributes:
-        in_flight: the jobs.
         n_steps_in_backward: steps in which blocks were submitted in backward, since the start.
         shows_exact: whether the last step has ended with weights that have the gradients of all steps.
-        slots: of all blocks.
-        schedule: S and d, and which blocks close when.
-        submitted_in_backward: blocks that were submitted in the backward pass of the present step, in order; the worker is ahead of that
-            step.
-        verification: of the factors that forward passes see.
+        submitted_in_backward: blocks that were submitted in the present step's backward pass, in order.
     """
 
     def __init__(
@@ -100,7 +71,7 @@ class JobQueue:
         may_know = verifies and rank.in_place and not rank.arena.rounds
         self._in_backward_tentative = Tentative.TRUE_IF_KNOWN if may_know else Tentative.PREDICTED
         self.in_flight = JobsInFlight(rank, self.slots, has_scratch=in_backward)
-        self.verification = Verification(rank, self.in_flight)
+        self.verification = (WeightsInPlace if rank.in_place else ResidentWeights)(rank, self.in_flight)
         self._verifies = verifies
         self._longest = self._largest_lag = 0
         self._ahead = 0.0  # steps by which published weights are predicted, in the step that is submitted
@@ -133,8 +104,7 @@ class JobQueue:
 
     def open(self, step: int) -> None:
         """Phase *open*."""
-        if self.verification.step is not None:
-            self.verification.run_in_place()
+        self.verification.before_fetch()
         self._open_step = step
 
     def acquire(self, blocks: Iterable[Block], step: int) -> None:
@@ -164,24 +134,24 @@ class JobQueue:
             context: the step.
             groups: its hyperparameters, which may be others than in backward.
         """
-        step, synchronous = context.number, context.synchronous
+        step = context.number
         self._end_fill(step)
         shown = list(self.submitted_in_backward)
         self.n_steps_in_backward += bool(shown)
         self.shows_exact = context.shows_exact_weights
-        blocks = self._rank.blocks
-        closing = blocks if synchronous else [blocks[number] for number in self.schedule.closing_blocks(step)]
-        self._ahead = 0.0 if synchronous else self._prediction_steps(groups)
-        is_awaited = bool(closing) and (synchronous or self.schedule.publish_lag == 0)
+        blocks, due_step = self._rank.blocks, self._due_step(step)
+        closing: Sequence[Block] = [blocks[number] for number in self.schedule.closing_blocks(step)]
+        self._ahead = self._prediction_steps(groups)
+        if context.synchronous:
+            # All windows close, and are published exactly in this step.
+            closing, due_step, self._ahead = blocks, step, 0.0
         again: Sequence[Block] = ()
         if self._verifies:
-            as_shown = groups == context.inputs.groups
+            as_shown, is_awaited = groups == context.inputs.groups, bool(closing) and due_step == step
             again = self.verification.begin(context, shown, as_shown=as_shown, is_awaited=is_awaited)
         for block in closing:
             if block not in self.submitted_in_backward or block in again:
-                self._submit(
-                    block, due_step=step if synchronous else self._due_step(step), prediction_steps=self._ahead
-                )
+                self._submit(block, due_step=due_step, prediction_steps=self._ahead)
 
     def can_submit_in_backward(self, block: Block, step: int) -> bool:
         """Whether a block's window closes in the open step and is published in it, and no older weights are still to be shown."""
@@ -224,9 +194,8 @@ class JobQueue:
     def publish(self, step: int) -> dict[Block, int]:
         """Phase *publish*, and *verify* where weights are copied; returns what `JobsInFlight.publish` does."""
         published = self.in_flight.publish(step, "publish_wait", due_only=True)
-        if self.verification.step is not None and not self._rank.in_place:
-            correct = partial(self._submit, due_step=step, prediction_steps=self._ahead, cause="correction")
-            self.verification.end(correct)
+        correct = partial(self._submit, due_step=step, prediction_steps=self._ahead, cause="correction")
+        if self.verification.behind_publish(correct):
             published |= self.in_flight.publish(step, "correction", due_only=True)
         self.submitted_in_backward.clear()
         return published
@@ -278,7 +247,7 @@ class JobQueue:
     def await_slice(self, index: int) -> None:
         """Phase *publish* of the blocks of one slice, whose weights are about to be fetched; in place."""
         if self.verification.is_in_doubt:
-            self.verification.run_in_place()
+            self.verification.before_fetch()
         self.in_flight.publish_blocks(self._rank.blocks.of_slice[index], "publish_wait")
 
     def is_written(self, index: int) -> bool:
@@ -294,6 +263,10 @@ class JobQueue:
         self.in_flight.follow(slices)
 
     def _write_word(self, words: StepWords, index: int, word: Tensor, *, behind: Iterable[Event | None]) -> None:
+        """Copies a word, in the device's order behind its last copies from the buffers that the word's jobs write: nobody waits for them.
+
+        Where the word was written before its job is submitted, `JobsInFlight.await_buffer` waits.
+        """
         for event in behind:
             if event is not None:
                 self._rank.d2h.wait_for(event)
@@ -318,7 +291,11 @@ class JobQueue:
             self._open_step = None
 
     def _commit_early(self, step: int) -> None:
-        """Commits what the windows hold that `step`, which is being filled, closes; or if there are none, what all windows hold."""
+        """Commits what the windows hold that `step`, which is being filled, closes; or if there are none, what all windows hold.
+
+        Where steps are accumulated in host memory, or a step does not submit in backward while windows hold gradients that are shown
+        already. So n_blocks slots are enough for d = 0. It depends on the order of arrival alone, never on the worker's speed: runs repeat.
+        """
         held = [b for b in self._rank.blocks if (w := b.window) and w.slots and w.last_step < step]
         closing = [b for b in held if b.number in self.schedule.closing_blocks(step)]
         assert held and self._in_backward, "the schedule bounds the number of slots in use"

@@ -206,7 +206,9 @@ class RankState:
 class SlotPool:
     """Owner of the arena's gradient slots: host memory for one gradient of one block.
 
-    `JobQueue` says whose a slot is. The slot freed last is taken first, so that a schedule touches no more memory than it needs.
+    The slots that a job commits are free when the worker's *done* has been read, in backward or in *publish*: what is copied to them
+    afterwards comes after the worker has read them. The slot freed last is taken first, so that a schedule touches no more memory than it
+    needs.
 
     Attributes:
         n_slots: slots in use at most.

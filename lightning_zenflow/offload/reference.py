@@ -2,18 +2,7 @@
 
 To be read first. Nothing imports this module at run time; it is the oracle of the tests (`tests/support/oracle.py`). t counts steps from 1.
 S is `update_interval`, d `publish_lag`, C `max_norm`, lambda `weight_decay`. A scheduler may change lr, beta1, beta2, eps and lambda in
-every step, for each parameter group. Source: ZenFlow, arXiv 2505.12242, section 3.
-
-**The exact state.** g_t is the gradient of step t, at the weights that the model shows in that step. AdamW (arXiv 1711.05101, algorithm 2)
-applies every gradient once, in order. Its state after step t is the *exact* state, which checkpoints hold::
-
-    N_t = norm of the whole g_t                       c_t = 1 / max(1, (N_t + 1e-6) / C), or 1 without clipping
-    m_t = beta1 m_(t-1) + (1 - beta1) c_t g_t         v_t = beta2 v_(t-1) + (1 - beta2) (c_t g_t)^2
-    w_t = (1 - lr lambda) w_(t-1) - lr (m_t / (1 - beta1^n)) / (sqrt(v_t / (1 - beta2^n)) + eps)
-
-n counts the steps whose norm is finite; the other steps change nothing. Adam adds lambda w_(t-1) to c_t g_t instead of decaying the
-weight. A frozen parameter has no gradient and keeps its state; its n does not count the step. The paper instead applies the mean of S
-gradients as one update.
+every step, for each parameter group. Source: ZenFlow, arXiv 2505.12242, section 3. `AdamWState` has the exact state.
 
 **The shown weights.** ZenFlow decides only which step's exact weight the model shows, for each element:
 
@@ -30,13 +19,9 @@ gradients as one update.
 
 With S = 1, d = 0 and true factors, every step shows w_t: the training is AdamW's.
 
-**In the package** a block is a range of a rank's flat partition (`core/partition.py`), and each job is of one block. Gradients of a window
-lie in *slots*, new weights in *publish buffers*, both with w, m and v in memory that the trainer shares with a worker process
-(`worker/arena.py`), and so do each step's factor and hyperparameters. The worker *replays* a job: it applies the gradients in order, all of
-them to one tile after the other. An undo log has each tile from before its update (`csrc/adamw/tile_journal.h`), and each block has the
-number of its last completed job. If the worker is killed, the trainer sends all jobs without an answer to a new one
-(`worker/supervisor.py`), which restores the tiles that are half updated, continues that job, and answers without work the jobs that were
-complete.
+**In the package** a block is a range of a rank's flat partition (`core/partition.py`), and each job is of one block. A worker process
+*replays* it in shared memory (`worker/arena.py`): the gradients in order, all of them to one tile after the other. An undo log
+(`csrc/adamw/tile_journal.h`) and the number of each block's last job let another worker continue (`worker/supervisor.py`).
 
 Left out are later selections of columns (`offload/selection.py`), weight prediction and provisional updates, which add an estimate of the
 missing updates to shown weights (`core/schedule.py`), the choice of S and d (`core/schedule.py`), short moments and loss scales.
@@ -60,7 +45,19 @@ Groups: TypeAlias = Sequence[GroupHyperparameters]
 
 @dataclass(kw_only=True)
 class AdamWState:
-    """The exact state; each list has one tensor a parameter, all of one element type."""
+    """The exact state; each list has one tensor a parameter, all of one element type.
+
+    g_t is the gradient of step t, at the weights that the model shows in that step. AdamW (arXiv 1711.05101, algorithm 2) applies every
+    gradient once, in order. Its state after step t is the *exact* state, which checkpoints hold::
+
+        N_t = norm of the whole g_t                       c_t = 1 / max(1, (N_t + 1e-6) / C), or 1 without clipping
+        m_t = beta1 m_(t-1) + (1 - beta1) c_t g_t         v_t = beta2 v_(t-1) + (1 - beta2) (c_t g_t)^2
+        w_t = (1 - lr lambda) w_(t-1) - lr (m_t / (1 - beta1^n)) / (sqrt(v_t / (1 - beta2^n)) + eps)
+
+    n counts the steps whose norm is finite; the other steps change nothing. Adam adds lambda w_(t-1) to c_t g_t instead of decaying the
+    weight. A frozen parameter has no gradient and keeps its state; its n does not count the step. The paper instead applies the mean of S
+    gradients as one update.
+    """
 
     weights: list[Tensor]
     exp_avg: list[Tensor]

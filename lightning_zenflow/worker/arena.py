@@ -190,7 +190,7 @@ class Arena:
             return self._locks.copy_of(values)
 
     def ranges_of_device(self) -> list[tuple[int, int]]:
-        """Reserved bytes [begin, end) that a device copies from or to, to be page-locked for a CUDA device: all but the states."""
+        """Reserved bytes [begin, end) that a device copies from or to: all but the states. For measurements."""
         return [(begin, end) for begin, end in self._reserved if begin != self._header.master_offset]
 
     @property

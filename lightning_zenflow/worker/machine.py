@@ -160,7 +160,7 @@ def worker_cores(
         reserved_share: share of a rank's cores for the trainer, 0 to 1 (DeepSpeed's `pt_reserved_cores_perc`), or "auto".
 
     Raises:
-        ValueError: a requested core is not allowed, or there are fewer cores than requested.
+        ValueError: a requested core is not allowed or named twice, or there are fewer cores than requested.
     """
     place = places[index]
     allowed, candidates = place.allowed, _candidates(place)
@@ -178,10 +178,10 @@ def worker_cores(
             )
         cores = sorted(list(dict.fromkeys([*reversed(share), *reversed(candidates), *reversed(allowed)]))[:request])
     else:
-        if forbidden := sorted(set(request) - set(allowed)):
+        if wrong := [core for i, core in enumerate(request) if core not in allowed or core in request[:i]]:
             raise ValueError(
-                f"ZenFlowConfig: worker_cores must be cores this process may use, which are {list(allowed)}, got {list(request)};"
-                f" remove {forbidden}"
+                f"ZenFlowConfig: worker_cores must be distinct cores this process may use, which are {list(allowed)}, got {list(request)};"
+                f" remove {wrong}"
             )
         cores = _part(list(request), index, len(places))
     return WorkerCores(cores=tuple(cores), trainer_threads=max(1, n_granted - len(cores)))

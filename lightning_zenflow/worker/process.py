@@ -128,13 +128,9 @@ class Worker:
         self._stderr = os.fdopen(os.memfd_create(MEMORY_PREFIX + "worker-stderr", os.MFD_CLOEXEC), "rb", buffering=0)
         self._executable = worker_executable()
         self._is_ready = False
-        command = [
-            str(self._executable),
-            "--arena-fd", str(arena.fd),
-            "--socket-fd", str(remote.fileno()),
-            "--cores", ",".join(map(str, cores)),
-            "--word-timeout-ms", str(max(1, round(1000 * (word_timeout_s or timeout_s)))),
-        ]  # fmt: skip
+        word_timeout_ms = max(1, round(1000 * (word_timeout_s or timeout_s)))
+        arguments = arena.fd, remote.fileno(), ",".join(map(str, cores)), word_timeout_ms
+        command = [str(self._executable), *map(str, arguments)]
         with remote:
             try:
                 self._process = subprocess.Popen(
@@ -222,10 +218,7 @@ class Worker:
         if kind == native.MessageType.ERROR:
             text = message[ctypes.sizeof(native.MessageHeader) :].decode(errors="replace")
             raise WorkerError(f"{self} failed: {text}")
-        answer = _ANSWERS.get(kind)
-        if answer is None or len(message) != ctypes.sizeof(answer):
-            raise WorkerError(f"{self} sent {len(message)} bytes of type {kind}: no answer has them")
-        return answer.from_buffer_copy(message)
+        return _ANSWERS[kind].from_buffer_copy(message)
 
     def has_answered(self) -> bool:
         """Whether `wait` would return or raise immediately."""

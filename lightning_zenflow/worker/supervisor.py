@@ -72,19 +72,17 @@ class SupervisedWorker:
     2. *restart*: start a new worker on the same arena.
     3. *resubmit*: submit all jobs and requests without an answer again, unchanged and in order.
     4. *continue*, in the worker: jobs are idempotent. Those up to a block's last completed job are acknowledged without being applied
-       again. The one that was in progress comes first and continues from the undo log: each thread's journal entry
-       (``csrc/worker/journal.h``) tells how far it was, and a tile whose last update may be incomplete is updated again from its saved
-       copy (``csrc/adamw/tile_journal.h``). All others have not changed anything.
+       again. The one that was in progress comes first and continues from the undo log (``csrc/worker/journal.h``,
+       ``csrc/adamw/tile_journal.h``). All others have not changed anything.
 
-    Every update is therefore applied exactly once, and the run has the same bits whenever the worker dies: at its start, while it waits,
-    within a tile, between master and published weights, before or after its answer, or again during recovery.
+    So every update is applied exactly once, and the run has the same bits whenever the worker dies, in recovery too.
 
     Interruptions. An exception that comes from outside, such as `KeyboardInterrupt`, may cut an exchange with the worker between a system
     call and the record of it. A message may then have been sent, or an answer received, that is not recorded. The next exchange therefore
     recovers first, as after a death. A message is recorded before it is sent, so none is lost.
 
-    Other failures are raised at once, and again at every later exchange: an error that the worker reports would only be repeated, as would
-    a missed `worker_timeout`; too many deaths indicate a fault of the system.
+    Other failures are raised at once, and again at every later exchange: they would only be repeated. Too many deaths indicate a fault of
+    the system.
 
     Args:
         start: starts a worker on the arena.

@@ -81,8 +81,8 @@ def test_what_a_device_cannot_run_is_named(
 
 
 def test_kernel() -> None:
-    triad, jobs = measure_replay(1 << 16, sorted(os.sched_getaffinity(0))[:1])
-    assert triad > 0
+    jobs = measure_replay(1 << 16, sorted(os.sched_getaffinity(0))[:1])
+    assert len(jobs) == 10
     assert {job.steps for job in jobs.values()} == {1, 2, 4, 8, 16}
     assert min(job.ns for job in jobs.values()) > 0
 

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "check.h"
-#include "reference_adamw.h"
 #include "trainer_arena.h"
 #include "worker_process.h"
 
@@ -54,18 +53,19 @@ ArenaSpec small_spec(DataType moments) {
     return spec;
 }
 
+std::string image_of(TrainerArena& arena) { return {reinterpret_cast<const char*>(arena.memory()), arena.n_bytes()}; }
+
 class Training {
   public:
     explicit Training(const Scenario& scenario) : arena_(small_spec(scenario.moments)) {
-        arena_.header().newest_first = scenario.newest_first ? 1 : 0;
-        arena_.set_state(test::random_state(arena_.spec().numel, 11));
+        arena_.live().newest_first = scenario.newest_first ? 1 : 0;
+        arena_.set_random_state(11);
         for (int64_t step = 1; step <= kSteps; ++step) {
-            arena_.set_hyperparameters(step, {test::kDecoupled, test::kGradientDecay});
+            arena_.set_hyperparameters(step, test::kDecoupled, test::kGradientDecay);
             arena_.write_word(step, step == 2 ? std::nanf("") : 0.5f);
             for (uint32_t b = 0; b < 2; ++b) {
-                const Block& block = arena_.spec().blocks[b];
                 const auto seed = static_cast<uint32_t>(2 * step) + b;
-                arena_.set_gradient(seed - 2, test::random_gradient(block.end - block.begin, seed));
+                arena_.set_gradient(seed - 2, seed);
             }
         }
         for (uint32_t b = 0; b < 2; ++b) {
@@ -105,20 +105,19 @@ class Training {
         }
         std::sort(done.begin(), done.end());
         CHECK(done == submitted);
-        const ArenaHeader& header = arena_.header();
+        const ArenaHeader& header = arena_.live();
         CHECK_EQ(header.begun_job, header.completed_job);
-        std::string bytes(reinterpret_cast<const char*>(arena_.memory() + header.step_records_offset),
-                          header.journal_offset - header.step_records_offset);
-        return bytes + std::to_string(header.resolved_step) + ' ' + std::to_string(arena_.completed_job_of(0)) + ' ' +
-               std::to_string(arena_.completed_job_of(1));
+        const std::string all = image_of(arena_);
+        const std::string records =
+            all.substr(header.step_records_offset, header.block_words_offset - header.step_records_offset);
+        return records + all.substr(header.master_offset) + std::to_string(header.resolved_step) + ' ' +
+               std::to_string(arena_.completed_job_of(0)) + ' ' + std::to_string(arena_.completed_job_of(1));
     }
 
   private:
     TrainerArena arena_;
     std::vector<UpdateJob> jobs_;
 };
-
-std::string image_of(TrainerArena& arena) { return {reinterpret_cast<const char*>(arena.memory()), arena.bytes()}; }
 
 // Another worker executes the same jobs on a copy of the arena.
 std::string result_of_next_worker(const Scenario& scenario, const std::string& image) {
@@ -133,7 +132,7 @@ void kill_everywhere(const Scenario& scenario) {
     const std::string expected = result_of_next_worker(scenario, image_of(initial.arena()));
 
     Training training(scenario);
-    const ArenaHeader& header = training.arena().header();
+    const ArenaHeader& header = training.arena().live();
     WorkerProcess worker(training.arena(), first_core());
     worker.receive_ready();
     const pid_t pid = worker.pid();

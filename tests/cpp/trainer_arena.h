@@ -1,4 +1,5 @@
-// The trainer's side of an arena, reduced to what the tests need.
+// The trainer's side of an arena, reduced to what the tests need; and what a job should do, by one call of the kernel for each
+// range, which test_kernel.py compares with AdamW in Python.
 #pragma once
 
 #include <sys/mman.h>
@@ -7,15 +8,23 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <random>
 #include <vector>
 
+#include "adamw/replay_adamw.h"
+#include "adamw/stochastic_rounding.h"
+#include "adamw/tile_journal.h"
 #include "check.h"
+#include "common/half.h"
 #include "common/protocol.h"
-#include "reference_adamw.h"
 #include "worker/arena.h"
 #include "worker/step_records.h"
 
 namespace zenflow::test {
+
+constexpr Hyperparameters kDecoupled{1e-3, 0.9, 0.999, 1e-8, 0.1, 1, 0};
+constexpr Hyperparameters kGradientDecay{1e-3, 0.8, 0.95, 1e-6, 0.1, 0, 0};
 
 struct ArenaSpec {
     std::vector<Range> ranges = {{0, 40, 0, 0, 0}, {48, 100, 1, 0, 0}};
@@ -28,217 +37,186 @@ struct ArenaSpec {
     uint32_t n_journal_entries = 3;
     DataType moments_dtype = DataType::kFloat32;
     DataType model_dtype = DataType::kFloat32;
-
-    // The block's elements without padding.
-    std::vector<Range> ranges_of(const Block& block) const {
-        std::vector<Range> result;
-        for (const Range& range : ranges) {
-            const uint64_t begin = std::max(range.begin, block.begin), end = std::min(range.end, block.end);
-            if (begin < end) result.push_back({begin, end, range.param_group, range.first_scale, range.n_missed});
-        }
-        return result;
-    }
 };
+
+// The parts of the ranges in a block; `first_scale` of each is that of its range.
+inline std::vector<Range> ranges_of(const std::vector<Range>& ranges, const Block& block) {
+    std::vector<Range> result;
+    for (Range range : ranges) {
+        range.begin = std::max(range.begin, block.begin), range.end = std::min(range.end, block.end);
+        if (range.begin < range.end) result.push_back(range);
+    }
+    return result;
+}
 
 inline uint64_t round_up(uint64_t value, uint64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// Owns a memfd, with header and tables filled in and zeros elsewhere, and its mapping.
-class TrainerArena {
-  public:
-    explicit TrainerArena(const ArenaSpec& given = {}) : spec_(given) {
-        uint64_t n_scales = 0;
-        if (given.moments_dtype == DataType::kInt8) {
-            // The ranges as parts of the blocks, each with its first scale.
-            spec_.ranges.clear();
-            for (const Block& block : given.blocks) {
-                for (Range& part : given.ranges_of(block)) {
-                    part.first_scale = static_cast<uint32_t>(n_scales);
-                    n_scales += (part.end - part.begin + kTileElements - 1) / kTileElements;
-                    spec_.ranges.push_back(part);
-                }
+// A memfd with header and tables filled in and zeros elsewhere.
+inline int make_file(const ArenaSpec& spec) {
+    std::vector<Range> ranges = spec.ranges;
+    ArenaHeader header{};
+    if (spec.moments_dtype == DataType::kInt8) {
+        // The ranges as parts of the blocks, each with its first scale.
+        ranges.clear();
+        for (const Block& block : spec.blocks) {
+            for (Range& part : ranges_of(spec.ranges, block)) {
+                part.first_scale = static_cast<uint32_t>(header.n_scales);
+                header.n_scales += round_up(part.end - part.begin, kTileElements) / kTileElements;
+                ranges.push_back(part);
             }
         }
-        const ArenaSpec& spec = spec_;
-        ArenaHeader header{};
-        header.magic = kMagic;
-        header.version = kVersion;
-        header.model_dtype = static_cast<uint32_t>(spec.model_dtype);
-        header.moments_dtype = static_cast<uint32_t>(spec.moments_dtype);
-        header.numel = spec.numel;
-        header.n_scales = n_scales;
-        header.n_ranges = static_cast<uint32_t>(spec.ranges.size());
-        header.n_blocks = static_cast<uint32_t>(spec.blocks.size());
-        header.n_param_groups = spec.n_param_groups;
-        header.n_step_records = spec.n_step_records;
-        header.n_slots = spec.n_slots;
-        header.n_publish_buffers = spec.n_publish_buffers;
-        header.n_journal_entries = spec.n_journal_entries;
-        uint64_t largest_block = 0;
-        for (const Block& block : spec.blocks) largest_block = std::max(largest_block, block.end - block.begin);
-        header.slot_numel = round_up(largest_block, 64);
-        header.step_record_bytes = round_up(sizeof(StepRecord) + 2 * spec.n_param_groups * sizeof(Hyperparameters), 64);
-
-        bytes_ = kHeaderBytes;
-        const auto reserve = [this](uint64_t bytes) {
-            const uint64_t begin = bytes_;
-            bytes_ = round_up(bytes_ + bytes, 64);
-            return begin;
-        };
-        header.ranges_offset = reserve(spec.ranges.size() * sizeof(Range));
-        header.blocks_offset = reserve(spec.blocks.size() * sizeof(Block));
-        header.step_records_offset = reserve(spec.n_step_records * header.step_record_bytes);
-        header.master_offset = reserve(spec.numel * sizeof(float));
-        header.exp_avg_offset = reserve(spec.numel * element_bytes(spec.moments_dtype));
-        header.exp_avg_sq_offset = reserve(spec.numel * element_bytes(spec.moments_dtype));
-        header.scales_offset = reserve(n_scales * sizeof(MomentScales));
-        header.slots_offset = reserve(spec.n_slots * header.slot_numel * element_bytes(spec.model_dtype));
-        header.publish_offset = reserve(spec.n_publish_buffers * header.slot_numel * element_bytes(spec.model_dtype));
-        header.journal_offset = reserve(spec.n_journal_entries * sizeof(JournalEntry));
-        header.block_words_offset = reserve(spec.blocks.size() * sizeof(StepWord));
-        header.block_jobs_offset = reserve(spec.blocks.size() * sizeof(int64_t));
-        header.block_shown_offset = reserve(spec.blocks.size() * sizeof(BlockShown));
-        header.total_bytes = bytes_;
-
-        fd_ = memfd_create("zenflow-test-arena", MFD_CLOEXEC);
-        CHECK(fd_ >= 0);
-        CHECK_EQ(ftruncate(fd_, static_cast<off_t>(bytes_)), 0);
-        void* const memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
-        CHECK(memory != MAP_FAILED);
-        memory_ = static_cast<std::byte*>(memory);
-        this->header() = header;
-        std::copy(spec.ranges.begin(), spec.ranges.end(), ranges());
-        std::copy(spec.blocks.begin(), spec.blocks.end(), blocks());
     }
-    ~TrainerArena() {
-        munmap(memory_, bytes_);
-        close(fd_);
-    }
-    TrainerArena(const TrainerArena&) = delete;
-    TrainerArena& operator=(const TrainerArena&) = delete;
+    header.magic = kMagic;
+    header.version = kVersion;
+    header.model_dtype = static_cast<uint32_t>(spec.model_dtype);
+    header.moments_dtype = static_cast<uint32_t>(spec.moments_dtype);
+    header.numel = spec.numel;
+    header.n_ranges = static_cast<uint32_t>(ranges.size());
+    header.n_blocks = static_cast<uint32_t>(spec.blocks.size());
+    header.n_param_groups = spec.n_param_groups;
+    header.n_step_records = spec.n_step_records;
+    header.n_slots = spec.n_slots;
+    header.n_publish_buffers = spec.n_publish_buffers;
+    header.n_journal_entries = spec.n_journal_entries;
+    for (const Block& block : spec.blocks) header.slot_numel = std::max(header.slot_numel, block.end - block.begin);
+    header.step_record_bytes = sizeof(StepRecord) + 2 * spec.n_param_groups * sizeof(Hyperparameters);
+    header.total_bytes = kHeaderBytes;
+    const auto place = [&header](uint64_t& offset, uint64_t n, uint64_t entry_bytes) {
+        offset = header.total_bytes;
+        header.total_bytes = round_up(offset + n * entry_bytes, 64);
+    };
+    const uint64_t moment_bytes = element_bytes(spec.moments_dtype), model_bytes = element_bytes(spec.model_dtype);
+    place(header.ranges_offset, ranges.size(), sizeof(Range));
+    place(header.blocks_offset, header.n_blocks, sizeof(Block));
+    place(header.step_records_offset, header.n_step_records, header.step_record_bytes);
+    place(header.block_words_offset, header.n_blocks, sizeof(StepWord));
+    place(header.block_jobs_offset, header.n_blocks, sizeof(int64_t));
+    place(header.block_shown_offset, header.n_blocks, sizeof(BlockShown));
+    place(header.journal_offset, header.n_journal_entries, sizeof(JournalEntry));
+    place(header.master_offset, header.numel, sizeof(float));
+    place(header.exp_avg_offset, header.numel, moment_bytes);
+    place(header.exp_avg_sq_offset, header.numel, moment_bytes);
+    place(header.scales_offset, header.n_scales, sizeof(MomentScales));
+    place(header.slots_offset, header.n_slots, header.slot_numel * model_bytes);
+    place(header.publish_offset, header.n_publish_buffers, header.slot_numel * model_bytes);
+    const int fd = memfd_create("zenflow-test-arena", MFD_CLOEXEC);
+    CHECK_EQ(ftruncate(fd, static_cast<off_t>(header.total_bytes)), 0);
+    const auto write = [fd](const void* data, size_t size, uint64_t offset) {
+        CHECK_EQ(pwrite(fd, data, size, static_cast<off_t>(offset)), static_cast<ssize_t>(size));
+    };
+    write(&header, sizeof(header), 0);
+    write(ranges.data(), ranges.size() * sizeof(Range), header.ranges_offset);
+    write(spec.blocks.data(), spec.blocks.size() * sizeof(Block), header.blocks_offset);
+    return fd;
+}
+
+// Owns the file, and maps it as the worker does.
+class TrainerArena : public Arena {
+  public:
+    explicit TrainerArena(const ArenaSpec& spec = {}) : TrainerArena(make_file(spec), 0) {}
+    ~TrainerArena() { close(fd_); }
 
     int fd() const { return fd_; }
-    size_t bytes() const { return bytes_; }
-    std::byte* memory() { return memory_; }
-    const ArenaSpec& spec() const { return spec_; }
-    ArenaHeader& header() { return *at<ArenaHeader>(0); }
-    Range* ranges() { return at<Range>(header().ranges_offset); }
-    Block* blocks() { return at<Block>(header().blocks_offset); }
-    float* master() { return at<float>(header().master_offset); }
-    std::byte* slot(uint32_t index) { return row(header().slots_offset, index); }
-    std::byte* publish_buffer(uint32_t index) { return row(header().publish_offset, index); }
-    StepRecord& record(int64_t step) {
-        const uint64_t index = static_cast<uint64_t>(step) % header().n_step_records;
-        return *at<StepRecord>(header().step_records_offset + index * header().step_record_bytes);
+    size_t n_bytes() const { return header().total_bytes; }
+    std::byte* memory() const { return at<std::byte>(0); }
+    void copy(const TrainerArena& other) { std::memcpy(memory(), other.memory(), n_bytes()); }
+    // Whether states, gradients and published weights are the same.
+    bool equals(const TrainerArena& other) const {
+        const uint64_t begin = header().master_offset;
+        return std::memcmp(memory() + begin, other.memory() + begin, n_bytes() - begin) == 0;
     }
-    Hyperparameters& hyperparameters(int64_t step, uint32_t param_group) {
-        return reinterpret_cast<Hyperparameters*>(&record(step) + 1)[param_group];
+    Hyperparameters& hyperparameters(int64_t step, uint32_t param_group, bool tentative = false) {
+        return const_cast<Hyperparameters&>(Arena::hyperparameters(step, param_group, tentative));
     }
-    Hyperparameters& tentative_hyperparameters(int64_t step, uint32_t param_group) {
-        return hyperparameters(step, header().n_param_groups + param_group);
-    }
-    int64_t& completed_job_of(uint32_t block) { return at<int64_t>(header().block_jobs_offset)[block]; }
-    JournalEntry& journal_entry(size_t index) { return at<JournalEntry>(header().journal_offset)[index]; }
-
-    // A copy, with moments of any type; 0 where there are no codes.
-    State read_state() {
-        const size_t n = spec_.numel;
-        State state{{master(), master() + n}, std::vector<float>(n), std::vector<float>(n)};
-        for_parts([&](uint64_t begin, uint64_t end, std::byte* exp_avg, std::byte* exp_avg_sq, MomentScales* scales) {
-            load_moments(state, begin, end, exp_avg, exp_avg_sq, scales, spec_.moments_dtype);
-        });
-        return state;
-    }
-
-    // With moments rounded as a job would.
-    void set_state(const State& values) {
-        std::copy(values.master.begin(), values.master.end(), master());
-        for_parts([&](uint64_t begin, uint64_t end, std::byte* exp_avg, std::byte* exp_avg_sq, MomentScales* scales) {
-            State rounded = values;
-            round_moments(rounded, 1, begin, end, spec_.moments_dtype);
-            const StoredMoments stored = store_moments(rounded, begin, end, spec_.moments_dtype);
-            std::copy(stored.exp_avg.begin(), stored.exp_avg.end(), exp_avg);
-            std::copy(stored.exp_avg_sq.begin(), stored.exp_avg_sq.end(), exp_avg_sq);
-            std::copy(stored.scales.begin(), stored.scales.end(), scales);
-        });
-    }
-
     // Both sets of a step.
-    void set_hyperparameters(int64_t step, const std::vector<Hyperparameters>& param_groups) {
-        std::copy(param_groups.begin(), param_groups.end(), &hyperparameters(step, 0));
-        std::copy(param_groups.begin(), param_groups.end(), &tentative_hyperparameters(step, 0));
+    void set_hyperparameters(int64_t step, const Hyperparameters& first, const Hyperparameters& second) {
+        for (const bool tentative : {false, true}) {
+            hyperparameters(step, 0, tentative) = first;
+            hyperparameters(step, 1, tentative) = second;
+        }
     }
 
-    void set_gradient(uint32_t index, const std::vector<float>& values) {
-        const auto bytes = encode(values, spec_.model_dtype);
-        std::copy(bytes.begin(), bytes.end(), slot(index));
+    // Plausible master weights and moments, with some zeros among them.
+    void set_random_state(uint32_t seed) {
+        std::mt19937 random(seed);
+        std::normal_distribution<float> normal;
+        const uint64_t n = header().numel;
+        const AnyState all = state(0, 0);
+        for (uint64_t i = 0; i < n; ++i) {
+            all.master[i] = 0.02f * normal(random);
+            const float m = i % 11 == 3 ? 0.0f : 1e-3f * normal(random), root = i % 13 == 5 ? 0.0f : 1e-3f * normal(random);
+            if (moments_dtype() == DataType::kInt8) {
+                static_cast<int8_t*>(all.exp_avg)[i] = static_cast<int8_t>(random() % 255 - 127);
+                static_cast<uint8_t*>(all.exp_avg_sq)[i] = static_cast<uint8_t>(1 + random() % 255);
+            } else {
+                store(all.exp_avg, i, m, moments_dtype());
+                store(all.exp_avg_sq, i, root * root, moments_dtype());
+            }
+        }
+        for (uint64_t i = 0; i < header().n_scales; ++i) all.scales[i] = {2.0f, 1e-6f};
+    }
+
+    void set_gradient(uint32_t slot_index, uint32_t seed) {
+        std::mt19937 random(seed);
+        std::normal_distribution<float> normal;
+        void* const gradient = const_cast<std::byte*>(slot(slot_index));
+        for (uint64_t i = 0; i < header().slot_numel; ++i) store(gradient, i, 1e-2f * normal(random), model_dtype());
     }
 
     // As the device does, the sequence number last, with release semantics. The second is a block's word.
-    void write_word(int64_t step, float clip) { write(record(step).word, step, clip); }
+    void write_word(int64_t step, float clip) { write(step_record(step).word, step, clip); }
     void write_block_word(uint32_t block, int64_t step, float clip) {
-        write(at<StepWord>(header().block_words_offset)[block], step, clip);
+        write(const_cast<StepWord&>(block_word(block)), step, clip);
     }
 
-    // Applies the step with number `step`, whose gradient in the block is `gradient`, to the expected state.
-    void expect_step(State& expected, uint32_t block, int64_t step, const std::vector<float>& gradient, int64_t count, float clip,
-                     bool tentative = false) {
-        const auto rounded = decode(encode(gradient, spec_.model_dtype).data(), gradient.size(), spec_.model_dtype);
-        for (const auto& [begin, end, group, _, n_missed] : ranges_of(block)) {
-            const Hyperparameters& h = tentative ? tentative_hyperparameters(step, group) : hyperparameters(step, group);
-            const float* const of_range = rounded.data() + (begin - spec_.blocks[block].begin);
-            reference_step(expected, of_range, h, count - n_missed, clip, begin, end);
-        }
-    }
+    // A step that is applied, with its gradient, its hyperparameters and the count of applied steps.
+    struct Applied {
+        uint32_t slot;
+        int64_t step;
+        int64_t count;
+        float clip;
+        bool of_second_set = false;
+    };
 
-    // Rounds the block's moments in the expected state as a job does whose last committed step is `step`.
-    void expect_rounded(State& expected, uint32_t block, int64_t step) {
-        for (const Range& range : ranges_of(block)) round_moments(expected, step, range.begin, range.end, spec_.moments_dtype);
-    }
-
-    // The block's new weights, in the ranges.
-    void check_published(uint32_t block, uint32_t buffer, const State& expected) {
-        for (const Range& range : ranges_of(block)) {
-            const std::vector<float> weights(expected.master.data() + range.begin, expected.master.data() + range.end);
-            const uint64_t offset = (range.begin - spec_.blocks[block].begin) * element_bytes(spec_.model_dtype);
-            check_same_bytes("published", publish_buffer(buffer) + offset, weights, spec_.model_dtype);
+    // Does what a job on a block does, in one call for each range. `last_step` is that of the committed part, left out or not.
+    void replay(uint32_t block_number, uint32_t buffer, const std::vector<Applied>& steps, int64_t last_step,
+                bool has_tentative = false) {
+        const Block& block = blocks()[block_number];
+        for (const Range& range : ranges_of(ranges(), block)) {
+            const uint64_t offset = (range.begin - block.begin) * element_bytes(model_dtype());
+            std::vector<const void*> gradients;
+            std::vector<StepCoefficients> coefficients;
+            for (const Applied& s : steps) {
+                const Hyperparameters& h = hyperparameters(s.step, range.param_group, s.of_second_set);
+                coefficients.push_back(step_coefficients(h, s.count - range.n_missed, s.clip));
+                gradients.push_back(slot(s.slot) + offset);
+            }
+            const WindowView window{steps.size() - (has_tentative ? 1 : 0),
+                                    gradients.data(),
+                                    coefficients.data(),
+                                    0.0f,
+                                    has_tentative,
+                                    {noise_seed(static_cast<uint64_t>(last_step)), static_cast<uint32_t>(range.begin)}};
+            JournalEntry entry;
+            start_at(entry, range.begin);
+            replay_kernel(model_dtype(), moments_dtype(), InstructionSet::kBaseline)(
+                state(range.begin, range.first_scale), range.end - range.begin, window, publish_buffer(buffer) + offset, entry);
         }
     }
 
   private:
+    TrainerArena(int fd, int) : Arena(fd), fd_(fd) {}
+
+    static void store(void* array, uint64_t i, float value, DataType type) {
+        with_type(type, [=](auto zero) { static_cast<decltype(zero)*>(array)[i] = from_float<decltype(zero)>(value); });
+    }
     static void write(StepWord& word, int64_t step, float clip) {
         word.clip = clip;
         word.check = check_of(clip, step);
         __atomic_store_n(&word.sequence, step, __ATOMIC_RELEASE);
     }
 
-    // Calls `visit(begin, end, exp_avg, exp_avg_sq, scales)` for elements that begin with a tile.
-    template <typename Visit>
-    void for_parts(const Visit& visit) {
-        const uint64_t bytes = element_bytes(spec_.moments_dtype);
-        const auto part = [&](uint64_t begin, uint64_t end, uint64_t scale) {
-            visit(begin, end, memory_ + header().exp_avg_offset + begin * bytes,
-                  memory_ + header().exp_avg_sq_offset + begin * bytes, at<MomentScales>(header().scales_offset) + scale);
-        };
-        if (spec_.moments_dtype != DataType::kInt8) return part(0, spec_.numel, 0);
-        for (const Range& range : spec_.ranges) part(range.begin, range.end, range.first_scale);
-    }
-
-    std::vector<Range> ranges_of(uint32_t block) const { return spec_.ranges_of(spec_.blocks[block]); }
-
-    // Of gradient slots or publish buffers.
-    std::byte* row(uint64_t offset, uint32_t index) {
-        return memory_ + offset + index * header().slot_numel * element_bytes(spec_.model_dtype);
-    }
-
-    template <typename T>
-    T* at(uint64_t offset) {
-        return reinterpret_cast<T*>(memory_ + offset);
-    }
-
-    ArenaSpec spec_;
-    int fd_ = -1;
-    size_t bytes_ = 0;
-    std::byte* memory_ = nullptr;
+    const int fd_;
 };
 
 // A job that commits one step per slot, without prediction.

@@ -43,16 +43,15 @@ inline std::string first_core() {
 // Owns the process, which it kills on destruction, and the trainer's end of the socket.
 class WorkerProcess {
   public:
-    // `cores` and `extra` become arguments. Nothing receives its output: tests read errors from the messages.
-    WorkerProcess(const TrainerArena& arena, const std::string& cores, const std::vector<std::string>& extra = {}) {
+    // Nothing receives its output: tests read errors from the messages.
+    WorkerProcess(const TrainerArena& arena, const std::string& cores, int word_timeout_ms = 600000) {
         int ends[2];
         CHECK_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
         socket_ = ends[0];
         const timeval limit{kReceiveTimeoutS, 0};
         CHECK_EQ(setsockopt(socket_, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)), 0);
-        std::vector<std::string> arguments = {
-            ZENFLOW_WORKER, "--arena-fd", std::to_string(arena.fd()), "--socket-fd", std::to_string(ends[1]), "--cores", cores};
-        arguments.insert(arguments.end(), extra.begin(), extra.end());
+        std::string arguments[] = {ZENFLOW_WORKER, std::to_string(arena.fd()), std::to_string(ends[1]), cores,
+                                   std::to_string(word_timeout_ms)};
         std::vector<char*> argv;
         for (std::string& argument : arguments) argv.push_back(argument.data());
         argv.push_back(nullptr);

@@ -6,7 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+
+import pytest
 
 SOURCE = Path(__file__).parents[2] / "csrc"
 VARIANTS = {
@@ -73,3 +76,19 @@ def build(variant: str) -> Path:
     if done.returncode != 0:
         raise RuntimeError(done.stdout)
     return directory
+
+
+@cache
+def folder_of(variant: str) -> Path:
+    """`build`; skips the test if this machine lacks the sanitizer, or has an address space layout that it does not support."""
+    if variant in ("address", "thread"):
+        probe = [os.environ.get("CXX", "c++"), f"-fsanitize={variant}", "-x", "c++", "-", "-o", "/dev/null"]
+        if run(["sh", "-c", f"echo 'int main() {{}}' | {' '.join(probe)}"], timeout_s=BUILD_TIMEOUT_S).returncode != 0:
+            pytest.skip(f"the compiler has no {variant} sanitizer")
+    folder = build(variant)
+    if (
+        variant == "thread"
+        and "FATAL" in run([folder / "zenflow-worker", "--version"], timeout_s=BUILD_TIMEOUT_S).stdout
+    ):
+        pytest.skip("the thread sanitizer does not run on this machine")
+    return folder

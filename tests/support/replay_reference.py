@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.offload.reference import Gradients, Groups
 
 _MASK = 0xFFFFFFFF
@@ -26,7 +27,9 @@ def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
     error = (product - (total - part)) + (addend - part)
     towards = torch.copysign(torch.full_like(error, math.inf), error)
     is_even = total.view(torch.int64) & 1 == 0
-    return torch.where((error != 0) & is_even, torch.nextafter(total, towards), total).float()
+    # Infinity and NaN have an error of NaN.
+    is_cut = (error != 0) & is_even & total.isfinite()
+    return torch.where(is_cut, torch.nextafter(total, towards), total).float()
 
 
 def noise_seed(step: int) -> int:
@@ -37,26 +40,26 @@ def noise_seed(step: int) -> int:
     return (x ^ (x >> 31)) & _MASK
 
 
-def noise_of(seed: int, element: Tensor) -> Tensor:
+def noise_of(seed: int | Tensor, element: Tensor) -> Tensor:
     """Uniform in 0 to 65535; int64 like `element`, the index in the partition."""
     return _noise(seed, element) >> 16
 
 
-def other_noise_of(seed: int, element: Tensor) -> Tensor:
+def other_noise_of(seed: int | Tensor, element: Tensor) -> Tensor:
     """The same, independent of `noise_of`."""
     return _noise(seed, element) & 0xFFFF
 
 
-def _noise(seed: int, element: Tensor) -> Tensor:
+def _noise(seed: int | Tensor, element: Tensor) -> Tensor:
     # Products wrap around modulo 2^64, of which the low half counts.
     x = (element * 0x9E3779B1 + seed) & _MASK
     return (x ^ (x >> 15)) * 0x85EBCA77 & _MASK
 
 
 def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:
-    """Finite float32 values that bfloat16 has, from float32 ones that are not negative."""
+    """Float32 values that bfloat16 has, from float32 ones that are not negative; one of the two neighbours, given uniform noise."""
     bits = values.view(torch.int32).long() + noise
-    return (bits >> 16 << 16).int().view(torch.float32)
+    return torch.where(values.isnan(), values, (bits >> 16 << 16).int().view(torch.float32))
 
 
 @dataclass(kw_only=True)
@@ -94,18 +97,23 @@ class ReplayedAdamW:
                 continue
             w = self.master[i]
             self.counts[i] += 1
-            step_size = -h.lr / (1 - h.beta1 ** self.counts[i])
-            inv_sqrt = 1 / math.sqrt(1 - h.beta2 ** self.counts[i])
             g = gradient.float() * _float32(factor)
             if h.weight_decay and not h.decoupled:
                 g = fma(w, h.weight_decay, g)
             m = fma(g, 1 - h.beta1, self.exp_avg[i] * _float32(h.beta1))
             v = fma(g * g, 1 - h.beta2, self.exp_avg_sq[i] * _float32(h.beta2))
-            u = m / fma(_root(v), inv_sqrt, h.eps)
             if h.weight_decay and h.decoupled:
                 w = fma(w, -h.lr * h.weight_decay, w)
-            self.master[i], self.exp_avg[i], self.exp_avg_sq[i] = fma(u, step_size, w), m, v
+            self.master[i], self.exp_avg[i], self.exp_avg_sq[i] = w, m, v
+            self.master[i] = self.predicted(i, h, 1.0)
             self.is_slow[i] = 1 - h.beta1 < 2.0**-8
+
+    def predicted(self, i: int, h: GroupHyperparameters, steps: float) -> Tensor:
+        """Weights of a parameter that are so many steps ahead along the momentum."""
+        step_size = _float32(-h.lr / (1 - h.beta1 ** self.counts[i]))
+        inv_sqrt = 1 / math.sqrt(1 - h.beta2 ** self.counts[i])
+        u = self.exp_avg[i] / fma(_root(self.exp_avg_sq[i]), inv_sqrt, h.eps)
+        return fma(u, steps * step_size, self.master[i])
 
     def close_windows(self, closing: Sequence[Tensor], last_step: int) -> None:
         """Rounds the moments, as the worker does at the end of a window.
@@ -133,18 +141,24 @@ def coded(
     root = _root(exp_avg_sq * (1 / scale)).clamp(_square(torch.tensor(1.0), 255).item(), 1)
     ratio = exp_avg / (root * _root(scale))
     largest = _largest(ratio.abs(), scales).clamp(2.0**-40, 2.0**126)
-    c = _code_of_square(root * 255**2, 255, exp_avg_sq_noise) * ((exp_avg_sq != 0) | (exp_avg != 0))
-    q = _code_of_square(ratio.abs() * (127**2 / largest), 127, exp_avg_noise)
-    q = torch.copysign(_square(q, 127), ratio)
+    c = code_of_square(root * 255**2, 255, exp_avg_sq_noise) * ((exp_avg_sq != 0) | (exp_avg != 0))
+    q = code_of_square(ratio.abs() * (127**2 / largest), 127, exp_avg_noise)
     with_16_bits = (largest.view(torch.int32) + 128 >> 8 << 8).view(torch.float32)
-    return q * with_16_bits * (_square(c, 255) * _root(scale)), _square(c, 255) ** 2 * scale
+    # A code of zero has no sign.
+    return decoded(torch.copysign(q, ratio) + 0.0, c, with_16_bits, scale)
+
+
+def decoded(q: Tensor, c: Tensor, ratio_scales: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Both moments that codes stand for, float32; each element with its scales."""
+    root = _square(c, 255)
+    return torch.copysign(_square(q, 127), q) * ratio_scales * (root * _root(scales)), root**2 * scales
 
 
 def _square(code: Tensor, n: int) -> Tensor:
     return code * code * (1 / n**2)
 
 
-def _code_of_square(square: Tensor, n: int, noise: Tensor) -> Tensor:
+def code_of_square(square: Tensor, n: int, noise: Tensor) -> Tensor:
     """Of n^2 times the square."""
     below = _root(square).clamp(max=n - 1).trunc()
     return below + (square - below * below > noise.float() * 2.0**-16 * (2 * below + 1))

@@ -124,10 +124,10 @@ def attack(worker: Path, rng: random.Random) -> str:
         break_arena(rng, arena)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     cores = ",".join(map(str, allowed_cores()[: rng.randrange(1, 3)]))
-    command = [str(worker), "--arena-fd", str(arena.fd), "--socket-fd", str(theirs.fileno()), "--cores", cores]
+    command = [str(worker), str(arena.fd), str(theirs.fileno()), cores, "10"]
     with ours, theirs:
         process = subprocess.Popen(
-            [*command, "--word-timeout-ms", "10"],
+            command,
             pass_fds=(arena.fd, theirs.fileno()),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -19,7 +19,7 @@ from lightning_zenflow.core.device import PAGE_BYTES, SideStream
 from lightning_zenflow.core.partition import Partition, build_partition
 from lightning_zenflow.native import Tentative
 from lightning_zenflow.offload import build
-from lightning_zenflow.offload.clip_verification import Verification
+from lightning_zenflow.offload.clip_verification import WeightsInPlace
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.supervisor import SupervisedWorker
@@ -86,13 +86,13 @@ def test_every_forward_pass_sees_the_true_clip_factor(name: str) -> None:
 
 def test_clipped_steps_in_a_row_are_counted_up_to_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a step whose blocks are all submitted again no fetch waits for its word: the next step does."""
-    begin, counts = Verification.begin, list[int]()
+    begin, counts = WeightsInPlace.begin, list[int]()
 
-    def noted(self: Verification, *args: Any, **options: Any) -> Any:
+    def noted(self: WeightsInPlace, *args: Any, **options: Any) -> Any:
         counts.append(self.n_clipped)
         return begin(self, *args, **options)
 
-    monkeypatch.setattr(Verification, "begin", noted)
+    monkeypatch.setattr(WeightsInPlace, "begin", noted)
     run_here(CLIPPED["two blocks, some steps clipped"])
     assert counts == [0, 0, 0, 1, 0, 0, 1, 2, 0]
 

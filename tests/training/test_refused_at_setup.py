@@ -215,7 +215,7 @@ OTHERS: Refused = [
     (lambda: fit(torch.compile(Model(), backend="eager")), "Using a compiled model is incompatible with the current"),
     (
         lambda: fit(Model(), ZenFlowStrategy(worker_cores=[4000])),
-        r"worker_cores must be cores this process may use, which are .*, got \[4000\]",
+        r"worker_cores must be distinct cores this process may use, which are .*, got \[4000\]",
     ),
 ]
 

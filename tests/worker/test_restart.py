@@ -206,7 +206,7 @@ def test_one_that_reports_an_error_is_not_replaced(arena: Arena, monkeypatch: py
     with pytest.raises(AssertionError):
         worker._worker.submit(job)
     monkeypatch.setattr(arena, "assert_has", lambda **_: None)
-    with pytest.raises(WorkerError, match="failed: job: block must be below n_blocks = 3, got 77"):
+    with pytest.raises(WorkerError, match="failed: invalid input: check: job.block < "):
         worker.wait_for(worker.submit(job))
     worker.close()
     assert stalls.worker_restarts == 0
@@ -247,7 +247,7 @@ def test_one_that_is_stopped_is_waited_for(arena: Arena, partition: Partition) -
 def test_one_that_waits_for_other_ranks_is_waited_for(arena: Arena, partition: Partition) -> None:
     """Beyond `worker_timeout`, until the word arrives; not if it hangs meanwhile."""
     worker, _ = supervised(Start(arena))
-    assert "--word-timeout-ms 1800000" in " ".join(psutil.Process(worker.pid).cmdline())
+    assert psutil.Process(worker.pid).cmdline()[-1] == "1800000"
     worker._worker._timeout_s = 0.3
     (job, *_) = jobs_of(arena, partition)
     arena.step_words.reset()

@@ -152,11 +152,6 @@ def test_the_command_imports_nothing_slow() -> None:
     assert re.search(r"(?s)^lightning-zenflow \d+\.\d+.*doctor[^|]*estimate.*key=value.*\nslow: set\(\)\n$", printed)
 
 
-@pytest.fixture(autouse=True)
-def small_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_ELEMENTS", 1 << 12)
-
-
 def test_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # Limits on the trainer's threads do not stop the measurement, as they do not stop the worker of a training.
     monkeypatch.setenv("OMP_THREAD_LIMIT", "1")

@@ -118,7 +118,8 @@ def test_a_trainer_on_the_cpu_takes_the_other_cores(cores: int, ranks: int, requ
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        ([0, 9], r"must be cores this process may use, which are \[0, 1, 2, 3\], got \[0, 9\]; remove \[9\]"),
+        ([0, 9], r"must be distinct cores this process may use, which are \[0, 1, 2, 3\], got \[0, 9\]; remove \[9\]"),
+        ([1, 2, 1], r"must be distinct .*, got \[1, 2, 1\]; remove \[1\]"),
         (5, "must be at most 4, .*, got 5"),
     ],
 )
