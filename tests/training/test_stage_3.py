@@ -65,7 +65,6 @@ FP16 = Case(precision="16-true", topk_ratio=0, update_interval=1, publish_lag=0,
 # With another learning rate rounding grows: to 2e-6 within 20 steps at 1e-3.
 SLOW = OptimizerOptions(lr=3e-4)
 NETWORK = Case(model="TiedNet", optimizer=SLOW, steps=8, topk_ratio=0, update_interval=1, publish_lag=0, stage=3)
-LATE_NETWORK = replace(NETWORK, topk_ratio=0.3, update_interval=4, publish_lag=1, strategy_options=EVERYTHING)
 
 NOT_CLIPPED = {
     name: in_stage_3(case)
@@ -98,7 +97,6 @@ def on_host(case: Case) -> Case:
 
 
 RESUMED = {
-    "late": (LATE_NETWORK, False),
     "device to host": (NETWORK, True),
     "host to device": (on_host(NETWORK), False),
 }
