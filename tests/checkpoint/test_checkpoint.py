@@ -129,8 +129,10 @@ def test_two_ranks(tmp_path: Path) -> None:
     several = replace(several, callbacks=(saves_weights(tmp_path / "small.ckpt"),))
     cases |= {"sub-groups": saving(several, 7, path), "other sub-groups": resuming(one, path)}
     for stage in (2, 3):
-        case, path = replace(EXACT, **FREEZING, stage=stage).with_keys(**FILE), tmp_path / f"{stage}.ckpt"
-        cases[f"file, stage {stage}"] = replace(saving(case, 12, path), callbacks=(SPARSE,))
+        # The first one is frozen from the beginning, and gathered from its pieces.
+        frozen = {"model_options": {"frozen_in": {0: (0, 100), 3: (3, 100), 2: (4, 9)}}}
+        case, path = replace(EXACT, **frozen, stage=stage).with_keys(**FILE), tmp_path / f"{stage}.ckpt"
+        cases[f"file, stage {stage}"] = replace(saving(case, 6, path), callbacks=(SPARSE,))
         ends = saves_weights(tmp_path / f"weights {stage}.ckpt")
         cases[f"file, stage {stage}, rest"] = replace(resuming(case, path), callbacks=(SPARSE, ends))
     # Behind the others, which the same file continues.
@@ -147,9 +149,11 @@ def test_two_ranks(tmp_path: Path) -> None:
     for stage in (2, 3):
         name, case = f"file, stage {stage}", cases[f"file, stage {stage}"]
         for whole, rest in zip(runs[name], runs[f"{name}, rest"], strict=True):
-            assert_continues(rest, whole, 12)
+            assert_continues(rest, whole, 6)
         entries = torch.load(tmp_path / f"{stage}.ckpt", weights_only=True)["state_dict"]
         assert torch.equal(entries["graph"].to_dense(), torch.eye(3))
+        first, weight = next(case.make_model().named_parameters())
+        assert torch.equal(entries[first], weight)
         end = torch.load(tmp_path / f"weights {stage}.ckpt", weights_only=True)
         assert "optimizer_states" not in end and FILE_KEY not in end
         assert_same_tensors(in_order(case, end["state_dict"]), runs[f"{name}, rest"][0].master)
@@ -189,29 +193,27 @@ def test_other_blocks_start_over_from_adamws_state(
     assert "its partition is another" in caplog.text
 
 
-@pytest.mark.parametrize("precisions", [("32-true", "16-true"), ("16-true", "32-true")])
-def test_another_precision_keeps_its_loss_scale(precisions: tuple[Any, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("format_", "first", "then"),
+    [
+        ("deepspeed", ("32-true", None), ("16-true", None)),
+        ("deepspeed", ("16-true", None), ("32-true", None)),
+        *((format_, ("16-true", 8.0), ("16-true", 16.0)) for format_ in ("deepspeed", "lightning")),
+    ],
+)
+def test_loss_scales_are_those_of_precision_and_configuration(
+    format_: Any, first: Any, then: Any, tmp_path: Path
+) -> None:
     path = tmp_path / "a.ckpt"
-    for precision, resume in zip(precisions, (None, path), strict=True):
-        strategy = ZenFlowStrategy(checkpoint_format="deepspeed")
+    for (precision, scale), resume in ((first, None), (then, path)):
+        strategy = ZenFlowStrategy(checkpoint_format=format_, loss_scale=scale or 0)
         trainer = fit(
             LinearLossModule(), strategy, steps=2 if resume is None else 3, resume=resume, precision=precision
         )
-        assert optimizer_of(trainer).loss_scaler.dynamic == (precision == "16-true")
+        scaler = optimizer_of(trainer).loss_scaler
+        assert scaler.dynamic == (precision == "16-true" and scale is None)
+        assert scale is None or scaler.loss_scale == scale
         trainer.save_checkpoint(path)
-
-
-@pytest.mark.parametrize("format_", ["lightning", "deepspeed"])
-def test_a_fixed_loss_scale_is_that_of_the_configuration(format_: Any, tmp_path: Path) -> None:
-    scales = []
-    for scale, resume in ((8.0, None), (16.0, tmp_path / "a.ckpt")):
-        strategy = ZenFlowStrategy(checkpoint_format=format_, loss_scale=scale)
-        trainer = fit(
-            LinearLossModule(), strategy, steps=2 if resume is None else 3, resume=resume, precision="16-true"
-        )
-        scales.append(optimizer_of(trainer).loss_scaler.loss_scale)
-        trainer.save_checkpoint(tmp_path / "a.ckpt")
-    assert scales == [8.0, 16.0]
 
 
 def test_other_frozen_parameters_start_over_from_adamws_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
