@@ -1,74 +1,16 @@
-"""scripts/gpu as far as a CPU shows it: calls go on where the last one stopped; what a bare machine gets; tiny cases of all it runs."""
+"""scripts/gpu as far as a CPU shows it: what a bare machine gets; tiny cases of all it runs; tests over several calls."""
 
-import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.common import provenance
 from benchmarks.common.processes import run_command
-from benchmarks.gpu import bench, calls, pack, suite
+from benchmarks.gpu import pack, suite
 from benchmarks.gpu.calls import Calls
-from benchmarks.step_time.run import StepResult, StepSpec
-
-Open = Callable[..., Calls]
-
-
-@pytest.fixture
-def open_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
-    """Opens the same file again and again, without a process that describes the machine."""
-    monkeypatch.setattr(calls, "run_process", lambda describe, *arguments, timeout: describe(*arguments))
-    defaults: dict[str, Any] = {"command": "scripts/gpu", "device": "cpu", "minutes": 8}
-    return lambda **options: Calls(tmp_path / "folder" / "results.json", **{**defaults, **options})
-
-
-def test_results_of_former_calls(open_calls: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = open_calls()
-    first.put("a", {"value": 1})
-    second = open_calls(minutes=0)
-    assert second.left() <= 0 < first.left()
-    second.put("b", {"value": 2})
-    open_calls(joins=True).put("c", {"value": 3})
-    assert open_calls().done == {name: {"call": min(i, 1), "value": i + 1} for i, name in enumerate("abc")}
-    (call, _) = open_calls().calls
-    assert call["machine"]["logical_cores"] > 0 and {"commit", "date", "versions"} <= {*call}
-    assert not open_calls(again=True).done and not open_calls(device="cuda").done
-    monkeypatch.setattr(calls, "commit_of_code", lambda _: "another")
-    assert not open_calls().done
-
-
-def test_bench_goes_on_and_reports(
-    open_calls: Open, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With measurements that are given: two calls, of which the first is cut in its third run; one run fails."""
-    measured: list[str] = []
-    options = argparse.Namespace(device="cpu")
-
-    def run_process(_: Any, spec: StepSpec, *, timeout: float, forks: bool) -> StepResult:
-        measured.append(spec.method)
-        if len(measured) == 2:
-            raise RuntimeError("out of memory")
-        if len(measured) == 3:
-            cut.deadline = 0
-            raise RuntimeError("killed")
-        losses = [2.0 if spec.method == "none" else 2.5] * spec.total_steps
-        return StepResult(spec=spec, step_s=[0.5] * spec.steps, losses=losses, n_params=1)
-
-    monkeypatch.setattr(bench, "run_process", run_process)
-    cut = open_calls()
-    assert bench.run_bench(options, cut) == 1
-    assert "4 runs are left: call again" in capsys.readouterr().out
-    assert bench.run_bench(options, open_calls()) == 1  # the failed run stays failed
-    assert measured == ["floor", "zenflow", "none", "none", "zenflow_exact", "floor3", "zenflow3"]
-    text = cut.path.with_suffix(".md").read_text()
-    assert "failed\n\n```\nout of memory" in text and "killed" not in text
-    assert "| 2.5000   | 0.5000               | 0.5000            |" in text
-    assert bench.run_bench(options, open_calls()) == 1 and len(measured) == 7
 
 
 @pytest.mark.slow
@@ -108,23 +50,6 @@ def test_the_suite_has_all_files_with_tests_for_a_gpu() -> None:
     names = {file.relative_to(root).as_posix() for file in files}
     assert {name for name in names if not name.startswith(("tests/examples", *suite.FILES))} == set()
     assert all((root / name).exists() for name in suite.FILES)
-
-
-def test_a_test_that_ends_its_process_has_failed(open_calls: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As xdist reports it; the process that it starts instead collects the same tests as the others."""
-    monkeypatch.setenv(suite._DEADLINE, "inf")
-    first = open_calls()
-    first.begin()
-    record = suite._Record(first)
-    place: dict[str, Any] = {"nodeid": "test_it", "location": ("test_it.py", None, "test_it"), "keywords": {}}
-    for phase, outcome, text in (("setup", "passed", None), ("???", "failed", "worker 'gw0' crashed")):
-        report = pytest.TestReport(**place, when=phase, outcome=outcome, longrepr=text)  # type: ignore[arg-type]
-        record.pytest_runtest_logreport(report)
-    result = open_calls().done["test_it"]
-    assert result["outcome"] == "failed" and "crashed" in result["text"]
-    assert not suite._Left(open_calls(joins=True))._done
-    open_calls().begin()
-    assert suite._Left(open_calls(joins=True))._done == {"test_it"}
 
 
 @pytest.mark.slow

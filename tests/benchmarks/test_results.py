@@ -4,23 +4,17 @@ import importlib
 import json
 import re
 import shutil
-import subprocess
-import sys
 import time
-from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 
 from benchmarks.common import results
 from benchmarks.common.processes import run_process
-from benchmarks.common.provenance import ROOT
 from benchmarks.glue import __main__ as glue
 from benchmarks.glue.methods import METHODS as GLUE_METHODS
 from benchmarks.glue.run import Record
 from benchmarks.step_time.methods import METHODS
-from processes import is_alive, wait_for
 
 MODULES = {
     "convergence*.jsonl": "convergence",
@@ -61,28 +55,10 @@ def test_the_report_on_glue_has_every_stored_run(tmp_path: Path, capsys: pytest.
             assert f"{run.lr:g}: " in row and run.commit in printed
 
 
-FORKS = pytest.mark.parametrize("forks", [False, True])
-
-
-@FORKS
+@pytest.mark.parametrize("forks", [False, True])
 def test_results_and_failures_of_processes(forks: bool) -> None:
     assert run_process(json.loads, "[1, 2]", timeout=60, forks=forks) == [1, 2]
     with pytest.raises(RuntimeError, match="(?s)no result .exit status 1, .*JSONDecodeError"):
         run_process(json.loads, "[", timeout=60, forks=forks)
     with pytest.raises(RuntimeError, match="no result .exit status -9, after at most 0.2 s"):
         run_process(time.sleep, 60, timeout=0.2, forks=forks)
-
-
-@FORKS
-def test_a_process_ends_with_a_benchmark_that_is_killed(forks: bool) -> None:
-    call = f"run_process(os.execvp, 'sleep', ['sleep', '100'], timeout=100, forks={forks})"
-    call = f"import os; from benchmarks.common.processes import run_process; {call}"
-    benchmark = subprocess.Popen([sys.executable, "-c", call], cwd=ROOT)
-    children = partial(psutil.Process(benchmark.pid).children, recursive=True)
-    try:
-        wait_for(lambda: any(child.cmdline() == ["sleep", "100"] for child in children()))
-        (child,) = (child for child in children() if child.cmdline() == ["sleep", "100"])
-    finally:
-        benchmark.kill()
-        benchmark.wait()
-    wait_for(lambda: not is_alive(child.pid))

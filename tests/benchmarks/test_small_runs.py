@@ -1,10 +1,8 @@
-"""Every benchmark in a small setting: it runs, and writes and reports what it has measured."""
+"""Benchmarks in a small setting: they run, and write and report what they have measured. Their tables: test_results.py."""
 
 import json
 import os
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +13,12 @@ from torch.optim import Optimizer
 
 from benchmarks.common.processes import run_process
 from benchmarks.convergence import __main__ as convergence
-from benchmarks.convergence import records, report
+from benchmarks.convergence import records
 from benchmarks.convergence.optimizers import DelayedOptimizer
-from benchmarks.convergence.records import Spec
-from benchmarks.convergence.settings import SETTINGS
-from benchmarks.convergence.threshold_tasks import TASKS
 from benchmarks.glue import __main__ as glue
-from benchmarks.glue.report import write_report
-from benchmarks.glue.run import Record
 from benchmarks.kernel.__main__ import measure_replay
 from benchmarks.step_time import __main__ as step_time
-from benchmarks.step_time.run import StepResult, StepSpec
+from benchmarks.step_time.run import StepSpec
 from tiny_models import save_tiny_model
 
 
@@ -69,17 +62,6 @@ def test_fsdp2_with_its_optimizer_in_host_memory_is_adamw() -> None:
     assert fsdp2 == pytest.approx(without, rel=1e-5) and len({*fsdp2}) == len(fsdp2) == 8
 
 
-def test_what_a_device_cannot_run_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    step_s = [0.5] * 99 + [9.0]
-    monkeypatch.setattr(step_time, "run_process", lambda _, spec, **__: StepResult(spec=spec, step_s=step_s))
-    assert step_time.main(["--device", "cpu", "--methods", "none", "--repeats", "1", "--results", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    assert "not on this device: torchao CPUOffloadOptimizer" in printed
-    assert "| 1.00 " in printed  # of the step times, 99 % are the median
-
-
 def test_kernel() -> None:
     jobs = measure_replay(1 << 16, sorted(os.sched_getaffinity(0))[:1])
     assert len(jobs) == 10
@@ -97,35 +79,6 @@ def test_bookkeeping(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert all(run["n_params"] < 1e6 and min(run["step_s"]) > 0 for run in repeat)
     text = capsys.readouterr().out
     assert "above floor ms" in text and "ZenFlowStrategy, S=4, d=1" in text
-
-
-def record(method: str, seed: int, val_loss: float | None, setting: str, **fields: object) -> records.Record:
-    spec = Spec(setting=setting, method=method, lr=1e-3, seed=seed, steps=SETTINGS[setting].steps)
-    loss = [2.0, 1.5, 1.0]
-    return records.Record(
-        spec=spec, commit="abc", versions={"torch": "2"}, val_loss=val_loss, train_loss=loss, **fields
-    )
-
-
-@pytest.mark.parametrize("setting", ["delay_small", "recall", "fast"])
-def test_every_kind_of_setting_has_a_table(setting: str) -> None:
-    losses = {"adamw": 2.0, "delayed_1": 2.4, "zenflow_s1": 1.99, "zenflow_s4": 2.01}
-    runs = [
-        record(method, i, loss, setting, steps_to_threshold=None if method == "delayed_1" else 100 * (i + 1))
-        for method, loss in losses.items()
-        for i in (0, 1)
-    ]
-    shortened = replace(runs[0], spec=replace(runs[0].spec, steps=5))
-    failed = record("zenflow_auto", 1, None, setting, error="RuntimeError: a | b\nc")
-    tables = report.tables_of([*runs, shortened, failed])
-    assert "RuntimeError: a / b c" in tables[setting]
-    assert set(tables) == {setting, "delay"} - ({"delay"} if setting == "fast" else set())
-    if "delay" in tables:
-        (late,) = [line for line in tables["delay"].splitlines() if "AdamW, 1 step late  " in line]
-        assert ("not reached" if setting == "recall" else "+20.0 %") in late
-    runs[0].initial_weights = "others"
-    with pytest.raises(ValueError, match=f"{setting}, seed 0: runs must begin from the same weights"):
-        report.tables_of(runs)
 
 
 @pytest.mark.parametrize("feedback", [False, True])
@@ -148,15 +101,6 @@ def test_gradients_are_applied_as_late_as_asked(feedback: bool) -> None:
         history.append(on_time.weight.detach().clone())
         ahead = 2 * (history[-3] - history[-4]) if step >= 2 and feedback else torch.zeros(1, 2)
         assert torch.equal(late.weight, history[-3] + ahead)
-
-
-def test_tasks() -> None:
-    for make in TASKS.values():
-        task = make()
-        first, again, other = (task.train(8, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
-        assert all(map(torch.equal, first, again)) and not torch.equal(first[0], other[0])
-        logits = task.network().logits(first[0])
-        assert logits.shape[:-1] == first[1].shape and int(first[1].max()) < logits.shape[-1]
 
 
 @pytest.mark.slow
@@ -196,66 +140,3 @@ def test_runs_leave_a_file_each_and_are_not_repeated(tmp_path: Path, capsys: pyt
     assert glue.main(arguments) == 0
     assert "/2, " not in capsys.readouterr().out
     assert len(list((tmp_path / "glue").iterdir())) == 2
-
-
-def test_adamws_training_loss_chooses_the_rate_of_all_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scores = {("auto", 1e-4): 0.4, ("auto", 3e-4): 0.5, ("zenflow", 1e-4): 0.1, ("zenflow", 3e-4): 0.2}
-
-    def scored(_: object, record: Record, *__: object, **___: object) -> Record:
-        score = scores[record.method, record.lr]
-        losses = [9.0, *[score if record.method == "auto" else 1 - score] * 5]
-        return replace(record, score=score, train_loss=losses, initial_weights=str(record.seed))
-
-    monkeypatch.setattr(glue, "run_process", scored)
-    arguments = ["--data-dir", "data", "--pretrained", "model", "--tasks", "RTE", "--methods", "auto,zenflow"]
-    options = glue.parse_arguments([*arguments, "--lrs", "1e-4,3e-4", "--seeds", "1,2,3"])
-    glue.run_missing(options, tmp_path)
-    assert {(run.method, run.lr) for run in glue.stored(tmp_path) if run.seed == 1} == scores.keys()
-    others = [(run.method, run.lr) for run in glue.stored(tmp_path) if run.seed != 1]
-    assert sorted(others) == [("auto", 1e-4)] * 2 + [("zenflow", 1e-4)] * 2
-
-
-def test_a_run_that_is_killed_ends_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, while others wait for its cores."""
-
-    def killed(*_: object, **__: object) -> Record:
-        raise RuntimeError("no result")
-
-    monkeypatch.setattr(glue, "run_process", killed)
-    options = glue.parse_arguments(["--data-dir", "data", "--pretrained", "model", "--tasks", "RTE", "--seeds", "1"])
-    with pytest.raises(RuntimeError, match="no result"):
-        glue.run_missing(options, tmp_path)
-
-
-def test_the_table_has_each_method_at_adamws_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def record(method: str, lr: float, seed: int, score: float, **fields: object) -> Record:
-        values = {"train_loss": [1.0, 0.5], "initial_weights": str(seed), "score": score, "seconds": 9.0, **fields}
-        return Record(task="CoLA", method=method, lr=lr, seed=seed, commit="abc", hardware="one", **values)
-
-    records = [
-        *(record("auto", 1e-4, seed, 0.4 + seed / 100, clipped=0.25) for seed in (1, 2)),
-        # More, but of one seed.
-        record("auto", 5e-5, 1, 0.9, clipped=1.0),
-        *(record("zenflow", 1e-4, seed, 0.4, schedules={"S=1, d=0": 30, "S=1, d=1": 10}) for seed in (1, 2)),
-        record("zenflow", 5e-5, 1, 0.8),
-        # On another machine, which has other weights and no run of AdamW.
-        replace(record("zenflow", 1e-4, 1, 0.1), hardware="two", initial_weights="other"),
-        record("zenflow_int8", 1e-4, 1, 0.0, error="RuntimeError: no"),
-    ]
-    text = write_report(records, tmp_path)
-    auto, zenflow = (line.split("|") for line in text.splitlines() if "41.5" in line or "ZenFlowStrategy" in line)
-    assert [cell.strip() for cell in auto[2:-1]] == [
-        *("0.0001", "5e-05: 90.0 (1); 0.0001: 41.5 (2)", "41.0..42.0", "", "25%", "", "9"),
-    ]
-    assert [cell.strip() for cell in zenflow[2:-3]] == [
-        *("0.0001", "5e-05: 80.0 (1); 0.0001: 30.0 (3)", "10.0..40.0", "-1.5 ± 0.5 (2)", ""),
-    ]
-    assert "S=1, d=1: 25%" in zenflow[-3]
-    assert "CoLA_zenflow_int8_0.0001_1: RuntimeError: no" in text
-    assert (tmp_path / "glue.md").read_text() == f"{text}\n"
-    assert "<svg" in (tmp_path / "glue.svg").read_text()
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert write_report(records, tmp_path).removeprefix(text).startswith("\n\nglue.svg is not drawn, since there is no")
-    records[0].initial_weights = "others"
-    with pytest.raises(ValueError, match="CoLA_auto_5e-05_1: all runs of a seed must begin with the same weights"):
-        write_report(records, tmp_path)

@@ -1,12 +1,10 @@
 """`async_checkpoints`: a save ends before its file is written, with the same content and the same errors."""
 
-import copy
 import errno
 import io
 import logging
 import os
-import subprocess
-import sys
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -17,15 +15,17 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 
 from callbacks import After, At, save
 from fabric_runs import set_up, train_step
 from harness import EVERYTHING, Case, fit, make_trainer, run_here
-from held_saves import OPENED, HeldSave, hold
+from held_saves import OPENED, HeldSave, hold, users_objects
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.checkpoint import files
+from lightning_zenflow.checkpoint.background import BackgroundSaves
 from lightning_zenflow.checkpoint.files import StagedSave
 from lightning_zenflow.core.forks import new_pages
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
@@ -33,7 +33,7 @@ from lightning_zenflow.worker.machine import HOST_MEMORY
 from models import LinearLossModule
 from networks import SmallNet
 from processes import open_files
-from rank_processes import run_on_ranks
+from rank_processes import run_on_ranks, status_of_fork
 from same_bits import assert_same_state, assert_same_tensors
 from side_by_side import LATE
 
@@ -192,43 +192,6 @@ def test_saves_that_must_be_complete_at_once(
     assert "a copy of what a file has needs 0.00 GiB of host memory for 1 rank(s), but 0.00 GiB are" in caplog.text
 
 
-class Noted(Tensor):
-    """A subclass with attributes."""
-
-
-class Converts:
-    """Has a usual `__deepcopy__`, and converts when it is rebuilt."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-
-    def __deepcopy__(self, memo: Any) -> "Converts":
-        return Converts(copy.deepcopy(self.values, memo).clone())
-
-    def __setstate__(self, state: dict[str, Tensor]) -> None:
-        self.values = state["values"].double()
-
-
-def users_objects(number: int) -> dict[str, Any]:
-    """Of each kind that torch writes in a way of its own."""
-    matrix = torch.arange(6, dtype=torch.float32).view(2, 3) + number
-    parameter, noted = torch.nn.Parameter(matrix + 1), (matrix + 2).as_subclass(Noted)
-    parameter.note, noted.notes = torch.full((3,), number), {"of": matrix}  # type: ignore[attr-defined]
-    return {
-        "shared": (matrix, matrix[1], matrix.T, matrix[:, ::2], matrix.detach().requires_grad_()),
-        "of one element": matrix.new_full((1,), number).expand(1000),
-        "attributes": (parameter, noted),
-        "objects": [Converts(matrix), Converts(matrix.double())],
-        "generator": torch.Generator().manual_seed(number),
-        "sparse": (matrix.to_sparse(), matrix.to_sparse_csr()),
-        "nested": torch.nested.nested_tensor([matrix, matrix[:1] + 1]),
-        "complex": torch.complex(matrix, matrix + 1).conj().imag,
-        "others": (matrix.bfloat16(), matrix > 2, torch.empty(0), torch.empty(3, device="meta"), matrix.numpy()),
-        "storage": (matrix + 3).untyped_storage(),
-        "module": torch.nn.Linear(2, 3).requires_grad_(False).float().apply(lambda m: m.weight.fill_(number)),
-    }
-
-
 def write(archive: Any, path: Path, group: Any = None) -> None:
     with path.open("wb") as file:
         archive.write(file)
@@ -271,15 +234,20 @@ def test_the_file_is_that_of_torch_save(checksums: bool, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("format_", ["lightning", "deepspeed"])
 def test_a_checkpoint_goes_where_it_was_meant_to(format_: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though the process is in another folder when it is written, and the one before is removed."""
+    """Though the process is in another folder when it is written, and the one before is removed. A load waits for it."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     fabric, model, optimizer, _ = set_up(SmallNet(), **LATE, async_checkpoints=True, checkpoint_format=format_)
     train_step(fabric, model, optimizer, 0)
     hold(fabric.strategy._background)
-    fabric.save("fabric.ckpt", {"model": model, "optimizer": optimizer})
+    fabric.save("fabric.ckpt", state := {"model": model, "optimizer": optimizer})
+    saved = {name: w.clone() for name, w in model.state_dict().items()}
+    train_step(fabric, model, optimizer, 1)
     monkeypatch.chdir("elsewhere")
+    assert not (tmp_path / "fabric.ckpt").exists()
     OPENED.set()
+    fabric.load(tmp_path / "fabric.ckpt", state)
+    torch.testing.assert_close(dict(model.state_dict()), saved, rtol=0, atol=0)
     fabric.strategy.teardown()
     monkeypatch.chdir(tmp_path)
 
@@ -340,17 +308,15 @@ def cannot_remove(folder: Path, trainer: Any) -> None:
         assert (folder / "saved.ckpt").exists()
 
 
-@pytest.mark.parametrize("in_background", [True, False])
-def test_a_checkpoint_that_cannot_be_removed(in_background: bool, tmp_path: Path) -> None:
-    own = ZenFlowStrategy(**LATE, async_checkpoints=in_background)
-    fit(LinearLossModule(length=2), own, callbacks=[After([1], partial(cannot_remove, tmp_path))])
+def test_a_checkpoint_that_cannot_be_removed(tmp_path: Path) -> None:
+    """In the background: `test_on_two_ranks`."""
+    fit(LinearLossModule(length=2), ZenFlowStrategy(**LATE), callbacks=[After([1], partial(cannot_remove, tmp_path))])
 
 
-@pytest.mark.parametrize("kind", ["link", "two", "default", "again", "similar", "by time"])
+@pytest.mark.parametrize("kind", ["link", "default", "again", "similar", "by time"])
 def test_callbacks_that_look_for_files(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options: list[dict[str, Any]] = {
         "link": [{"save_last": "link"}],
-        "two": [{}, {"monitor": "loss"}],
         "default": [{"filename": "{epoch}-{step:d}"}, {"monitor": "loss"}],
         "again": [{"monitor": "loss", "save_top_k": -1, "filename": "{epoch}"}],
         "similar": [{"monitor": "loss", "save_top_k": -1, "filename": "{step_loss:.0f}"}],
@@ -358,18 +324,12 @@ def test_callbacks_that_look_for_files(kind: str, tmp_path: Path, caplog: pytest
     }[kind]
     interval = timedelta(hours=1) if kind == "by time" else 1.0
     files = [ModelCheckpoint(dirpath=tmp_path, **{"every_n_train_steps": 1, **given}) for given in options]
+    saving = {"enable_checkpointing": True, "callbacks": [*files, LOGS], "val_check_interval": interval}
     with caplog.at_level(logging.INFO):
-        fit(
-            LinearLossModule(length=3),
-            strategy(),
-            enable_checkpointing=True,
-            callbacks=[*files, LOGS],
-            val_check_interval=interval,
-        )
+        fit(LinearLossModule(length=3), strategy(), **saving)
     assert ("async_checkpoints has no effect" in caplog.text) == (kind != "by time")
     left = {
         "link": {"epoch=0-step=3.ckpt", "last.ckpt"},
-        "two": {"epoch=0-step=3.ckpt", "epoch=0-step=1-v1.ckpt"},
         "default": {"epoch=0-step=3.ckpt", "epoch=0-step=1-v1.ckpt"},
         "again": {"epoch=0.ckpt", "epoch=0-v1.ckpt", "epoch=0-v2.ckpt"},
         "similar": {"step_loss=0.ckpt", "step_loss=0-v1.ckpt", "step_loss=0-v2.ckpt"},
@@ -390,36 +350,14 @@ def test_an_exception_in_training_leaves_the_save_complete(tmp_path: Path) -> No
     assert torch.load(path, weights_only=True)["global_step"] == 2
 
 
-AT_ITS_END = """
-import time
-import torch.distributed as dist
-from lightning_zenflow.checkpoint.background import BackgroundSaves
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-saves = BackgroundSaves(ranks_on_host=1, timeout=None)
-saves.start(lambda group: [time.sleep(0.5), print("written")])
-"""
-
-
-def test_a_program_that_ends_waits_for_the_file() -> None:
-    """As under Fabric without `teardown`."""
-    done = subprocess.run([sys.executable, "-c", AT_ITS_END], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "written\n"), done.stderr
-
-
-def test_fabric(tmp_path: Path) -> None:
-    """A load waits for the save, and `wait_for_checkpoint` does."""
-    fabric, model, optimizer, _ = set_up(SmallNet(), **LATE, async_checkpoints=True)
-    path, state = tmp_path / "a.ckpt", {"model": model, "optimizer": optimizer}
-    train_step(fabric, model, optimizer, 0)
-    hold(fabric.strategy._background)
-    fabric.save(path, state)
-    saved = {name: w.clone() for name, w in model.state_dict().items()}
-    train_step(fabric, model, optimizer, 1)
+def end_with_a_save(path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    saves = BackgroundSaves(ranks_on_host=1, timeout=None)
+    saves.start(lambda group: [time.sleep(0.5), path.touch()])
     assert not path.exists()
-    OPENED.set()
-    fabric.load(path, state)
-    torch.testing.assert_close(dict(model.state_dict()), saved, rtol=0, atol=0)
-    fabric.save(path, {"model": model})
-    fabric.strategy.wait_for_checkpoint()
-    assert torch.load(path, weights_only=True)
-    fabric.strategy.teardown()
+
+
+def test_a_program_that_ends_waits_for_the_file(tmp_path: Path) -> None:
+    """As under Fabric without `teardown`."""
+    assert status_of_fork(end_with_a_save, tmp_path / "written") == 0
+    assert (tmp_path / "written").exists()

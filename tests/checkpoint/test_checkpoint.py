@@ -1,5 +1,5 @@
-"""A run that is saved, ended, loaded and continued is the run that went on: the same weights in every step, bit for bit. Under another
-number of ranks: AdamW's state exactly, everything else anew.
+"""A run that is saved to a folder or a file, ended, loaded and continued is the run that went on: the same weights in every step, bit for
+bit. Under another number of ranks, and from a file under the other stage: AdamW's state exactly, everything else anew.
 """
 
 import logging
@@ -15,10 +15,11 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
-from callbacks import At
-from checkpoint_files import RANK_FILE, assert_continues, edit, in_order
+from callbacks import At, save
+from checkpoint_files import RANK_FILE, assert_continues, assert_saved, edit, in_order
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, fit, optimizer_of, run_here
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.checkpoint.single_file import FILE_KEY
 from lightning_zenflow.core import schedule
 from models import SHAPES, LinearLossModule
 from rank_processes import run_each, run_on_ranks
@@ -30,6 +31,9 @@ FREEZING: dict[str, Any] = {
     "model_options": {"frozen_in": {0: (3, 100), 3: (0, 100), 2: (4, 9)}},
 }
 BFLOAT16 = {"reduce_bucket_size": 200, "moments_dtype": "bfloat16"}
+FILE = {"checkpoint_format": "lightning"}
+LIMIT = Case(topk_ratio=0.0, update_interval=1, publish_lag=0, model="SmallNet")
+"""The settings at which training is AdamW's, so that only the order of sums depends on the number of ranks."""
 CASES = {
     "random selection, not finite": Case(
         topk_ratio=0.3,
@@ -51,7 +55,20 @@ CASES = {
     "int8 moments": Case(topk_ratio=0.3, max_norm=0.5, strategy_options={**EVERYTHING, "moments_dtype": "int8"}),
     # The change comes before the save, so the resumed run has it from the checkpoint only.
     "auto": Case(topk_ratio=0.3, strategy_options={**EVERYTHING, **AUTO}, schedules=((1, 2, 2),)),
+    "fabric": replace(LIMIT, topk_ratio=0.3, max_norm=0.1, accumulate=2, loop="fabric"),
+    "fabric, stage 3": Case(model="SmallNet", stage=3, max_norm=0.1, accumulate=2, loop="fabric").with_keys(
+        **EVERYTHING
+    ),
+    "file": LIMIT.with_keys(**FILE),
+    "file, bf16": Case(topk_ratio=0.3, precision="bf16-true", max_norm=1.0, accumulate=2).with_keys(
+        **FILE, **EVERYTHING, moments_dtype="bfloat16"
+    ),
+    "file, fp16": Case(topk_ratio=0.3, precision="16-true").with_keys(**FILE),
+    "file, int8": Case(topk_ratio=0.3).with_keys(**FILE, **EVERYTHING, moments_dtype="int8"),
+    "file, stage 3": Case(**FREEZING, topk_ratio=0.3, stage=3, precision="bf16-true").with_keys(**FILE, **EVERYTHING),
+    "file, parameters on the host": replace(LIMIT, stage=3, offload_parameters=True).with_keys(**FILE),
 }
+IN_FILES = [name for name in CASES if name.startswith("file")]
 EXACT = Case(topk_ratio=0.3, publish_lag=2, strategy_options=EVERYTHING)
 STEPS = 14
 
@@ -70,6 +87,27 @@ def test_a_resumed_run_continues_bit_for_bit(name: str, saved_at: int, tmp_path:
     case, path = CASES[name], tmp_path / "half.ckpt"
     whole, rest = run_here(saving(case, saved_at, path)), run_here(resuming(case, path))
     assert_continues(rest, whole, saved_at)
+    if name in IN_FILES:
+        assert [file.name for file in tmp_path.iterdir()] == ["half.ckpt"] and path.is_file()
+        # Without the user's own objects nothing but tensors, numbers and texts; each tensor has its own memory.
+        content = torch.load(path, weights_only=True)
+        (state,) = content["optimizer_states"]
+        saved = [*content["state_dict"].values(), *(t for s in state["state"].values() for t in s.values())]
+        assert all(t.untyped_storage().nbytes() == t.nbytes for t in saved)
+    if name in ("file, bf16", "file, stage 3"):
+        assert_saved(path, run_here(replace(case, steps=saved_at)), case)
+
+
+def register_sparse(trainer: Any) -> None:
+    trainer.lightning_module.register_buffer("graph", torch.eye(3).to_sparse())
+
+
+SPARSE = At("setup", register_sparse)
+
+
+def saves_weights(path: Path) -> At:
+    """Saves weights only at the end of training."""
+    return At("on_train_end", partial(save, path, weights_only=True))
 
 
 def change_slices(path: Path, trainer: Any) -> None:
@@ -86,8 +124,17 @@ def test_two_ranks(tmp_path: Path) -> None:
     # Rank 1 has nothing of the last sub-group, a single element, and finds all its slices where they were.
     single = replace(EXACT, stage=3, model_options={"shapes": ((31, 29), (37,), (1,))})
     several, one = (single.with_keys(config={"zero_optimization": {"stage": 3, "sub_group_size": n}}) for n in (19, 99))
-    path = tmp_path / "sub-groups.ckpt"
+    # A folder by default; weights only are a file whatever the format.
+    path, several = tmp_path / "sub-groups.ckpt", several.with_keys(checkpoint_format="auto")
+    several = replace(several, callbacks=(saves_weights(tmp_path / "small.ckpt"),))
     cases |= {"sub-groups": saving(several, 7, path), "other sub-groups": resuming(one, path)}
+    for stage in (2, 3):
+        # The first one is frozen from the beginning, and gathered from its pieces.
+        frozen = {"model_options": {"frozen_in": {0: (0, 100), 3: (3, 100), 2: (4, 9)}}}
+        case, path = replace(EXACT, **frozen, stage=stage).with_keys(**FILE), tmp_path / f"{stage}.ckpt"
+        cases[f"file, stage {stage}"] = replace(saving(case, 6, path), callbacks=(SPARSE,))
+        ends = saves_weights(tmp_path / f"weights {stage}.ckpt")
+        cases[f"file, stage {stage}, rest"] = replace(resuming(case, path), callbacks=(SPARSE, ends))
     # Behind the others, which the same file continues.
     cases["one starts over"] = replace(
         cases["rest"], callbacks=(At("setup", partial(change_slices, tmp_path / "half.ckpt")),)
@@ -98,6 +145,18 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert_continues(rest, whole, 12)
         # The schedule that only the checkpoint has.
         assert rest.schedules[0] != again.schedules[0]
+    assert (tmp_path / "sub-groups.ckpt" / "latest").is_file() and (tmp_path / "small.ckpt").is_file()
+    for stage in (2, 3):
+        name, case = f"file, stage {stage}", cases[f"file, stage {stage}"]
+        for whole, rest in zip(runs[name], runs[f"{name}, rest"], strict=True):
+            assert_continues(rest, whole, 6)
+        entries = torch.load(tmp_path / f"{stage}.ckpt", weights_only=True)["state_dict"]
+        assert torch.equal(entries["graph"].to_dense(), torch.eye(3))
+        first, weight = next(case.make_model().named_parameters())
+        assert torch.equal(entries[first], weight)
+        end = torch.load(tmp_path / f"weights {stage}.ckpt", weights_only=True)
+        assert "optimizer_states" not in end and FILE_KEY not in end
+        assert_same_tensors(in_order(case, end["state_dict"]), runs[f"{name}, rest"][0].master)
 
 
 def test_another_configuration_starts_over_from_adamws_state(tmp_path: Path) -> None:
@@ -134,29 +193,27 @@ def test_other_blocks_start_over_from_adamws_state(
     assert "its partition is another" in caplog.text
 
 
-@pytest.mark.parametrize("precisions", [("32-true", "16-true"), ("16-true", "32-true")])
-def test_another_precision_keeps_its_loss_scale(precisions: tuple[Any, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("format_", "first", "then"),
+    [
+        ("deepspeed", ("32-true", None), ("16-true", None)),
+        ("deepspeed", ("16-true", None), ("32-true", None)),
+        *((format_, ("16-true", 8.0), ("16-true", 16.0)) for format_ in ("deepspeed", "lightning")),
+    ],
+)
+def test_loss_scales_are_those_of_precision_and_configuration(
+    format_: Any, first: Any, then: Any, tmp_path: Path
+) -> None:
     path = tmp_path / "a.ckpt"
-    for precision, resume in zip(precisions, (None, path), strict=True):
-        strategy = ZenFlowStrategy(checkpoint_format="deepspeed")
+    for (precision, scale), resume in ((first, None), (then, path)):
+        strategy = ZenFlowStrategy(checkpoint_format=format_, loss_scale=scale or 0)
         trainer = fit(
             LinearLossModule(), strategy, steps=2 if resume is None else 3, resume=resume, precision=precision
         )
-        assert optimizer_of(trainer).loss_scaler.dynamic == (precision == "16-true")
+        scaler = optimizer_of(trainer).loss_scaler
+        assert scaler.dynamic == (precision == "16-true" and scale is None)
+        assert scale is None or scaler.loss_scale == scale
         trainer.save_checkpoint(path)
-
-
-@pytest.mark.parametrize("format_", ["lightning", "deepspeed"])
-def test_a_fixed_loss_scale_is_that_of_the_configuration(format_: Any, tmp_path: Path) -> None:
-    scales = []
-    for scale, resume in ((8.0, None), (16.0, tmp_path / "a.ckpt")):
-        strategy = ZenFlowStrategy(checkpoint_format=format_, loss_scale=scale)
-        trainer = fit(
-            LinearLossModule(), strategy, steps=2 if resume is None else 3, resume=resume, precision="16-true"
-        )
-        scales.append(optimizer_of(trainer).loss_scaler.loss_scale)
-        trainer.save_checkpoint(tmp_path / "a.ckpt")
-    assert scales == [8.0, 16.0]
 
 
 def test_other_frozen_parameters_start_over_from_adamws_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -201,20 +258,21 @@ def test_it_opens_in_plain_deepspeed_and_the_other_way_round(precision: str, mom
 
 
 FEW_STEPS = 12
-LIMIT = Case(topk_ratio=0.0, update_interval=1, publish_lag=0, steps=FEW_STEPS, model="SmallNet")
-"""The settings at which training is AdamW's, so that only the order of sums depends on the number of ranks."""
+LATE = Case(**FREEZING, topk_ratio=0.3, max_norm=1.0).with_keys(**EVERYTHING)
 ON_OTHER_RANKS = {
     "limit": LIMIT,
-    "everything": Case(**FREEZING, topk_ratio=0.3, max_norm=1.0, steps=FEW_STEPS, strategy_options=EVERYTHING),
-    "bf16": Case(topk_ratio=0.3, precision="bf16-true", steps=FEW_STEPS, strategy_options=EVERYTHING),
+    "everything": LATE,
+    "bf16": Case(topk_ratio=0.3, precision="bf16-true", strategy_options=EVERYTHING),
+    "file": LATE.with_keys(**FILE),
+    "file, stage 3": replace(LATE, stage=3).with_keys(**FILE),
 }
 
 
 @pytest.mark.parametrize(
     ("names", "before", "after"),
     [
-        (["bf16"], 1, 2),
-        (["everything"], 2, 1),
+        (["bf16", "file"], 1, 2),
+        (["everything", "file", "file, stage 3"], 2, 1),
         *(
             pytest.param(list(ON_OTHER_RANKS), *ranks, marks=pytest.mark.slow)
             for ranks in [(1, 2), (2, 1), (2, 4), (4, 2)]
@@ -222,18 +280,18 @@ ON_OTHER_RANKS = {
     ],
 )
 def test_other_ranks(names: Sequence[str], before: int, after: int, tmp_path: Path) -> None:
-    """Saves after 5 steps; loads that without a step, and goes on with both numbers of ranks."""
+    """Saves after 5 steps; loads that without a step, and goes on with both numbers of ranks; files under the other stage."""
     saving: dict[str, Case] = {}
     loading: dict[str, Case] = {}
     for name in names:
         # The same data on every rank: then the gradient's mean does not depend on how many there are.
-        case = ON_OTHER_RANKS[name]
-        case = replace(case, model_options={**case.model_options, "ranks_differ": False})
-        path = str(tmp_path / f"{name}.ckpt")
+        case, path = ON_OTHER_RANKS[name], str(tmp_path / f"{name}.ckpt")
+        case = replace(case, steps=FEW_STEPS, model_options={**case.model_options, "ranks_differ": False})
+        other = replace(case, stage=5 - case.stage) if "file" in name else case
         saving[f"{name}, saved"] = replace(case, steps=5, save_at=5, checkpoint=path)
         saving[f"{name}, the same ranks"] = replace(case, checkpoint=path)
-        loading[f"{name}, loaded"] = replace(case, steps=5, checkpoint=path)
-        loading[f"{name}, other ranks"] = replace(case, checkpoint=path)
+        loading[f"{name}, loaded"] = replace(other, steps=5, checkpoint=path)
+        loading[f"{name}, other ranks"] = replace(other, checkpoint=path)
     runs = {**run_each(saving, ranks=before), **run_each(loading, ranks=after)}
     for name in names:
         (loaded, *_), (saved, *_) = runs[f"{name}, loaded"], runs[f"{name}, saved"]
@@ -247,7 +305,7 @@ def test_other_ranks(names: Sequence[str], before: int, after: int, tmp_path: Pa
 @pytest.mark.parametrize("order", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_plain_deepspeed_on_two_ranks_in_both_of_its_orders(order: bool, tmp_path: Path) -> None:
     """A folder has the order in which plain DeepSpeed, with the same configuration, has the parameters; any order is read."""
-    case = replace(LIMIT, model_options={"ranks_differ": False})
+    case = replace(LIMIT, steps=FEW_STEPS, model_options={"ranks_differ": False})
     config = {"zero_optimization": {"round_robin_gradients": order}}
     ours, stock = case.with_keys(config=config), replace(case, stock=True).with_keys(config=config)
     by_ours, by_stock = str(tmp_path / "ours.ckpt"), str(tmp_path / "stock.ckpt")

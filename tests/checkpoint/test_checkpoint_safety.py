@@ -2,11 +2,8 @@
 
 import errno
 import gc
-import json
 import os
 import resource
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -22,7 +19,6 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from benchmarks.common.processes import fresh_environment
 from callbacks import After, At
 from checkpoint_files import MODEL_FILE, RANK_FILE, change_byte
 from harness import Case, run_here
@@ -233,23 +229,3 @@ def test_copies_are_beside_the_checkpoint(
     case = replace(CASE, steps=1, save_at=1, checkpoint=str(tmp_path / "a.ckpt"))
     run_here(case.with_keys(checkpoint_format=checkpoint_format, moments_dtype="int8"))
     assert folders == [tmp_path]
-
-
-SCRIPT = Path(__file__).parents[1] / "support" / "killed_saves.py"
-
-
-@pytest.mark.slow  # `StagedSave` alone is killed at each call in `test_atomic.py`
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize("format_", ["deepspeed", "lightning"])
-def test_killed_at_points_of_a_save(format_: str, in_background: bool, tmp_path: Path) -> None:
-    """It leaves a complete checkpoint, from which training goes on as if nothing had happened."""
-    points, background = json.dumps([i / 40 for i in range(41)]), ["in background"] if in_background else []
-    command = [sys.executable, str(SCRIPT), str(tmp_path), points, format_, *background]
-    environment = fresh_environment(OMP_NUM_THREADS="1")
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1700
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    ours, theirs = (torch.load(tmp_path / f"{name}.pt") for name in ("disturbed", "undisturbed"))
-    torch.testing.assert_close(dict(ours), dict(theirs), rtol=0, atol=0)

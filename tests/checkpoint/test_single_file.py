@@ -1,4 +1,6 @@
-"""`checkpoint_format: lightning`: one file that continues our run bit for bit, and AdamW's under strategies for one device, both ways."""
+"""`checkpoint_format: lightning`: one file that continues AdamW's training under strategies for one device, and the other way round; what
+is in it, and what is refused. That it continues ours bit for bit: test_checkpoint.
+"""
 
 import os
 import pickle
@@ -16,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from callbacks import At, save
-from checkpoint_files import assert_continues, assert_saved, change_byte, edit, in_order
+from checkpoint_files import change_byte, edit
 from fabric_runs import set_up, train_step
 from harness import EVERYTHING, Case, fit, run_here
 from lightning_zenflow import ZenFlowStrategy
@@ -25,104 +27,13 @@ from lightning_zenflow.checkpoint.single_file import FILE_KEY
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
 from models import LinearLossModule
 from networks import SmallNet
-from rank_processes import run_on_ranks
-from same_bits import assert_same_state, assert_same_tensors
+from same_bits import assert_same_tensors
 from side_by_side import LATE as LATE_KEYS
 
 STEPS, SAVED = 14, 6
 LIMIT: dict[str, Any] = {"topk_ratio": 0.0, "update_interval": 1, "publish_lag": 0}
 """The settings at which training is AdamW's."""
-FROZEN = {"frozen_in": {0: (0, 100), 3: (3, 100), 2: (4, 9)}}
-LATE = Case(topk_ratio=0.3, strategy_options=EVERYTHING)
-CASES = {
-    "S = 1, d = 0": Case(**LIMIT, model="SmallNet"),
-    "bf16": Case(topk_ratio=0.3, precision="bf16-true", max_norm=1.0, accumulate=2).with_keys(
-        **EVERYTHING, moments_dtype="bfloat16"
-    ),
-    "fp16": Case(topk_ratio=0.3, precision="16-true"),
-    "int8": Case(topk_ratio=0.3, strategy_options={**EVERYTHING, "moments_dtype": "int8"}),
-    "stage 3": Case(topk_ratio=0.3, stage=3, precision="bf16-true", model_options=FROZEN, strategy_options=EVERYTHING),
-    "parameters on the host": Case(**LIMIT, stage=3, offload_parameters=True, model="SmallNet"),
-}
-
-
-def halves(case: Case, path: Path) -> tuple[Case, Case]:
-    """The whole run, which saves, and its rest."""
-    case = replace(case.with_keys(checkpoint_format="lightning"), steps=STEPS, checkpoint=str(path))
-    return replace(case, save_at=SAVED), case
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_resumed_run_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "half.ckpt"
-    whole, rest = map(run_here, halves(CASES[name], path))
-    assert_continues(rest, whole, SAVED)
-    assert [file.name for file in tmp_path.iterdir()] == ["half.ckpt"] and path.is_file()
-    # Without the user's own objects nothing but tensors, numbers and texts; each tensor has its own memory.
-    content = torch.load(path, weights_only=True)
-    (state,) = content["optimizer_states"]
-    saved = [*content["state_dict"].values(), *(t for s in state["state"].values() for t in s.values())]
-    assert all(t.untyped_storage().nbytes() == t.nbytes for t in saved)
-    if name in ("bf16", "stage 3"):
-        assert_saved(path, run_here(replace(CASES[name], steps=SAVED)), CASES[name])
-
-
-def saves_weights(path: Path) -> At:
-    """Saves weights only at the end of training."""
-    return At("on_train_end", partial(save, path, weights_only=True))
-
-
-def register_sparse(trainer: Any) -> None:
-    trainer.lightning_module.register_buffer("graph", torch.eye(3).to_sparse())
-
-
-def saves_sparse(path: Path, trainer: Any) -> None:
-    trainer.save_checkpoint(path)
-    assert torch.equal(torch.load(path, weights_only=True)["state_dict"]["graph"].to_dense(), torch.eye(3))
-
-
-SPARSE = At("setup", register_sparse)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_sparse_buffer(stage: Any, tmp_path: Path) -> None:
-    """Also in the run that resumes."""
-    whole, rest = halves(replace(LATE, stage=stage), path := tmp_path / "a.ckpt")
-    run_here(replace(whole, steps=SAVED, callbacks=(SPARSE, At("on_train_end", partial(saves_sparse, path)))))
-    assert len(run_here(replace(rest, callbacks=(SPARSE,))).losses) == STEPS - SAVED
-
-
-def test_several_ranks(tmp_path: Path) -> None:
-    """Bit for bit on as many ranks, and with exact state on one, which does the same in the other direction."""
-    cases: dict[str, Case] = {}
-    for stage in (2, 3):
-        case = replace(LATE, stage=stage, model_options=FROZEN, callbacks=(SPARSE,))
-        cases[f"whole {stage}"], rest = halves(case, tmp_path / f"{stage}.ckpt")
-        cases[f"rest {stage}"] = replace(rest, callbacks=(SPARSE, saves_weights(tmp_path / f"weights {stage}.ckpt")))
-    # A folder by default; weights only are a file whatever the format.
-    small = (saves_weights(tmp_path / "small.ckpt"),)
-    case = replace(LATE, stage=3, steps=1, save_at=1, checkpoint=str(tmp_path / "folder"), callbacks=small)
-    cases["folder"] = case.with_keys(checkpoint_format="auto")
-    one, _ = halves(replace(LATE, model_options=FROZEN), tmp_path / "one.ckpt")
-    saved = run_here(replace(one, steps=SAVED))
-    cases["of one"] = replace(one, steps=SAVED, save_at=0)
-    runs = run_on_ranks(cases)
-    assert_same_state(runs["of one"][0], saved)
-    assert (tmp_path / "folder" / "latest").is_file() and (tmp_path / "small.ckpt").is_file()
-    for stage in (2, 3):
-        for whole, rest in zip(runs[f"whole {stage}"], runs[f"rest {stage}"], strict=True):
-            assert_continues(rest, whole, SAVED)
-        # By the other stage.
-        case = replace(cases[f"rest {stage}"], stage=5 - stage, callbacks=(SPARSE,))
-        half = run_here(replace(case, steps=SAVED))
-        content = torch.load(tmp_path / f"{stage}.ckpt", weights_only=True)
-        assert_same_tensors(half.master, in_order(case, content["state_dict"]))
-        end = torch.load(tmp_path / f"weights {stage}.ckpt", weights_only=True)
-        assert "optimizer_states" not in end and FILE_KEY not in end
-        assert_same_tensors(in_order(case, end["state_dict"]), runs[f"rest {stage}"][0].master)
-        # Frozen from the beginning: gathered from its pieces.
-        name, frozen = next(case.make_model().named_parameters())
-        assert torch.equal(content["state_dict"][name], frozen)
+FILE = Case(topk_ratio=0.3).with_keys(**EVERYTHING, checkpoint_format="lightning")
 
 
 def test_frozen_pieces_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +207,7 @@ def test_fabric(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("saved") / "a.ckpt"
-    run_here(replace(halves(LATE, path)[0], steps=SAVED))
+    run_here(replace(FILE, steps=SAVED, save_at=SAVED, checkpoint=str(path)))
     return path
 
 
@@ -369,7 +280,7 @@ def test_refused(name: str, saved: Path, tmp_path: Path) -> None:
     damage, message = REFUSED[name]
     damage(path)
     with pytest.raises(CheckpointError, match=f"^checkpoint {path}: .*{message}"):
-        run_here(halves(LATE, path)[1])
+        run_here(replace(FILE, steps=STEPS, checkpoint=str(path)))
 
 
 class Keeps(Noted):

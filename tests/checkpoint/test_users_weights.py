@@ -184,8 +184,10 @@ class Edits(pl.Callback):
         self._edit(checkpoint)
 
 
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("place", ["module", "callback"])
+@pytest.mark.parametrize(
+    ("edit", "place"),
+    [("nothing", "callback"), ("emptied", "module"), ("moments", "callback"), ("learning rate", "module")],
+)
 def test_hooks_that_edit_states(edit: str, place: str, tmp_path: Path) -> None:
     """As under torch from a file; from a folder by name."""
 

@@ -1,6 +1,5 @@
 """The examples' command lines: configurations, wrong settings, bundled data and trainings; with `-m slow` the whole default trainings."""
 
-import math
 import re
 import sys
 from collections.abc import Callable
@@ -8,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 
 import alpaca
@@ -72,17 +70,9 @@ def test_configurations_have_known_keys_and_build_their_strategy(
     ("command", "error", "message"),
     [
         ("glue --data.data_dir=nowhere", FileNotFoundError, "data.data_dir='nowhere' is no folder"),
-        ("glue --data.data_dir=null", ValueError, "exactly one of data.data_dir (got None) and data.dataset (got"),
-        ("glue --data.task=SQuAD", ValueError, "task must be one of CoLA"),
-        ("glue --data.task=MRPC", ValueError, "lacks the columns '#1 String', '#2 String', 'Quality' that task="),
-        ("glue --data.max_length=4", ValueError, "data.max_length=4 is not allowed; it must be at least 8"),
         ("glue --model.width=15", ValueError, "model.width=15 is not allowed; it must be a multiple of model.heads="),
         ("alpaca --data.train_file=nowhere.json", FileNotFoundError, "nowhere.json does not exist"),
-        ("alpaca --data.dataset=both", ValueError, "exactly one of data.train_file (got"),
-        ("alpaca --data.template=chat", ValueError, "data.template='chat' is not allowed; it must be one of alpaca"),
-        ("alpaca --model.warmup_ratio=2", ValueError, "model.warmup_ratio=2.0 is not allowed"),
         ("alpaca --model.attention=flash_attention_2", ValueError, "only in batches of one row, got data.batch_size=8"),
-        ("alpaca --model.width=30", ValueError, "model.width=30 is not allowed; it must be a multiple of twice"),
     ],
 )
 def test_wrong_commands_end_with_a_clear_message(run: Run, command: str, error: type[Exception], message: str) -> None:
@@ -128,18 +118,6 @@ def test_glue_is_trained_validated_tested_and_predicted(run: Run, tmp_path: Path
     assert {row.split("\t")[1] for row in predicted} <= {"0", "1"}
 
 
-def test_glue_trains_a_pretrained_folder(run: Run, tmp_path: Path) -> None:
-    """The parts of conf/glue_minilm.yaml, with a tiny BERT and its own tokenizer."""
-    folder = save_tiny_model(tmp_path / "model", "bert", max_position_embeddings=128)
-    arguments = [f"--model.pretrained={folder}", "--data.task=SST-2", "--trainer.limit_val_batches=1"]
-    short = ["--trainer.max_steps=4", "--trainer.val_check_interval=4", "--trainer.log_every_n_steps=1"]
-    run("glue", "fit", *arguments, *short, "--model.lr=1e-2", file="glue_minilm.yaml")
-    (checkpoint,) = tmp_path.glob("logs/glue_minilm/version_*/checkpoints/last.ckpt")
-    run("glue", "validate", *arguments, f"--ckpt_path={checkpoint}", file="glue_minilm.yaml")
-    assert len(logged(tmp_path, "train/loss")) == 4
-    assert logged(tmp_path, "val/loss", version=1) == pytest.approx(logged(tmp_path, "val/loss"), rel=1e-5)
-
-
 def test_alpaca_is_trained_resumed_validated_and_exported(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,33 +141,7 @@ def test_alpaca_is_trained_resumed_validated_and_exported(
         export(monkeypatch, "logs", "model")
 
 
-def test_pretrained_folder_and_deepspeed_json_in_bfloat16(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: Path
-) -> None:
-    """The parts of conf/alpaca_llama2_7b.yaml, from folders instead of names."""
-    pretrained = [f"--model.pretrained={tiny_llama}", f"--data.tokenizer={tiny_llama}", "--data.template=alpaca"]
-    small = ["--data.packing=false", "--model.activation_checkpointing=true", "--trainer.precision=bf16-true"]
-    short = ["--trainer.max_steps=4", "--trainer.val_check_interval=4", "--trainer.limit_val_batches=2"]
-    strategy = "--trainer.strategy=lightning_zenflow.ZenFlowStrategy"
-    config = f"--trainer.strategy.init_args.config={CONF / 'zf_config.json'}"
-    run("alpaca", "fit", *pretrained, *small, *short, strategy, config)
-    # To more digits than bfloat16 has.
-    (loss,) = logged(tmp_path, "val/loss")
-    assert logged(tmp_path, "val/perplexity") == pytest.approx([math.exp(loss)], rel=1e-5)
-
-    from transformers import AutoTokenizer, LlamaForCausalLM
-
-    export(monkeypatch, "alpaca_output/last.ckpt", "model", "--dtype=bfloat16")
-    tuned, before = (LlamaForCausalLM.from_pretrained(folder) for folder in (tmp_path / "model", tiny_llama))
-    assert tuned.dtype == torch.bfloat16
-    assert not torch.equal(tuned.lm_head.weight, before.lm_head.weight)
-    assert tuned.config.use_cache
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == tuned.config.vocab_size
-
-
-def test_a_model_larger_than_the_gpu_in_small(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: Path
-) -> None:
+def test_a_model_larger_than_the_gpu_in_small(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random and pretrained weights, divided over the ranks; the checkpoint resumes, and is exported to what stage 3 divides again."""
     file = "alpaca_larger_than_gpu.yaml"
     short = ["--trainer.val_check_interval=4", "--trainer.limit_val_batches=2", "--data.batch_size=4"]
@@ -206,7 +158,10 @@ def test_a_model_larger_than_the_gpu_in_small(
         expected = pytest.approx(logged(tmp_path, "val/loss", version=1), rel=1e-4)
         assert logged(tmp_path, "val/loss", version=version) == expected
 
-    pretrained = [f"--model.pretrained={tiny_llama}", f"--data.tokenizer={tiny_llama}", "--data.max_length=256"]
+    # As a folder of meta-llama/Llama-2-7b-hf, whose tokenizer has no token for padding.
+    texts = ["Say this again.", "### Response:", "### Instruction:"]
+    llama = save_tiny_model(tmp_path / "llama", "llama", texts=texts, max_position_embeddings=256)
+    pretrained = [f"--model.pretrained={llama}", f"--data.tokenizer={llama}", "--data.max_length=256"]
     run("alpaca", "fit", *pretrained, *short, "--trainer.max_steps=2", file=file)
     assert len(logged(tmp_path, "train/loss", version=4)) == 2
 

@@ -1,5 +1,5 @@
-"""A plain loop under Fabric trains the Trainer's weights, bit for bit (on two ranks: test_ranks, test_stage_3); what it may do, what it
-sees, and the errors that name what it must not do.
+"""A plain loop under Fabric trains the Trainer's weights, bit for bit (on two ranks: test_ranks, test_stage_3; resumed: test_checkpoint);
+what it may do, what it sees, and the errors that name what it must not do.
 """
 
 import copy
@@ -21,7 +21,6 @@ from lightning.fabric.plugins import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from checkpoint_files import assert_continues
 from fabric_runs import launch, set_up, train_step
 from harness import EVERYTHING, PLACES, Case, run_here, snapshot, workers
 from lightning_zenflow.checkpoint.files import CheckpointError
@@ -290,8 +289,13 @@ def of_process() -> tuple[Any, ...]:
     return dict(copyreg.dispatch_table), torch.get_num_threads(), nn.functional.linear, variables
 
 
-@pytest.mark.parametrize("order", ["first, collected, last", "last, first, collected", "collected, last, first"])
-@pytest.mark.parametrize("stage", PLACES)
+ORDERS = ("first, collected, last", "last, first, collected", "collected, last, first")
+
+
+@pytest.mark.parametrize(
+    ("stage", "order"),
+    [*(("stage 3", order) for order in ORDERS), ("stage 2", ORDERS[2]), ("in host memory", ORDERS[1])],
+)
 def test_trainings_that_overlap_end_in_any_order(stage: str, order: str) -> None:
     """By their teardown or the garbage collector. Those that are left go on, and the last one leaves the process as it was."""
     torch.set_num_threads(2)
@@ -343,13 +347,6 @@ DEFAULTS = replace(BASE, update_interval=4, publish_lag=1).with_keys(**EVERYTHIN
 def test_the_loop_and_the_trainer(case: Case, max_norm: float | None) -> None:
     case = replace(case, max_norm=max_norm, accumulate=2 if max_norm else 1, flush_after=(5,))
     assert_same_run(run_here(replace(case, loop="fabric")), run_here(case))
-
-
-@pytest.mark.parametrize("case", [EXACT, replace(DEFAULTS, stage=3)], ids=["S=1,d=0", "S=4,d=1, stage 3"])
-def test_a_resumed_loop_continues_bit_for_bit(case: Case, tmp_path: Path) -> None:
-    case = replace(case, loop="fabric", max_norm=0.1, accumulate=2, checkpoint=str(tmp_path / "checkpoint"))
-    whole = run_here(replace(case, save_at=5))
-    assert_continues(run_here(case), whole, 5)
 
 
 def test_trainer_and_loop_continue_each_others_checkpoints(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing_extensions import override
 from gpu_cases import RACES
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, Run, optimizer_of, run_here
 from lightning_zenflow.core.schedule import SchedulePolicy
+from lightning_zenflow.kernels.base import kernels_for
 from rank_processes import run_on_ranks
 from same_bits import assert_same_state
 
@@ -163,3 +164,8 @@ def test_auto_decides_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(math.isfinite(s) for s in device_s)
     assert device_s == sorted(device_s) and device_s[0] >= 0
     assert_same_state(run, run_here(case.exact()))
+
+
+def test_kernels_are_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZENFLOW_KERNELS", raising=False)
+    assert type(kernels_for(torch.device("cuda"))).__name__ == "TritonKernels"

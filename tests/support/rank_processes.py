@@ -8,10 +8,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -84,6 +85,14 @@ def run_on_ranks(cases: dict[str, Case], *, ranks: int = 2) -> dict[str, list[Ru
     return dict(run_each(cases, ranks=ranks, here=False))
 
 
+def status_of_fork(act: Callable[..., object], *arguments: object) -> int | None:
+    """Exit status of a process that does something and ends, with its threads, as a program does; None: not within `_TIMEOUT_S`."""
+    process = _FORKS.Process(target=act, args=arguments)
+    _start(process)
+    process.join(_TIMEOUT_S)
+    return process.exitcode
+
+
 def _run_here(case: Case) -> Run:
     try:
         return run_here(case)
@@ -107,14 +116,18 @@ def _run_in_processes(cases: dict[str, Case], ranks: int) -> dict[str, list[Run]
     return runs
 
 
-def _start_and_wait(cases: dict[str, Case], folder: Path, ranks: int, deadline: float) -> None:
-    port = free_port()
-    processes = [_FORKS.Process(target=_run_rank, args=(cases, folder, rank, ranks, port)) for rank in range(ranks)]
+def _start(*processes: Any) -> None:
     # Of the process that forks. One that has initialised CUDA must not.
     variables = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", **variables):
         for process in processes:
             process.start()
+
+
+def _start_and_wait(cases: dict[str, Case], folder: Path, ranks: int, deadline: float) -> None:
+    port = free_port()
+    processes = [_FORKS.Process(target=_run_rank, args=(cases, folder, rank, ranks, port)) for rank in range(ranks)]
+    _start(*processes)
     try:
         while (left := deadline - time.monotonic()) > 0 and (
             running := [p.sentinel for p in processes if p.exitcode is None]

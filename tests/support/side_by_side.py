@@ -1,6 +1,7 @@
 """The same training under ZenFlow with nothing late, under DeepSpeed's own ZeRO-2 offload and under plain Lightning, side by side."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -8,9 +9,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from harness import Case, Run, StockStrategy, make_trainer, snapshot
+from harness import Case, Run, StockStrategy, fit, make_trainer, snapshot
 from lightning_zenflow import ZenFlowStrategy
-from models import OptimizerOptions
+from models import OptimizerOptions, TestModule
 from networks import SmallNet
 
 Who = Literal["zenflow", "stock", "plain"]
@@ -23,6 +24,14 @@ NOTHING_LATE: dict[str, Any] = {
     "worker_timeout": 250,
 }
 LATE: dict[str, Any] = {"topk_ratio": 0.3, "update_interval": 4, "publish_lag": 1, "worker_cores": 1}
+HOW: dict[str, dict[str, Any]] = {
+    "nothing late": NOTHING_LATE,
+    "in backward": {"update_interval": 1, "publish_lag": 0, "worker_cores": 1},
+    "late": {"update_interval": 4, "publish_lag": 1, "full_warm_up_rounds": 0, "worker_cores": 1},
+    "stage 3": {**NOTHING_LATE, "stage": 3},
+    "in host memory": {"stage": 3, "offload_parameters": True, "worker_cores": 1},
+}
+assert_near = partial(torch.testing.assert_close, rtol=0, atol=2e-6)
 
 
 class Net(SmallNet):
@@ -137,6 +146,24 @@ def compare(
     ours = train("zenflow", make_model, options)
     for other in others:
         assert_same(ours, train(other, make_model, options), atol=atol)
+    return ours
+
+
+def compare_weights(
+    keys: dict[str, Any],
+    make_callbacks: Callable[[], list[pl.Callback]],
+    make_model: Callable[[], TestModule] = SmallNet,
+    *,
+    atol: float = 2e-6,
+    precision: Any = "32-true",
+    **options: Any,
+) -> TestModule:
+    """The same run under ZenFlow, in a precision, and under plain Lightning ends with the same weights; returns ZenFlow's model."""
+    ours, theirs = make_model(), make_model()
+    options = {"steps": 6, **options}
+    fit(ours, ZenFlowStrategy(**keys), callbacks=make_callbacks(), precision=precision, **options)
+    fit(theirs, "auto", callbacks=make_callbacks(), **options)
+    assert_near([p.float() for p in snapshot(ours)], snapshot(theirs), atol=atol)
     return ours
 
 

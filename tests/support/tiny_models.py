@@ -10,13 +10,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 
 _SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "max_position_embeddings": 32}
 _SIZES |= {"initializer_range": 0.2}  # of a usual one, BERT hardly sees its inputs
-_LLAMA = {**_SIZES, "intermediate_size": 40, "num_key_value_heads": 2}
 TINY_MODELS: dict[str, dict[str, Any]] = {
     "bert": {**_SIZES, "intermediate_size": 32},
-    "gpt2": _SIZES,
-    "opt": {**_SIZES, "ffn_dim": 32, "word_embed_proj_dim": 16},
-    "llama": _LLAMA,
-    "qwen2": _LLAMA,
+    "llama": {**_SIZES, "intermediate_size": 40, "num_key_value_heads": 2},
 }
 """Architecture -> keys of its configuration."""
 
@@ -60,5 +56,4 @@ def _save_tokenizer(folder: Path, architecture: str, texts: Sequence[str]) -> in
         more["padding_side"] = "left"
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named, **more)
     fast.save_pretrained(folder)
-    # Qwen2's gets one for padding when it is loaded.
-    return len(fast) + (architecture == "qwen2")
+    return len(fast)

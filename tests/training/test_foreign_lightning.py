@@ -135,11 +135,10 @@ def test_the_users_error_is_raised_if_the_last_checkpoint_fails(tmp_path: Path) 
         trainer.save_checkpoint(folder / "a.ckpt")
 
 
-@pytest.mark.parametrize("strategy", ["zenflow", "auto"])
-def test_a_checkpoint_on_an_exception_and_none_without(strategy: str, tmp_path: Path) -> None:
+def test_a_checkpoint_on_an_exception_and_none_without(tmp_path: Path) -> None:
     options = {"callbacks": [OnExceptionCheckpoint(tmp_path)], "enable_checkpointing": True, "max_steps": 4}
     with pytest.raises(KeyError, match="the user's own mistake"):
-        make_trainer(ZenFlowStrategy() if strategy == "zenflow" else strategy, **options).fit(Mistaken(tmp_path / "a"))
+        make_trainer(ZenFlowStrategy(), **options).fit(Mistaken(tmp_path / "a"))
     assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == 2
     make_trainer(ZenFlowStrategy(), **options).fit(LinearLossModule(shapes=TINY))
     assert not list(tmp_path.glob("*.ckpt"))

@@ -1,4 +1,6 @@
-"""Weights in host memory that the worker writes where they are: AdamW's bits, and those of copies, whatever happens between two steps."""
+"""Weights in host memory that the worker writes where they are: AdamW's bits, and those of copies, whatever happens between two steps. That
+every forward pass sees AdamW's weights: test_optimizer_in_backward.
+"""
 
 import os
 import re
@@ -41,23 +43,10 @@ CASE = Case(
 NETWORK = replace(CASE, model="Perceptron", model_options={"widths": [61, 67, 71, 73, 16]})
 EXACT_KEYS = {"topk_ratio": 0, "update_interval": 1, "publish_lag": 0}
 COPIES: dict[str, Any] = {**EXACT_KEYS, "weight_prediction": 0, "provisional_scale": 0, "clip_prediction": False}
-CLIPPED = {
-    "two blocks, some steps clipped": replace(
-        CASE, max_norm=1e3, model_options={"shapes": ((40, 41), (350,)), "factors": dict.fromkeys((2, 5, 6), 1e6)}
-    ),
-    "two blocks, flushes behind clipped steps": replace(
-        CASE,
-        max_norm=1e3,
-        model_options={"shapes": ((40, 41), (350,)), "factors": dict.fromkeys((2, 5, 6), 1e6)},
-        flush_after=(3, 6, 7),
-    ),
-    "clipped, not finite": replace(
-        CASE, max_norm=0.5, model_options={"shapes": SHAPES, "not_finite": {(4, 0): float("inf")}}
-    ),
-    "clipped, moments in bf16": replace(NETWORK, max_norm=0.5, precision="bf16-true").with_keys(
-        moments_dtype="bfloat16"
-    ),
-}
+CLIPPED = replace(
+    CASE, max_norm=1e3, model_options={"shapes": ((40, 41), (350,)), "factors": dict.fromkeys((2, 5, 6), 1e6)}
+)
+"""In two blocks; some steps are clipped."""
 
 
 @pytest.fixture
@@ -77,13 +66,6 @@ def test_no_weight_is_copied() -> None:
     assert not any(map(sum, run.h2d_bytes))
 
 
-@pytest.mark.parametrize("name", CLIPPED)
-def test_every_forward_pass_sees_the_true_clip_factor(name: str) -> None:
-    run = run_here(CLIPPED[name])
-    assert run.in_backward_jobs > 0
-    assert_same_run(run, run_here(CLIPPED[name].with_keys(overlap_step=False)))
-
-
 def test_clipped_steps_in_a_row_are_counted_up_to_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a step whose blocks are all submitted again no fetch waits for its word: the next step does."""
     begin, counts = WeightsInPlace.begin, list[int]()
@@ -93,14 +75,16 @@ def test_clipped_steps_in_a_row_are_counted_up_to_the_step_before(monkeypatch: p
         return begin(self, *args, **options)
 
     monkeypatch.setattr(WeightsInPlace, "begin", noted)
-    run_here(CLIPPED["two blocks, some steps clipped"])
+    run_here(CLIPPED)
     assert counts == [0, 0, 0, 1, 0, 0, 1, 2, 0]
 
 
 @pytest.mark.usefixtures("same_blocks")
 def test_the_bits_of_copies() -> None:
     """With predicted factors, of weights and moments in 16 bits."""
-    case = CLIPPED["clipped, moments in bf16"].with_keys(clip_prediction=True)
+    case = replace(NETWORK, max_norm=0.5, precision="bf16-true").with_keys(
+        moments_dtype="bfloat16", clip_prediction=True
+    )
     in_place = run_here(case)
     assert in_place.in_backward_jobs > 0
     assert_same_run(in_place, run_here(case.with_keys(in_place=False)))

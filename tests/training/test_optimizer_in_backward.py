@@ -63,8 +63,14 @@ NOTHING_LATE = {
     # When all other blocks have been shown with it.
     "not finite in the end": replace(CASE, model_options=clipped_in((2, 7), not_finite={(4, 0): math.inf})),
     "frozen and unfrozen": replace(CASE, model_options=clipped_in((2, 5, 7), frozen_in={0: (4, 8), 3: (2, 100)})),
+    "flushes": replace(HALF, flush_after=(3, 6, 7)),
 }
 """With true factors; what lies between these, tests/fuzz draws."""
+BESIDE_IN_PLACE = {
+    **NOTHING_LATE,
+    **{f"{name}, in place": c.with_keys(in_place=True) for name, c in NOTHING_LATE.items()},
+}
+"""Weights that are copied, and those in host memory that the worker writes where they are."""
 
 
 STATES = {**PREDICTED, "true factors, int8": HALF.with_keys(moments_dtype="int8")}
@@ -129,9 +135,9 @@ def at_the_end(case: Case) -> Case:
     return case.with_keys(overlap_step=False)
 
 
-@pytest.mark.parametrize("name", NOTHING_LATE)
+@pytest.mark.parametrize("name", BESIDE_IN_PLACE)
 def test_every_forward_pass_sees_adamws_weights(name: str) -> None:
-    case = NOTHING_LATE[name]
+    case = BESIDE_IN_PLACE[name]
     run = run_here(case)
     assert (run.in_backward_jobs > 0) == (name != "all")
     assert_is_adamw(case, run, shown=True)

@@ -11,7 +11,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from test_equivalence import ACCUMULATED, BF16, FLUSHES, case_of
 from test_equivalence import STEP_BY_STEP as LATE
 from test_foreign_state import State, assert_found
@@ -21,7 +20,7 @@ from typing_extensions import override
 
 from callbacks import At
 from checkpoint_files import assert_continues
-from harness import AUTO, EVERYTHING, Case, Run, fit, make_trainer, optimizer_of, run_here, snapshot, weights_of
+from harness import AUTO, EVERYTHING, Case, Run, fit, make_trainer, optimizer_of, weights_of
 from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
 from models import OptimizerOptions, TestModule, generator
 from rank_processes import Runs, run_each, run_on_ranks
@@ -66,7 +65,6 @@ FP16 = Case(precision="16-true", topk_ratio=0, update_interval=1, publish_lag=0,
 # With another learning rate rounding grows: to 2e-6 within 20 steps at 1e-3.
 SLOW = OptimizerOptions(lr=3e-4)
 NETWORK = Case(model="TiedNet", optimizer=SLOW, steps=8, topk_ratio=0, update_interval=1, publish_lag=0, stage=3)
-LATE_NETWORK = replace(NETWORK, topk_ratio=0.3, update_interval=4, publish_lag=1, strategy_options=EVERYTHING)
 
 NOT_CLIPPED = {
     name: in_stage_3(case)
@@ -99,7 +97,6 @@ def on_host(case: Case) -> Case:
 
 
 RESUMED = {
-    "late": (LATE_NETWORK, False),
     "device to host": (NETWORK, True),
     "host to device": (on_host(NETWORK), False),
 }
@@ -242,29 +239,6 @@ def test_four_ranks() -> None:
         for run in runs[name]:
             assert_close_to_adamw(run, case.adamw(world_size=4))
     torch.testing.assert_close(runs["ours"][0].weights, runs["plain"][0].weights, rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("max_norm", [None, pytest.param(0.3, marks=pytest.mark.slow)])
-def test_an_interrupted_fit_saves_and_goes_on(max_norm: float | None, tmp_path: Path) -> None:
-    """By Ctrl-C between backward and step, where blocks have been submitted and the worker is writing weights."""
-
-    def interrupts(trainer: pl.Trainer) -> None:
-        if trainer.global_step == 4:
-            raise KeyboardInterrupt
-
-    case = on_host(replace(NETWORK, max_norm=max_norm))
-    model, expected = case.make_model(), run_here(case)
-    saves = ModelCheckpoint(dirpath=tmp_path, filename="a", every_n_train_steps=1000, save_on_exception=True)
-    options = {"gradient_clip_val": max_norm, "enable_checkpointing": True}
-    callbacks = [saves, At("on_before_optimizer_step", interrupts)]
-    with pytest.raises(SystemExit):
-        fit(model, case.make_strategy(), steps=case.steps, callbacks=callbacks, **options)
-    (saved,) = tmp_path.glob("*.ckpt")
-    resumed = run_here(replace(case, checkpoint=str(saved)))
-    assert_same_tensors(snapshot(model), resumed.shown[0])
-    assert len(resumed.losses) == case.steps - 4
-    if max_norm is None:
-        assert_continues(resumed, expected, 4)
 
 
 def assert_in_place(trainer: pl.Trainer) -> None:

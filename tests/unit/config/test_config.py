@@ -10,7 +10,6 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from docs.configuration import DOCUMENT, with_table
 from lightning_zenflow import StallMonitor, ZenFlowStrategy
@@ -114,18 +113,6 @@ def test_the_command_line(tmp_path: Path) -> None:
     zero = strategy(".stage=3", ".offload_parameters=true").config["zero_optimization"]
     assert (zero["stage"], zero["offload_param"]["device"]) == (3, "cpu")
     assert strategy(f".config={path}", *options).zenflow_config == ZenFlowConfig(provisional_scale=0.3, **keys)
-
-
-@pytest.mark.parametrize("strategy", [ZenFlowStrategy, FabricStrategy])
-def test_keywords_override_the_file(strategy: Any, tmp_path: Path) -> None:
-    path = tmp_path / "zenflow.yaml"
-    path.write_text("{publish_lag: 2, topk_ratio: 0.3}")
-    assert strategy(config=path, publish_lag=1).zenflow_config == ZenFlowConfig(publish_lag=1, topk_ratio=0.3)
-    assert strategy(config=path, topk_ratio=None).zenflow_config == ZenFlowConfig(publish_lag=2, topk_ratio=0.3)
-    with pytest.raises(MisconfigurationException, match=r"unknown key 'ratio'; keys are"):
-        ZenFlowConfig(ratio=0.5)
-    with pytest.raises(MisconfigurationException, match=r"unknown key 'topk_ration' \(did you mean 'topk_ratio'\?\)"):
-        strategy(topk_ration=0.1)
 
 
 def test_documented_table_is_that_of_the_fields() -> None:

@@ -25,20 +25,6 @@ def test_the_last_end_restores_what_the_first_begin_found(order: tuple[int, ...]
     assert values[-1] == 0
 
 
-def test_one_that_began_last_ends_first() -> None:
-    """The other goes on with its own."""
-    values = [0]
-    put_back = PutBack(lambda: values[-1], values.append)
-    first = put_back.begin()
-    values.append(1)
-    second = put_back.begin()
-    values.append(2)
-    second()
-    assert values[-1] == 1
-    first()
-    assert values[-1] == 0
-
-
 def test_each_thread_has_its_own() -> None:
     values = [0]
     put_back = PutBack(lambda: values[-1], values.append, of_thread=True)
