@@ -1,0 +1,209 @@
+"""DeepSpeed's engine of one training with ZenFlow's optimizer, from its set-up to the end of the worker."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_zenflow.core.errors import Calls, MisconfigurationException
+from lightning_zenflow.core.process import one_at_a_time, threads
+from lightning_zenflow.deepspeed.build import rank_resources
+from lightning_zenflow.deepspeed.config import set_bucket_size
+from lightning_zenflow.deepspeed.construction import in_place_of_deepspeeds
+from lightning_zenflow.deepspeed.environment import Rank
+from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
+from lightning_zenflow.deepspeed.precision import restore_types
+from lightning_zenflow.deepspeed.removal import Released, make_whole, pickled_as_before, release
+from lightning_zenflow.deepspeed.settings import Settings, of_one_training
+from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
+from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
+from lightning_zenflow.deepspeed.users_objects import UsersOptimizer
+
+
+class TrainedEngine:
+    """What a set-up makes; all ranks make it together. A front holds that of the present training, or of the last one.
+
+    Args:
+        build: builds the engine by ``deepspeed.initialize``.
+        model: the model to train.
+        optimizer: the user's; None: the DeepSpeed configuration has one.
+        config: DeepSpeed's, with which `build` builds it.
+        settings: the strategy's.
+        rank: where it trains.
+        calls: what the front's user calls, for messages.
+
+    Attributes:
+        engine: DeepSpeed's.
+        zenflow: keys of this training.
+        optimizer: this package's; what has been closed stays readable.
+        order: names of the parameters of each group of the user's optimizer.
+        released: when training has ended, what saves need of it.
+        ending: what ends with the training; it refers to no strategy.
+
+    Raises:
+        MisconfigurationException: ZenFlow does not support the model, the optimizer or the configuration, or they do not fit the host's
+            memory.
+        WorkerError: the worker did not start.
+        RuntimeError: another rank has failed, whose error is in the message.
+    """
+
+    @one_at_a_time()
+    def __init__(
+        self,
+        build: Callable[[], DeepSpeedEngine],
+        model: Module,
+        optimizer: Optimizer | None,
+        config: dict[str, Any],
+        settings: Settings,
+        rank: Rank,
+        calls: Calls,
+    ) -> None:
+        self.zenflow = zenflow = of_one_training(settings.zenflow)
+        self.released: list[Released] = []
+        self._users_optimizer = None if optimizer is None else UsersOptimizer(optimizer)
+        self._frozen_at_setup: dict[str, Tensor] = {}
+        if optimizer is not None:
+            named = {id(p): (name, p) for name, p in model.named_parameters()}
+            optimized = [[named[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+            self._frozen_at_setup = {name: p for of_group in optimized for name, p in of_group if not p.requires_grad}
+            self.order = [[name for name, _ in of_group] for of_group in optimized]
+        with ExitStack() as undo:
+            undo.callback(self._give_back)
+            resources = rank_resources(
+                zenflow,
+                rank.device,
+                ranks_on_host=rank.ranks_on_host,
+                world_size=rank.world_size,
+                timeout=rank.timeout,
+            )
+            self.ending = undo.enter_context(ExitStack())
+            if rank.device.type == "cpu":
+                self.ending.callback(threads.begin())
+                torch.set_num_threads(min(resources.cores.trainer_threads, torch.get_num_threads()))
+            for group in [] if optimizer is None else optimizer.param_groups:
+                # DeepSpeed takes the type of the first one for that of the training, and drops frozen ones, such as quantised weights.
+                group["params"].sort(key=lambda p: not p.requires_grad)
+            if settings.chooses_buckets:
+                set_bucket_size(config, model)
+            is_3 = config["zero_optimization"]["stage"] == 3
+            kind: type[ZenFlowOptimizer] = ZenFlowZero3Optimizer if is_3 else ZenFlowZeroOptimizer
+            factory = partial(kind, zenflow=zenflow, resources=resources, calls=calls)
+            with in_place_of_deepspeeds(kind, factory, model) as optimizers:
+                self.engine = build()
+            undo.pop_all()
+        self.optimizer: ZenFlowOptimizer = optimizers[0]
+        if optimizer is None:
+            self.order = [list(of_group) for of_group in self.optimizer.shapes_by_name]
+        # More than `close`: DeepSpeed's engine outlives the training, and its hooks would keep the arena alive.
+        self.ending.callback(self.optimizer.destroy)
+        self.ending.enter_context(pickled_as_before([*model.modules(), *model.parameters()]))
+
+    def start_epoch(self, epoch: int) -> None:
+        """Sets the epoch that the next step belongs to, counted from 0."""
+        self.optimizer.parts.selector.epoch = epoch
+
+    def begin_micro_batch(self, *, hides_gradients: bool = True) -> None:
+        """Before a forward pass in training, and before a backward pass: makes the state exact after an interrupted step; before the first
+        backward pass of a step, of which there may be several in a batch, follows changes of `requires_grad`.
+
+        Args:
+            hides_gradients: whether the marks of taken gradients go for the forward pass.
+
+        Raises:
+            MisconfigurationException: a parameter that was frozen at setup is not any more.
+        """
+        step = self.optimizer.zenflow_step
+        self.optimizer.begin_micro_batch()
+        if hides_gradients:
+            self.optimizer.between_steps.taken.hide()
+        if step.was_interrupted and not self.optimizer.closed:
+            self.optimizer.flush()  # on this rank alone, perhaps: then a later collective of the ranks times out
+        if step.micro_batches == 0:
+            for name, parameter in self._frozen_at_setup.items():
+                if parameter.requires_grad:
+                    raise MisconfigurationException(
+                        f"{name}.requires_grad must be False, got True: DeepSpeed trains only parameters that required gradients at setup;"
+                        " set it up trainable and freeze it after that, before the first step"
+                    )
+            step.follow_freezing()
+
+    def begin_backward(self) -> None:
+        """Before a backward pass, behind its forward pass; DeepSpeed's engine says whether it is the step's last."""
+        self.begin_micro_batch(hides_gradients=False)
+        self.optimizer.begin_backward(last=self.optimizer.is_gradient_accumulation_boundary())
+
+    def flush(self) -> None:
+        """Makes weights and optimizer states exact; nothing when training has ended. All ranks call it together."""
+        if not self.optimizer.closed:
+            self.optimizer.flush()
+
+    def end(self, released: Sequence[Released] | None) -> None:
+        """Gives the user's optimizer back, behind the end of the worker.
+
+        Args:
+            released: of the training's modules; None: others have been released.
+        """
+        if released is not None:
+            self.released = list(released)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        users, self._users_optimizer = self._users_optimizer, None
+        if users is None:
+            return
+        optimizer = getattr(self, "optimizer", None)  # none where the set-up has failed
+        if optimizer is None:
+            users.give_back(has_trained=False)
+        else:
+            # Saves go on with what the user's had in training.
+            optimizer.optimizer = users.give_back(has_trained=optimizer.zenflow_step.number > 0)
+
+    def drop_state(self) -> None:
+        """Frees the optimizer's state when nothing saves it any more."""
+        if self.optimizer.closed:
+            self.optimizer.close(keep_state=False)
+            self.optimizer.optimizer.state.clear()
+
+
+def is_elsewhere(trained: TrainedEngine | None) -> bool:
+    """Whether this process is a fork of the one that trains, as behind `sys.exit` in a child that a hook has forked."""
+    return trained is not None and trained.optimizer.is_elsewhere
+
+
+def refuse_in_training(trained: TrainedEngine | None) -> None:
+    """Refuses to set up optimizers while there are some."""
+    if trained is not None and not trained.optimizer.closed:
+        raise MisconfigurationException(
+            "setup_optimizers must not be called in training: change `optimizer.param_groups`, or call `fit` with the checkpoint"
+        )
+
+
+@contextmanager
+def leaving_engines(
+    models: Sequence[Module], trained: TrainedEngine | None, *, ranks_on_host: int, together: bool
+) -> Iterator[None]:
+    """Context of Lightning's teardown behind the end of the worker, after which the modules are what they were before, with their weights
+    as they are now; the user's optimizer has their parameters again, and no state.
+
+    Args:
+        models: modules that DeepSpeed has, or the engines around them.
+        trained: the present training, or the one before an evaluation, which releases nothing of it.
+        ranks_on_host: number of ranks on this host.
+        together: whether all ranks call it together, and none because of an error.
+    """
+    for model in models:
+        make_whole(model, ranks_on_host=ranks_on_host, together=together)
+    try:
+        yield
+    finally:
+        released = [release(model) for model in models]
+        for model in models:
+            restore_types(model)
+        if trained is not None:
+            trained.end(released if any(model is trained.engine for model in models) else None)
