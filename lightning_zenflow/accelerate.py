@@ -33,6 +33,7 @@ from lightning_zenflow.core.errors import Calls, MisconfigurationException
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, resolve_config, without
 from lightning_zenflow.deepspeed.environment import use_cpu_accelerator
 from lightning_zenflow.deepspeed.removal import remove_hooks
+from lightning_zenflow.deepspeed.trained_engine import TrainedEngine
 from lightning_zenflow.fabric import ZenFlowStrategy
 
 _VARIABLE = "ACCELERATE_USE_DEEPSPEED"
@@ -233,14 +234,19 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
         """As Accelerate's, and ends the worker: the model has its exact weights, as before `prepare`. All ranks call it together."""
         strategy, self.strategy = self.strategy, None
         if strategy is not None:
+            trained = strategy.trained
             strategy.log_summary()
             try:
-                strategy.flush_at_end()
+                # Without the gradients of a step that was interrupted.
+                if trained is not None:
+                    trained.flush()
             finally:
                 # DeepSpeed's `destroy` comes with the strategy's.
                 self.deepspeed_engine_wrapped = None
                 strategy.teardown()
-                strategy.drop_state()
+                if trained is not None:
+                    # Transformers' Trainer keeps its engine, and nothing saves the state any more.
+                    trained.drop_state()
         return super().free_memory(*objects)
 
     @override
@@ -342,15 +348,10 @@ class AccelerateStrategy(ZenFlowStrategy):
             self._begin_training(build_engine, model, optimizer)
         return tuple(prepared)
 
-    def flush_at_end(self) -> None:
-        """As `flush`, without the gradients of a step that was interrupted."""
-        if self._trained is not None:
-            self._trained.flush()
-
-    def drop_state(self) -> None:
-        """Frees the state of a training that has ended: the Trainer of transformers keeps its engine, and nothing saves it any more."""
-        if self._trained is not None:
-            self._trained.drop_state()
+    @property
+    def trained(self) -> TrainedEngine | None:
+        """The training."""
+        return self._trained
 
 
 class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]

@@ -18,8 +18,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.checkpoints import Checkpoints, is_one_file
-from lightning_zenflow.checkpoint.saving import all_cores
+from lightning_zenflow.checkpoint.checkpoints import Checkpoints, all_cores, is_one_file
 from lightning_zenflow.config import KEYS, ZenFlowConfig
 from lightning_zenflow.core.errors import Calls, MisconfigurationException, naming_late_reads
 from lightning_zenflow.core.process import one_at_a_time

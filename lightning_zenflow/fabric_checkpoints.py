@@ -10,7 +10,7 @@ from lightning.fabric.strategies.deepspeed import _validate_state_keys
 from lightning.fabric.utilities.load import _move_state_into
 from torch.optim import Optimizer
 
-from lightning_zenflow.checkpoint.checkpoints import io_of, refuse_folder
+from lightning_zenflow.checkpoint.checkpoints import FileSource, FolderSource, Source, io_of, refuse_folder
 from lightning_zenflow.checkpoint.engine import to_save
 from lightning_zenflow.checkpoint.files import place_of, refusal
 from lightning_zenflow.checkpoint.loading import (
@@ -20,7 +20,7 @@ from lightning_zenflow.checkpoint.loading import (
     optimizer_of,
     read_file_together,
 )
-from lightning_zenflow.checkpoint.saving import FileSource, FolderSource
+from lightning_zenflow.checkpoint.order import DeepSpeedsOrder
 from lightning_zenflow.checkpoint.single_file import FILE_KEY, SavedFile, WholeState
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
@@ -36,7 +36,7 @@ def source_of(
     filter: dict[str, Callable[[str, Any], bool]] | None,
     *,
     as_file: bool,
-) -> FileSource | FolderSource:
+) -> Source:
     """What `fabric.save` saves: one file, which Fabric's other strategies read as well, or a folder, which the Trainer's strategy and
     DeepSpeed read.
 
@@ -57,8 +57,8 @@ def source_of(
                 raise TypeError(f"{option} must be None for a folder, got {value!r}: nothing reads it")
         _validate_state_keys(others)
         client_state = convert(others if trained is None else to_save(others, trained.engine), {})
-        optimizer = None if trained is None else trained.optimizer
-        return FolderSource(engine, optimizer, client_state, without_frozen=without_frozen)
+        order = DeepSpeedsOrder(None if trained is None else trained.optimizer)
+        return FolderSource(engine=engine, state=order, client_state=client_state, without_frozen=without_frozen)
     if FILE_KEY in state:
         raise MisconfigurationException(f"fabric.save: no entry may have the name {FILE_KEY!r}, which is ours")
     converted = convert(others, {})
@@ -76,7 +76,8 @@ def source_of(
         entries = {name: of_ours[name] if name in of_ours else converted[name] for name in state}
         return dict(convert(entries, filter or {}))
 
-    return FileSource(whole, content, path, io_of(place_of(path), io), storage_options)
+    writer = io_of(place_of(path), io)
+    return FileSource(state=whole, content=content, path=path, io=writer, storage_options=storage_options)
 
 
 def refuse_optimizer(item: Any) -> None:

@@ -231,13 +231,8 @@ class TrainerStrategy(_DeepSpeedStrategy):
     def _format_config(self) -> None:
         # Private: between the Trainer's values, which it reads, and the engine's construction.
         if self.lightning_module is not None:
-            trainer = self.lightning_module.trainer
-            self.config = self._settings.config_under_trainer(
-                self.config,
-                accumulate_grad_batches=trainer.accumulate_grad_batches,
-                gradient_clip_val=trainer.gradient_clip_val,
-                precision=self.precision_plugin.precision,
-            )
+            precision = self.precision_plugin.precision
+            self.config = self._settings.config_under(self.config, self.lightning_module.trainer, precision)
         super()._format_config()
 
     @override

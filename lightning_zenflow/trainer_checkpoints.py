@@ -13,12 +13,22 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_zenflow.checkpoint.checkpoints import Checkpoints, io_of, plugin_of, refuse_folder, remove_at
+from lightning_zenflow.checkpoint.checkpoints import (
+    Checkpoints,
+    FileSource,
+    FolderSource,
+    Source,
+    all_cores,
+    io_of,
+    plugin_of,
+    refuse_folder,
+    remove_at,
+)
 from lightning_zenflow.checkpoint.engine import AVERAGED, CURRENT, StatesInFolder, as_lightning_saved, to_save
 from lightning_zenflow.checkpoint.files import place_of
 from lightning_zenflow.checkpoint.loading import load_file_together, load_together, read_file_together
+from lightning_zenflow.checkpoint.order import DeepSpeedsOrder
 from lightning_zenflow.checkpoint.saves import Saves
-from lightning_zenflow.checkpoint.saving import FileSource, FolderSource, all_cores
 from lightning_zenflow.checkpoint.single_file import SavedFile, WholeState
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.distributed import raising_together
@@ -211,9 +221,7 @@ class TrainerCheckpoints:
                 # `ModelCheckpoint(save_on_exception=True)`: Lightning would raise this error in the place of the one that ended training.
                 rank_zero_warn(f"no checkpoint at {path} of the training that ends with an error: {error}")
 
-    def _source(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any, *, as_file: bool
-    ) -> FileSource | FolderSource:
+    def _source(self, checkpoint: dict[str, Any], path: Any, storage_options: Any, *, as_file: bool) -> Source:
         """What is saved, of the present engine, or after an evaluation, which has another one, of the training before."""
         engine, trained = self._strategy.model, self._checkpoints.trained
         if engine is self._strategy.lightning_module:
@@ -240,7 +248,8 @@ class TrainerCheckpoints:
             # As Lightning's strategy: the engine saves both.
             for key in ("state_dict", "optimizer_states"):
                 client_state.pop(key, None)
-            return FolderSource(engine, optimizer, client_state, without_frozen=without_frozen)
+            order = DeepSpeedsOrder(optimizer)
+            return FolderSource(engine=engine, state=order, client_state=client_state, without_frozen=without_frozen)
         has_states = bool(checkpoint.get("optimizer_states"))
         handed, self._handed = self._handed, {}
         whole = WholeState(
@@ -257,7 +266,8 @@ class TrainerCheckpoints:
         def content(state: WholeState) -> dict[str, Any]:
             return {**checkpoint, **({"optimizer_states": [state.optimizer_state]} if has_states else {})}
 
-        return FileSource(whole, content, path, io_of(place_of(path), io), storage_options)
+        writer = io_of(place_of(path), io)
+        return FileSource(state=whole, content=content, path=path, io=writer, storage_options=storage_options)
 
     def load(self, path: Any, *, weights_only: bool) -> dict[str, Any]:
         """Loads a checkpoint, saved by any number of ranks: one file, of this strategy or one for a single device; or a folder, of this

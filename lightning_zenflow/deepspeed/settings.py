@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -40,27 +41,19 @@ class Settings:
             )
         return replace(self, zenflow=self.zenflow.with_weights_on_host())
 
-    def config_under_trainer(
-        self,
-        config: Mapping[str, Any],
-        *,
-        accumulate_grad_batches: int,
-        gradient_clip_val: float | None,
-        precision: str,
-    ) -> dict[str, Any]:
+    def config_under(self, config: Mapping[str, Any], trainer: pl.Trainer, precision: str) -> dict[str, Any]:
         """`prepare_deepspeed_config` with the Trainer's values; logs that there is no clipping where plain DeepSpeed clips."""
         users = self.deepspeed
-        if users is not None and users.get("gradient_clipping") is None and gradient_clip_val is None:
+        if users is not None and users.get("gradient_clipping") is None and trainer.gradient_clip_val is None:
             rank_zero_info(
                 "ZenFlowStrategy does not clip, as nothing sets a norm. Plain DeepSpeed since 0.19.3 clips by a norm of 1.0 then:"
                 " set gradient_clipping to 1.0 for the same, to 0 for none"
             )
         # DeepSpeed's throughput log alone reads it. Lightning asks for the training data once more, which not all loaders have.
-        sized = {"train_micro_batch_size_per_gpu": 1, **config}
         return prepare_deepspeed_config(
-            sized,
-            accumulate_grad_batches=accumulate_grad_batches,
-            gradient_clip_val=gradient_clip_val,
+            {"train_micro_batch_size_per_gpu": 1, **config},
+            accumulate_grad_batches=trainer.accumulate_grad_batches,
+            gradient_clip_val=trainer.gradient_clip_val,
             precision=precision,
         )
 

@@ -74,7 +74,8 @@ class TrainedEngine:
             self._frozen_at_setup = {name: p for of_group in optimized for name, p in of_group if not p.requires_grad}
             self.order = [[name for name, _ in of_group] for of_group in optimized]
         with ExitStack() as undo:
-            undo.callback(self._give_back)
+            if self._users_optimizer is not None:
+                undo.callback(self._users_optimizer.give_back, has_trained=False)
             resources = rank_resources(
                 zenflow,
                 rank.device,
@@ -143,26 +144,12 @@ class TrainedEngine:
         if not self.optimizer.closed:
             self.optimizer.flush()
 
-    def end(self, released: Sequence[Released] | None) -> None:
-        """Gives the user's optimizer back, behind the end of the worker.
-
-        Args:
-            released: of the training's modules; None: others have been released.
-        """
-        if released is not None:
-            self.released = list(released)
-        self._give_back()
-
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
+        """Gives the user's optimizer back, behind the end of the worker; saves go on with what it had in training."""
         users, self._users_optimizer = self._users_optimizer, None
-        if users is None:
-            return
-        optimizer = getattr(self, "optimizer", None)  # none where the set-up has failed
-        if optimizer is None:
-            users.give_back(has_trained=False)
-        else:
-            # Saves go on with what the user's had in training.
-            optimizer.optimizer = users.give_back(has_trained=optimizer.zenflow_step.number > 0)
+        if users is not None:
+            has_trained = self.optimizer.zenflow_step.number > 0
+            self.optimizer.optimizer = users.give_back(has_trained=has_trained)
 
     def drop_state(self) -> None:
         """Frees the optimizer's state when nothing saves it any more."""
@@ -206,4 +193,6 @@ def leaving_engines(
         for model in models:
             restore_types(model)
         if trained is not None:
-            trained.end(released if any(model is trained.engine for model in models) else None)
+            if any(model is trained.engine for model in models):
+                trained.released = released
+            trained.give_back()
