@@ -24,7 +24,7 @@ from lightning_zenflow.core.errors import Calls, MisconfigurationException, nami
 from lightning_zenflow.core.process import one_at_a_time
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config
 from lightning_zenflow.deepspeed.construction import inference_engine, training_engine
-from lightning_zenflow.deepspeed.environment import Rank, RankProcess, named_device
+from lightning_zenflow.deepspeed.environment import RankProcess, named_device
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.parameters import load_whole
 from lightning_zenflow.deepspeed.precision import PlainPrecision, own_precision
@@ -204,11 +204,11 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         if optimizer is not None:
             validate_optimizer(optimizer, module)
         build = build or partial(training_engine, module, optimizer, self.config, self.root_device)
-        trained = TrainedEngine(build, module, optimizer, self.config, self._settings, Rank.of(self), self.calls)
+        trained = TrainedEngine(build, module, optimizer, self, self._settings, self.calls)
         self._trained, self.zenflow_config = trained, trained.zenflow
         # Fabric tears nothing down.
         weakref.finalize(self, trained.ending.close)
-        self._checkpoints.begin(trained, Rank.of(self))
+        self._checkpoints.begin(trained, self)
         # Private: Fabric's own attribute, which it writes to where the loop names the model in `fabric.backward`.
         self._deepspeed_engine = trained.engine
         self._steps = LoopSteps(trained, self.micro_batches, self.calls, self._checkpoints.check)

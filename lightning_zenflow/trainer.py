@@ -24,7 +24,7 @@ from lightning_zenflow.core.errors import Calls, naming_late_reads
 from lightning_zenflow.core.process import one_at_a_time
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config
 from lightning_zenflow.deepspeed.construction import inference_engine, training_engine
-from lightning_zenflow.deepspeed.environment import Rank, RankProcess, named_device, refuse_prompt
+from lightning_zenflow.deepspeed.environment import RankProcess, named_device, refuse_prompt
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.precision import own_precision
 from lightning_zenflow.deepspeed.settings import read_settings
@@ -256,9 +256,9 @@ class TrainerStrategy(_DeepSpeedStrategy):
         self.optimizers = []
         self._trained = self._checkpoints.trained = self._steps = None
         build = partial(training_engine, model, optimizer, self.config, self.root_device, lr_scheduler)
-        self._trained = TrainedEngine(build, model, optimizer, self.config, self._settings, Rank.of(self), self.calls)
+        self._trained = TrainedEngine(build, model, optimizer, self, self._settings, self.calls)
         self.zenflow_config = self._trained.zenflow
-        self._checkpoints.begin(self._trained, Rank.of(self))
+        self._checkpoints.begin(self._trained, self)
         overridden = self.lightning.utilities.model_helpers.is_overridden
         clips_itself = overridden("configure_gradient_clipping", self.lightning_module)
         self._steps = TrainerSteps(self, self._trained, clips_itself=clips_itself)

@@ -26,7 +26,7 @@ from lightning_zenflow.checkpoint.single_file import FILE_KEY, WholeState
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.distributed import in_common, raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.deepspeed.environment import Rank
+from lightning_zenflow.deepspeed.environment import Strategy
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
 from lightning_zenflow.deepspeed.removal import as_in_training, pickled_as_before
 from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, is_elsewhere
@@ -134,11 +134,11 @@ class Checkpoints:
         """Of a copy: a training, and its thread, belong to this process."""
         return {"trained": None, "background": None}
 
-    def begin(self, trained: TrainedEngine, rank: Rank) -> None:
-        """Begins a training."""
+    def begin(self, trained: TrainedEngine, strategy: Strategy) -> None:
+        """Begins a training of a strategy."""
         self.trained = trained
         if trained.zenflow.async_checkpoints:
-            self.background = BackgroundSaves(ranks_on_host=rank.ranks_on_host, timeout=rank.timeout)
+            self.background = BackgroundSaves(ranks_on_host=strategy.num_processes, timeout=strategy._timeout)
 
     def end(self, *, together: bool) -> None:
         """Ends what is in the background; `together` is false behind an error, when the ranks end alone."""

@@ -7,8 +7,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -79,27 +77,6 @@ def named_devices(devices: Sequence[torch.device] | None) -> list[torch.device]:
 def named_device(device: torch.device) -> torch.device:
     """A rank's device by the name that its tensors have."""
     return CPU if device.type == "cpu" else device
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rank:
-    """Where a rank trains."""
-
-    device: torch.device
-    ranks_on_host: int
-    world_size: int
-    timeout: timedelta | None
-    """Limit of a collective; None: torch's default."""
-
-    @classmethod
-    def of(cls, strategy: Strategy) -> "Rank":
-        """That of a strategy."""
-        return cls(
-            device=strategy.root_device,
-            ranks_on_host=strategy.num_processes,
-            world_size=strategy.world_size,
-            timeout=strategy._timeout,
-        )
 
 
 class RankProcess:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -16,7 +15,7 @@ from lightning_zenflow.core.process import one_at_a_time, threads
 from lightning_zenflow.deepspeed.build import rank_resources
 from lightning_zenflow.deepspeed.config import set_bucket_size
 from lightning_zenflow.deepspeed.construction import in_place_of_deepspeeds
-from lightning_zenflow.deepspeed.environment import Rank
+from lightning_zenflow.deepspeed.environment import Strategy
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.precision import restore_types
 from lightning_zenflow.deepspeed.removal import Released, make_whole, pickled_as_before, release
@@ -33,9 +32,8 @@ class TrainedEngine:
         build: builds the engine by ``deepspeed.initialize``.
         model: the model to train.
         optimizer: the user's; None: the DeepSpeed configuration has one.
-        config: DeepSpeed's, with which `build` builds it.
-        settings: the strategy's.
-        rank: where it trains.
+        strategy: Lightning's part of the front, which has the rank's device and the configuration with which `build` builds.
+        settings: the front's.
         calls: what the front's user calls, for messages.
 
     Attributes:
@@ -59,12 +57,11 @@ class TrainedEngine:
         build: Callable[[], DeepSpeedEngine],
         model: Module,
         optimizer: Optimizer | None,
-        config: dict[str, Any],
+        strategy: Strategy,
         settings: Settings,
-        rank: Rank,
         calls: Calls,
     ) -> None:
-        self.zenflow = zenflow = of_one_training(settings.zenflow)
+        self.zenflow, device = of_one_training(settings.zenflow), strategy.root_device
         self.released: list[Released] = []
         self._users_optimizer = None if optimizer is None else UsersOptimizer(optimizer)
         self._frozen_at_setup: dict[str, Tensor] = {}
@@ -77,24 +74,23 @@ class TrainedEngine:
             if self._users_optimizer is not None:
                 undo.callback(self._users_optimizer.give_back, has_trained=False)
             resources = rank_resources(
-                zenflow,
-                rank.device,
-                ranks_on_host=rank.ranks_on_host,
-                world_size=rank.world_size,
-                timeout=rank.timeout,
+                self.zenflow,
+                device,
+                ranks_on_host=strategy.num_processes,
+                world_size=strategy.world_size,
+                timeout=strategy._timeout,
             )
             self.ending = undo.enter_context(ExitStack())
-            if rank.device.type == "cpu":
+            if device.type == "cpu":
                 self.ending.callback(threads.begin())
                 torch.set_num_threads(min(resources.cores.trainer_threads, torch.get_num_threads()))
             for group in [] if optimizer is None else optimizer.param_groups:
                 # DeepSpeed takes the type of the first one for that of the training, and drops frozen ones, such as quantised weights.
                 group["params"].sort(key=lambda p: not p.requires_grad)
             if settings.chooses_buckets:
-                set_bucket_size(config, model)
-            is_3 = config["zero_optimization"]["stage"] == 3
-            kind: type[ZenFlowOptimizer] = ZenFlowZero3Optimizer if is_3 else ZenFlowZeroOptimizer
-            factory = partial(kind, zenflow=zenflow, resources=resources, calls=calls)
+                set_bucket_size(strategy.config or {}, model)
+            kind: type[ZenFlowOptimizer] = ZenFlowZero3Optimizer if strategy.zero_stage_3 else ZenFlowZeroOptimizer
+            factory = partial(kind, zenflow=self.zenflow, resources=resources, calls=calls)
             with in_place_of_deepspeeds(kind, factory, model) as optimizers:
                 self.engine = build()
             undo.pop_all()
