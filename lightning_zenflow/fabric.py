@@ -18,7 +18,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.checkpoints import Checkpoints, all_cores, is_one_file
+from lightning_zenflow.checkpoint.checkpoints import Checkpoints, all_cores, is_one_file, refuse_folder
 from lightning_zenflow.config import KEYS, ZenFlowConfig
 from lightning_zenflow.core.errors import Calls, MisconfigurationException, naming_late_reads
 from lightning_zenflow.core.process import one_at_a_time
@@ -350,8 +350,10 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     ) -> None:
         if self._steps is not None:
             self._steps.make_exact()
+        if not (as_file := self._saves_file()):
+            refuse_folder(path, self.checkpoint_io, self.zenflow_config.checkpoint_format)
         with all_cores(ranks_on_host=self.num_processes):
-            source = source_of(self, self._trained, path, state, storage_options, filter, as_file=self._saves_file())
+            source = source_of(self, self._trained, path, state, storage_options, filter, as_file=as_file)
             self._checkpoints.save(path, source, self.zenflow_config, self.checkpoint_io)
 
     @override

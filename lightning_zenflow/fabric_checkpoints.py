@@ -10,7 +10,7 @@ from lightning.fabric.strategies.deepspeed import _validate_state_keys
 from lightning.fabric.utilities.load import _move_state_into
 from torch.optim import Optimizer
 
-from lightning_zenflow.checkpoint.checkpoints import FileSource, FolderSource, Source, io_of, refuse_folder
+from lightning_zenflow.checkpoint.checkpoints import FileSource, FolderSource, Source, io_of
 from lightning_zenflow.checkpoint.engine import to_save
 from lightning_zenflow.checkpoint.files import place_of, refusal
 from lightning_zenflow.checkpoint.loading import (
@@ -51,7 +51,6 @@ def source_of(
     # Private: what Lightning's own strategies convert and filter objects with.
     convert = strategy._convert_stateful_objects_in_state
     if not as_file:
-        refuse_folder(path, io, "deepspeed")
         for option, value in (("storage_options", storage_options), ("filter", filter)):
             if value is not None:
                 raise TypeError(f"{option} must be None for a folder, got {value!r}: nothing reads it")

@@ -82,12 +82,7 @@ class LoopSteps:
             self._trained.begin_micro_batch()
 
     def flush(self) -> None:
-        """Makes weights and optimizer states exact, between two steps.
-
-        Raises:
-            RuntimeError: a step has its gradients and has not been done.
-            OSError: a save in the background has failed.
-        """
+        """Makes weights and optimizer states exact; see `ZenFlowStrategy.flush`."""
         self.make_exact()
         self._check_saves()
 
@@ -103,12 +98,7 @@ class LoopSteps:
 
     @contextmanager
     def backward(self, module: Module | None) -> Iterator[None]:
-        """Context of a backward pass of a micro-batch.
-
-        Raises:
-            RuntimeError: the step's last micro-batch was before; `module` is not the model with the optimizer; a backward pass before this
-                one was interrupted by an error.
-        """
+        """Context of a backward pass of a micro-batch; see `ZenFlowStrategy.backward`."""
         call = self._calls.backward
         self._refuse_ended(call)
         step, engine = self._trained.optimizer.zenflow_step, self._trained.engine
@@ -143,11 +133,7 @@ class LoopSteps:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Context of a step.
-
-        Raises:
-            RuntimeError: no backward pass was before, or an error interrupted one.
-        """
+        """Context of a step; see `ZenFlowStrategy.optimizer_step`."""
         self._refuse_without_gradients("optimizer.step")
         max_norm, self._norm_of_step = self._norm_of_step, None
         self._trained.optimizer.clip_grad = self._max_norm if max_norm is None else max_norm

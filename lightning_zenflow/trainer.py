@@ -1,8 +1,8 @@
 """The strategy of a Trainer: configuration, life cycle, and the hooks at which weights must be exact."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -276,6 +276,12 @@ class TrainerStrategy(_DeepSpeedStrategy):
         as its counters and schedulers expect; DeepSpeed would count them into the next epoch.
         """
         return False
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None]:
+        """No effect: ZeRO reduces the gradients of every micro-batch, because each rank keeps its part only."""
+        yield
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

@@ -1,7 +1,7 @@
 """The optimizer's state in DeepSpeed's order, as its engine saves it."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
@@ -20,11 +20,7 @@ class DeepSpeedsOrder:
         self._copies: Any = None
 
     def reserve(self, disk: DiskCopies) -> None:
-        """Takes the disk space that the order needs; the next step is `gathered`.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Takes the disk space that the order needs, or raises OSError; the next step is `gathered`."""
         if self._optimizer is not None:
             self._copies = self._optimizer.copy_for_save(disk)
 
@@ -33,11 +29,8 @@ class DeepSpeedsOrder:
         """Context in which DeepSpeed's code finds the exact state in its order. All ranks enter and leave it together; what stays gathered
         under stage 3 is gathered again at the end.
         """
-        if self._optimizer is None:
+        with nullcontext() if self._optimizer is None else self._optimizer.saved_as(self._copies):
             yield
-        else:
-            with self._optimizer.saved_as(self._copies):
-                yield
 
 
 def gather_again(optimizer: ZenFlowOptimizer | None) -> None:
