@@ -50,9 +50,9 @@ def _register_names() -> None:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch.strategies import StrategyRegistry
 
-    from lightning_zenflow.core.errors import raise_also_as
+    from lightning_zenflow.core.errors import catch_as
 
-    raise_also_as(MisconfigurationException)
+    catch_as(MisconfigurationException)
     register(StrategyRegistry, "lightning_zenflow.strategy")
     register(STRATEGY_REGISTRY, "lightning_zenflow.fabric")
 

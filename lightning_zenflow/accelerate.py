@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType, DummyOptim
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from lightning.fabric.accelerators import CPUAccelerator, CUDAAccelerator
@@ -32,9 +32,10 @@ from lightning_zenflow.config import KEYS, ZenFlowConfig
 from lightning_zenflow.core.errors import Calls, MisconfigurationException
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, resolve_config, without
 from lightning_zenflow.deepspeed.environment import use_cpu_accelerator
+from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.removal import remove_hooks
+from lightning_zenflow.deepspeed.trained_engine import TrainedEngine
 from lightning_zenflow.fabric import ZenFlowStrategy
-from lightning_zenflow.session import Session
 
 _VARIABLE = "ACCELERATE_USE_DEEPSPEED"
 _OF_LIGHTNING = ("checkpoint_format", "sync_checkpoints", "async_checkpoints", "stall_monitor")
@@ -83,6 +84,7 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
     """
 
     calls = CALLS
+    state: AcceleratorState
 
     def __init__(
         self, deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None, **options: Any
@@ -168,6 +170,7 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
         # DeepSpeed needs a number, whatever it is (`AccelerateStrategy.complete`).
         self.deepspeed_plugin.deepspeed_config.setdefault("train_micro_batch_size_per_gpu", 1)
         strategy = self.start()
+        # Accelerate assigns `deepspeed_config` on the way, whose setter completes it.
         return strategy.set_up(build, self) if optimizers else tuple(build())
 
     def start(self) -> "AccelerateStrategy":
@@ -233,18 +236,19 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
         """As Accelerate's, and ends the worker: the model has its exact weights, as before `prepare`. All ranks call it together."""
         strategy, self.strategy = self.strategy, None
         if strategy is not None:
+            trained = strategy.trained
             strategy.log_summary()
             try:
                 # Without the gradients of a step that was interrupted.
-                Session.flush(strategy)
+                if trained is not None:
+                    trained.flush()
             finally:
                 # DeepSpeed's `destroy` comes with the strategy's.
                 self.deepspeed_engine_wrapped = None
                 strategy.teardown()
-                optimizer = strategy.zenflow_optimizer
-                if optimizer is not None and optimizer.training.closed:
+                if trained is not None:
                     # Transformers' Trainer keeps its engine, and nothing saves the state any more.
-                    optimizer.training.end(keep_state=False)
+                    trained.drop_state()
         return super().free_memory(*objects)
 
     @override
@@ -287,8 +291,6 @@ class AccelerateStrategy(ZenFlowStrategy):
         self.num_nodes = ranks // on_host
         self.accelerator = CPUAccelerator() if device.type == "cpu" else CUDAAccelerator()
         self.precision = DeepSpeedPrecision("32-true")
-        # Private: notes the variables that the set-up changes.
-        self._configure_launcher()
 
     def complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The engine's configuration, of the one that Accelerate has completed."""
@@ -299,7 +301,7 @@ class AccelerateStrategy(ZenFlowStrategy):
         self.config = prepare_deepspeed_config({**own, **(given or {}), "train_batch_size": None})
         # For `get_state_dict`; Accelerate's plugin has False where its user has said nothing.
         zero = {**self.config["zero_optimization"], "stage3_gather_16bit_weights_on_model_save": True}
-        if self._chooses_buckets and "reduce_bucket_size" in of_set_up:
+        if self._settings.chooses_buckets and "reduce_bucket_size" in of_set_up:
             zero["reduce_bucket_size"] = of_set_up["reduce_bucket_size"]
         self.config["zero_optimization"] = zero
         return dict(self.config)
@@ -331,23 +333,34 @@ class AccelerateStrategy(ZenFlowStrategy):
         # Of an engine that has evaluated it.
         remove_hooks(model)
 
-        def initialize() -> tuple[Any, tuple[Any, ...]]:
+        prepared: list[Any] = []
+
+        def build_engine() -> Any:
             # Accelerate keeps the first, which may be of a model that is not trained.
             accelerator.deepspeed_engine_wrapped = None
-            prepared = tuple(build())
+            prepared.extend(build())
             wrapped: Any = accelerator.deepspeed_engine_wrapped
-            return wrapped.engine, prepared
+            return wrapped.engine
 
         with (
             # Private: the name of the engine's class, which each call of `deepspeed.initialize` reads.
             patch("deepspeed.DeepSpeedEngine", ZenFlowEngine),
             patch("accelerate.accelerator.DeepSpeedOptimizerWrapper", partial(_Optimizer, self)),
         ):
-            return self._begin_training(initialize, model, optimizer)[1]
+            self._begin_training(build_engine, model, optimizer)
+        return tuple(prepared)
+
+    @property
+    def trained(self) -> TrainedEngine | None:
+        """The training."""
+        return self._trained
 
 
 class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
     """The optimizer that `prepare` returns."""
+
+    optimizer: ZenFlowOptimizer
+    gradient_state: GradientState
 
     def __init__(self, strategy: AccelerateStrategy, optimizer: Any) -> None:
         super().__init__(optimizer)

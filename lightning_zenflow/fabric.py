@@ -1,33 +1,38 @@
-"""The strategy for `lightning.fabric.Fabric`: the user's own training loop, on the same session as the Trainer's strategy."""
+"""The strategy for `lightning.fabric.Fabric`: the user's own training loop."""
 
-import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
-from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar
 
+import lightning.fabric.strategies
 import torch
 from lightning.fabric.plugins import DeepSpeedPrecision
 from lightning.fabric.strategies import DeepSpeedStrategy
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zenflow.checkpoint.checkpoints import Checkpoints, all_cores, is_one_file, refuse_folder
 from lightning_zenflow.config import KEYS, ZenFlowConfig
-from lightning_zenflow.core.errors import Calls, MisconfigurationException
-from lightning_zenflow.deepspeed.environment import PlainPrecision, inference_engine
-from lightning_zenflow.deepspeed.users_objects import own_precision, refuse_unsupported_module, validate_optimizer
-from lightning_zenflow.fabric_checkpoints import FabricCheckpoints
-from lightning_zenflow.monitor.summary import StepMeter
-from lightning_zenflow.offload.step import ZenFlowStep
-from lightning_zenflow.session import Built
+from lightning_zenflow.core.errors import Calls, MisconfigurationException, naming_late_reads
+from lightning_zenflow.core.process import one_at_a_time
+from lightning_zenflow.deepspeed.config import prepare_deepspeed_config
+from lightning_zenflow.deepspeed.construction import inference_engine, training_engine
+from lightning_zenflow.deepspeed.environment import RankProcess, named_device
+from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
+from lightning_zenflow.deepspeed.parameters import load_whole
+from lightning_zenflow.deepspeed.precision import PlainPrecision, own_precision
+from lightning_zenflow.deepspeed.settings import read_settings
+from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, is_elsewhere, leaving_engines
+from lightning_zenflow.deepspeed.users_objects import refuse_unsupported_module, validate_optimizer
+from lightning_zenflow.fabric_checkpoints import load_all, refuse_optimizer, source_of
+from lightning_zenflow.loop_steps import LoopSteps, MicroBatches
 
 
 class ZenFlowPrecision(PlainPrecision, DeepSpeedPrecision):
@@ -38,7 +43,7 @@ class ZenFlowPrecision(PlainPrecision, DeepSpeedPrecision):
         return data if self.precision == "32-true" else super().convert_output(data)
 
 
-class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
+class ZenFlowStrategy(DeepSpeedStrategy):
     """Trains with ZeRO-2, or ZeRO-3, and the optimizer states in host memory, without waiting for the CPU.
 
     ``Fabric(strategy=ZenFlowStrategy(topk_ratio=0.05))`` is complete; the loop stays as it is::
@@ -82,12 +87,15 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         "gradient_accumulation_steps": "use `fabric.no_backward_sync(model)` for all micro-batches of a step but the last",
     }
     """Keys of a DeepSpeed configuration that are refused, with what to do instead."""
-    deepspeed_strategy = DeepSpeedStrategy
     precision_class = ZenFlowPrecision
 
     def __init__(self, config: ZenFlowConfig | Mapping[str, Any] | str | Path | None = None, **options: Any) -> None:
         keys = {key: options.pop(key) for key in KEYS if key in options}
-        super().__init__(config, keys, options)
+        self._settings = read_settings(config, options, DeepSpeedStrategy, **keys)
+        super().__init__(config=self._settings.deepspeed, **options)
+        self.config: dict[str, Any] = prepare_deepspeed_config(self.config)
+        self._settings = self._settings.beside(self.config)
+        self.zenflow_config = self._settings.zenflow
         for key, instead in self.belongs_to_the_loop.items():
             if self.config.get(key) not in (None, "auto", 1):
                 raise MisconfigurationException(
@@ -99,19 +107,45 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
             )
         # DeepSpeed clips to 1 where nothing is said.
         self.config = {"gradient_clipping": 0.0, **self.config}
+        self._process = RankProcess()
+        self._trained: TrainedEngine | None = None
+        self._checkpoints = Checkpoints()
         # DeepSpeed's, of models that are not trained; a user may drop them before.
         self._inference: weakref.WeakSet[Module] = weakref.WeakSet()
-        # Whether an error has interrupted a backward pass.
-        self._was_interrupted = False
         self.micro_batches = MicroBatches()
         # Lightning's own extension point, though its name is private; `DeepSpeedStrategy` has none.
         self._backward_sync_control = self.micro_batches
-        # DeepSpeed's `gradient_clipping`, of steps without a call of `fabric.clip_gradients`; 0: no clipping.
-        self._max_norm = 0.0
-        self._norm_of_step: float | None = None
-        self._meter: StepMeter | None = None
-        # Fabric tears nothing down.
-        weakref.finalize(self, self._ending.close)
+        self._steps: LoopSteps | None = None
+
+    @property
+    def zenflow_optimizer(self) -> ZenFlowOptimizer | None:
+        """The optimizer of the present or last set-up; None before the first."""
+        return None if self._trained is None else self._trained.optimizer
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one rank, which has all batches."""
+        return self.num_nodes * self.num_processes == 1
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return named_device(super().root_device)
+
+    @override
+    def _load_config(self, config: Any) -> Any:
+        # Private: called with what `read_settings` has read. For None, Lightning would read the environment variable's file as JSON.
+        return config
+
+    @override
+    def _configure_launcher(self) -> None:
+        # One process launches nothing. Lightning refuses launchers in notebooks, also where they would start no process.
+        if not self.is_alone:
+            super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        self._process.set_up(self, lightning.fabric.strategies, super().setup_environment, is_alone=self.is_alone)
 
     @property
     @override
@@ -157,35 +191,28 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
                 " call `fabric.setup_module(model)`, and train another one with another Fabric"
             )
         (user_optimizer,) = optimizers
-        # Private: calls `deepspeed.initialize`, as in the base class' own set-up.
-        initialize = partial(self._initialize_engine, module, user_optimizer)
-        engine, *_ = self._begin_training(initialize, module, user_optimizer)
+        trained = self._begin_training(None, module, user_optimizer)
         # Private: as in the base class' own set-up.
         self._set_deepspeed_activation_checkpointing()
-        return engine, [engine.optimizer], scheduler
+        return trained.engine, [trained.optimizer], scheduler
 
-    def _begin_training(self, initialize: Callable[[], Built], module: Module, optimizer: Optimizer | None) -> Built:
-        """Checks what is trained, and sets up what the loop's calls need; otherwise as `_set_up`."""
+    def _begin_training(
+        self, build: Callable[[], Any] | None, module: Module, optimizer: Optimizer | None
+    ) -> TrainedEngine:
+        """Checks what is trained, builds the engine (`TrainedEngine`), and sets up what the loop's calls need."""
         refuse_unsupported_module(module)
         if optimizer is not None:
             validate_optimizer(optimizer, module)
-        built = self._set_up(initialize, module, optimizer)
+        build = build or partial(training_engine, module, optimizer, self.config, self.root_device)
+        trained = TrainedEngine(build, module, optimizer, self, self._settings, self.calls)
+        self._trained, self.zenflow_config = trained, trained.zenflow
+        # Fabric tears nothing down.
+        weakref.finalize(self, trained.ending.close)
+        self._checkpoints.begin(trained, self)
         # Private: Fabric's own attribute, which it writes to where the loop names the model in `fabric.backward`.
-        self._deepspeed_engine = self._trained
-        assert self.zenflow_optimizer is not None
-        self._max_norm = self.zenflow_optimizer.clip_grad
-        # The first step may be clipped: no block is submitted before its factor is known.
-        self.zenflow_optimizer.clip_grad = self._max_norm or math.inf
-        self._meter = StepMeter(self.zenflow_optimizer.training)
-        # Until the first forward pass.
-        self._meter.pause()
-        # DeepSpeed keeps engines and models for as long as the process lives, and with them what their hooks refer to.
-        # Before DeepSpeed's own, which gathers weights.
-        forward_hook = module.register_forward_pre_hook(_weak(self._begin_forward), prepend=True)
-        flush_hook = module.register_state_dict_pre_hook(_weak(self.flush))  # type: ignore[no-untyped-call]
-        for hook in (forward_hook, flush_hook):
-            self._ending.callback(hook.remove)
-        return built
+        self._deepspeed_engine = trained.engine
+        self._steps = LoopSteps(trained, self.micro_batches, self.calls, self._checkpoints.check)
+        return trained
 
     @override
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
@@ -195,22 +222,9 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
             RuntimeError: the step's last micro-batch was before; `module` is not the model with the optimizer; a backward pass before this
                 one was interrupted by an error.
         """
-        call = self.calls.backward
-        step, engine = self._usable_step(call), self._trained
-        if module is not engine:
-            raise RuntimeError(f"{call}: model must be the one that was set up with the optimizer, got another")
-        if step.is_complete:
-            raise RuntimeError(
-                f"{call} was called twice in a step, or after clipping: call `optimizer.step()` between them, or"
-                f" {self.calls.accumulate}, and clip after the last"
-            )
-        if step.micro_batches == 0:
-            # The step before may have been dropped.
-            self._norm_of_step = None
-        self._trained.set_gradient_accumulation_boundary(not self.micro_batches.more_to_come)
-        self._was_interrupted = True
-        super().backward(tensor, module, *args, **kwargs)
-        self._was_interrupted = False
+        with self._steps_for(self.calls.backward).backward(module), naming_late_reads():
+            # DeepSpeed would divide by the number of micro-batches, which the loop has done.
+            super().backward(tensor, module, *args, scale_wrt_gas=False, **kwargs)
 
     @override
     def clip_gradients_norm(
@@ -238,17 +252,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
             MisconfigurationException: `max_norm` or `norm_type` has a value that is not allowed.
             RuntimeError: no backward pass was before.
         """
-        call = self.calls.clip
-        given: Any = max_norm  # NumPy's numbers are no floats
-        if isinstance(given, bool) or not isinstance(given, Real) or not float(given) > 0:
-            raise MisconfigurationException(f"{call}: max_norm must be a number > 0, got {max_norm!r}")
-        if float(norm_type) != 2.0:
-            raise MisconfigurationException(f"{call}: norm_type must be 2 under ZenFlow, got {norm_type!r}")
-        self._after_backward(call)
-        # Who clips twice has clipped to the smaller norm.
-        self._norm_of_step = min(float(max_norm), math.inf if self._norm_of_step is None else self._norm_of_step)
-        assert self.zenflow_optimizer is not None
-        return self.zenflow_optimizer.training.clip()
+        return self._steps_for(self.calls.clip).clip(max_norm, norm_type)
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
@@ -268,30 +272,36 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
             raise MisconfigurationException(
                 f"optimizer.step must be without arguments under ZenFlow, got {', '.join(kwargs)}: call `{self.calls.backward}` before"
             )
-        self._after_backward("optimizer.step")
-        max_norm, self._norm_of_step = self._norm_of_step, None
-        assert self.zenflow_optimizer is not None
-        self.zenflow_optimizer.clip_grad = self._max_norm if max_norm is None else max_norm
-        self._trained.set_gradient_accumulation_boundary(True)
-        output = super().optimizer_step(self._trained)
-        assert self._meter is not None
-        self._meter.end_step()
-        return output
+        with (steps := self._steps_for("optimizer.step")).step():
+            return super().optimizer_step(steps.engine)
 
-    @override
-    def flush(self, *, in_save: bool = False) -> None:
+    def flush(self) -> None:
         """Makes weights and optimizer states exact; all ranks call it together, between two steps.
 
         Raises:
             RuntimeError: a step has its gradients and has not been done.
+            OSError: a save in the background has failed.
         """
-        step = None if self.zenflow_optimizer is None else self.zenflow_optimizer.training.steps
-        if step is not None and step.is_complete and not (self._was_interrupted or step.was_interrupted):
-            raise RuntimeError(
-                f"weights are read between {self.calls.backward} and optimizer.step: call `optimizer.step()` before, or"
-                " `optimizer.zero_grad()` to drop the gradients"
-            )
-        super().flush(in_save=in_save)
+        if self._steps is not None:
+            self._steps.flush()
+
+    def _steps_for(self, call: str) -> LoopSteps:
+        if self._steps is None:
+            raise RuntimeError(f"{call}: no model has been set up; call `{self.calls.setup}` before")
+        return self._steps
+
+    def start_epoch(self, epoch: int) -> None:
+        """Sets the epoch that the next step belongs to, counted from 0; counts where `select_strategy` is "epoch"."""
+        if self._trained is not None:
+            self._trained.training.start_epoch(epoch)
+
+    def wait_for_checkpoint(self) -> None:
+        """Waits for the checkpoint that is being written in the background, if any (`async_checkpoints`). All ranks call it together.
+
+        Raises:
+            OSError: it could not be saved, on this rank or on another one.
+        """
+        self._checkpoints.wait()
 
     def metrics(self) -> dict[str, float]:
         """This rank's metrics of the steps since the last call, for ``fabric.log_dict(fabric.strategy.metrics())``.
@@ -301,79 +311,79 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         Returns:
             Values by the names of docs/tuning.md; none before the first step, and none between two calls without a step.
         """
-        return {} if self._meter is None else self._meter.metrics()
+        return {} if self._steps is None else self._steps.meter.metrics()
 
     def summary(self) -> str | None:
         """Step times and waits so far, with a line of advice if something limits; None before the second step."""
-        return None if self._meter is None else self._meter.summary()
+        return None if self._steps is None else self._steps.meter.summary()
 
     @override
-    def _in_engines(self) -> Sequence[Module]:
-        return [*([] if self._trained is None else [self._trained]), *self._inference]
-
-    @property
-    @override
-    def _ends_together(self) -> bool:
+    @one_at_a_time()
+    def teardown(self) -> None:
+        """Ends the worker, releases the shared memory and makes the modules what they were before, with their weights as they are now; the
+        optimizer has their parameters again, and no state.
+        """
+        if is_elsewhere(self._trained):
+            return
         # As in a `finally` behind the loop.
-        return not self._was_interrupted and sys.exc_info()[0] is None
+        together = sys.exc_info()[0] is None and not (self._steps is not None and self._steps.was_interrupted)
+        with ExitStack() as last:
+            last.callback(self._checkpoints.end, together=together)
+            engines: list[Module] = list(self._inference)
+            if self._trained is not None:
+                self._trained.ending.close()
+                engines.insert(0, self._trained.engine)
+            with leaving_engines(engines, self._trained, ranks_on_host=self.num_processes, together=together):
+                super().teardown()
+                self._process.end()
 
-    def _usable_step(self, what: str) -> ZenFlowStep:
-        optimizer = self.zenflow_optimizer
-        if optimizer is None or optimizer.training.closed:
-            ended = "training has ended" if optimizer is not None else "no model has been set up"
-            raise RuntimeError(f"{what}: {ended}; call `{self.calls.setup}` before")
-        if self._was_interrupted:
-            raise RuntimeError(
-                f"{what}: an error has interrupted a backward pass, of which gradients are left; start again from a checkpoint"
-            )
-        return optimizer.training.steps
+    def _saves_file(self) -> bool:
+        return is_one_file(self.zenflow_config.checkpoint_format, world_size=self.world_size)
 
-    def _after_backward(self, what: str) -> ZenFlowStep:
-        step = self._usable_step(what)
-        if step.was_interrupted:
-            raise RuntimeError(
-                f"{what}: an exception has interrupted the step before; go on with `optimizer.zero_grad()`, which makes the state exact,"
-                " with that step or without it"
-            )
-        if step.micro_batches == 0:
-            raise RuntimeError(f"{what} must come after `{self.calls.backward}(loss)`, got none since the last step")
-        return step
-
-    def _begin_forward(self) -> None:
-        assert self._meter is not None and self.zenflow_optimizer is not None
-        if not self._trained.module.training:
-            self.zenflow_optimizer.sleep.refuse(reads=["lp_params"])
-            self._meter.pause()
-            self.flush()
-        elif torch.is_grad_enabled() and not self.zenflow_optimizer.training.in_update.is_active:
-            self._meter.resume()
-            self._begin_micro_batch()
-
-
-# Private: Lightning's base class of what `fabric.no_backward_sync` calls; strategies have no other way to provide it.
-class MicroBatches(_BackwardSyncControl):
-    """Whether the step has further micro-batches. ZeRO reduces the gradients of each, because a rank keeps its part only."""
-
-    more_to_come = False
-
-    @contextmanager
     @override
-    def no_backward_sync(self, module: Module, enabled: bool) -> Iterator[None]:
-        before, self.more_to_come = self.more_to_come, self.more_to_come or enabled
-        try:
-            yield
-        finally:
-            self.more_to_come = before
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        if self._steps is not None:
+            self._steps.make_exact()
+        if not (as_file := self._saves_file()):
+            refuse_folder(path, self.checkpoint_io, self.zenflow_config.checkpoint_format)
+        with all_cores(ranks_on_host=self.num_processes):
+            source = source_of(self, self._trained, path, state, storage_options, filter, as_file=as_file)
+            self._checkpoints.save(path, source, self.zenflow_config, self.checkpoint_io)
 
+    @override
+    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Loads whole weights; under stage 3 each rank takes its pieces."""
+        load_whole(module, state_dict, strict=strict)
 
-def _weak(method: Callable[[], None]) -> Callable[..., None]:
-    """A hook that calls a method for as long as its object is alive."""
-    reference = weakref.WeakMethod(method)
+    @override
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """State of `optimizer.state_dict()`, exact; errors are those of `flush`."""
+        self.flush()
+        return super().get_optimizer_state(optimizer)
 
-    def call(*_: Any) -> None:
-        if (alive := reference()) is not None:
-            alive()
-
-    # Of a module that is compiled as a whole.
-    disabled: Callable[..., None] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
-    return disabled
+    @override
+    def load_checkpoint(
+        self,
+        path: Any,
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        refuse_optimizer(state)
+        self.wait_for_checkpoint()
+        self.flush()
+        if not isinstance(state, Module):
+            return load_all(
+                path, state or {}, self._trained, self.checkpoint_io, strict=strict, weights_only=weights_only
+            )
+        # DeepSpeed's engine names its parameters "module.NAME".
+        super().load_checkpoint(path, getattr(state, "module", state), strict, weights_only)
+        if self._trained is not None and state is self._trained.engine:
+            self._trained.optimizer.reset_master_from_model()
+        return {}

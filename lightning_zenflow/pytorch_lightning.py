@@ -1,6 +1,6 @@
 """The strategy and its monitor for the Trainer of the package `pytorch_lightning`.
 
-Its classes have the names of those of `lightning.pytorch` and are others. What the package has is mixed into either.
+Its classes have the names of those of `lightning.pytorch` and are others. What is in common is the body of both.
 
 The import makes the names "zenflow" and "zenflow_adamw" known to that Trainer.
 """
@@ -16,10 +16,10 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from lightning_zenflow import register
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.errors import raise_also_as
-from lightning_zenflow.deepspeed.environment import TrainerPrecision
+from lightning_zenflow.core.errors import catch_as
 from lightning_zenflow.monitor.callbacks import StallMonitoring
-from lightning_zenflow.strategy import TrainerStrategy
+from lightning_zenflow.trainer import TrainerStrategy
+from lightning_zenflow.trainer_steps import TrainerPrecision
 
 __all__ = ["StallMonitor", "ZenFlowConfig", "ZenFlowStrategy"]
 
@@ -38,11 +38,10 @@ class ZenFlowPrecision(TrainerPrecision, DeepSpeedPrecision):  # type: ignore[mi
 class ZenFlowStrategy(TrainerStrategy, DeepSpeedStrategy):  # type: ignore[misc]  # noqa: D101
     __doc__ = TrainerStrategy.__doc__
 
-    deepspeed_strategy = DeepSpeedStrategy
     lightning: ClassVar[ModuleType] = pl
     stall_monitor = StallMonitor
     precision_class = ZenFlowPrecision
 
 
-raise_also_as(MisconfigurationException)
+catch_as(MisconfigurationException)
 register(StrategyRegistry, __name__)

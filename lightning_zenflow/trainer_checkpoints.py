@@ -3,81 +3,124 @@
 import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch.optim import Optimizer
-from typing_extensions import override
 
-from lightning_zenflow.checkpoint.background import BackgroundSaves
-from lightning_zenflow.checkpoint.collective import all_cores, load_file_together, load_together, read_file_together
+from lightning_zenflow.checkpoint.checkpoints import (
+    Checkpoints,
+    FileSource,
+    FolderSource,
+    Source,
+    all_cores,
+    io_of,
+    plugin_of,
+    refuse_folder,
+    remove_at,
+)
 from lightning_zenflow.checkpoint.engine import AVERAGED, CURRENT, StatesInFolder, as_lightning_saved, to_save
-from lightning_zenflow.checkpoint.files import place_of, remove
+from lightning_zenflow.checkpoint.files import place_of
+from lightning_zenflow.checkpoint.loading import load_file_together, load_together, read_file_together
+from lightning_zenflow.checkpoint.order import DeepSpeedsOrder
 from lightning_zenflow.checkpoint.saves import Saves
 from lightning_zenflow.checkpoint.single_file import SavedFile, WholeState
+from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.parameters import is_in_pieces, load_whole
-from lightning_zenflow.session import Session
 
 
-class TrainerCheckpoints(Session):
-    """Mixin of the Trainer's strategy."""
+class TrainerCheckpoints:
+    """Those of one Trainer.
 
-    # Lightning's own, declared for the type checker.
-    model: Any
+    Args:
+        strategy: Lightning's part of the Trainer's strategy.
+        checkpoints: the strategy's.
+        config: format, and how files are written.
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._saves = Saves()
-        # What `load_checkpoint` has read, until `load_optimizer_state_dict`.
+    Attributes:
+        saves: those that wait, of the present run of the Trainer.
+    """
+
+    def __init__(self, strategy: DeepSpeedStrategy, checkpoints: Checkpoints, config: ZenFlowConfig) -> None:
+        self._strategy, self._checkpoints, self._config = strategy, checkpoints, config
+        self.saves = Saves()
+        # What `load` has read, until `load_optimizer`.
         self._file: SavedFile | None = None
         # What the hooks of the present save were given under stage 3.
         self._handed: Mapping[str, Any] = {}
         # Whether callbacks look for the file when a save ends.
         self._needs_files = False
+        self._callback: pl.Callback | None = None
 
-    @cached_property
-    def _exact_weights(self) -> pl.Callback:
-        """Makes weights exact, and deferred saves, before the user's callbacks read them.
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy: what saves and loads have left belongs to this process."""
+        return {**vars(self), "saves": Saves(), "_file": None, "_handed": {}}
+
+    def be_first(self, trainer: pl.Trainer, lightning: ModuleType) -> None:
+        """Makes weights exact, and deferred saves, before the user's callbacks read them, by a callback.
 
         Lightning calls the strategy's hooks after those of all callbacks, so this callback is the first of the trainer's. Callbacks that
         replace the weights at the end of training (`WeightAveraging`) or export them then work on the result of all steps.
         """
-        callback: pl.Callback = self.lightning.callbacks.LambdaCallback(
-            on_validation_start=self._flush_before,
-            on_train_batch_end=self._save_after,
-            # After a batch that a user's hook has left out.
-            on_train_epoch_end=self._save_after,
-            on_train_end=self._complete_before,
-        )
-        return callback
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # one of Trainer's connectors sets it
+        if self._callback not in callbacks:
+            self._callback = lightning.callbacks.LambdaCallback(
+                on_train_start=self._handle_later,
+                on_validation_start=self._flush_before,
+                on_train_batch_end=self._save_after,
+                # After a batch that a user's hook has left out.
+                on_train_epoch_end=self._save_after,
+                on_train_end=self._complete_before,
+            )
+            callbacks.insert(0, self._callback)
 
     def _flush_before(self, *_: Any) -> None:
         self.flush()
 
+    def _save_after(self, *_: Any) -> None:
+        self.saves.end_batch()
+
     def _complete_before(self, *_: Any) -> None:
         self.flush()
-        self.wait_for_checkpoint()
+        self._checkpoints.wait()
 
-    def _save_after(self, *_: Any) -> None:
-        self._saves.end_batch()
+    @property
+    def module(self) -> pl.LightningModule:
+        """The user's."""
+        module = self._strategy.lightning_module
+        assert module is not None
+        return module
 
-    def _check_checkpoint_callbacks(self, callbacks: Sequence[Any]) -> None:
+    @property
+    def _order(self) -> list[list[str]]:
+        """Names of the parameters of each group of the user's optimizer."""
+        return [] if self._checkpoints.trained is None else self._checkpoints.trained.order
+
+    @property
+    def ends_with_error(self) -> bool:
+        """Whether training ends with an error at present, and callbacks are called for it."""
+        # Private: the public name is an error where there is none.
+        trainer = getattr(self._strategy.lightning_module, "_trainer", None)
+        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED and not self.saves.over
+
+    def check_callbacks(self, callbacks: Sequence[Any], lightning: ModuleType, *, as_file: bool) -> None:
         """Refuses callbacks whose checkpoints cannot be written where they are to be, before training; and finds out whether one of them
         needs a file at once.
         """
-        if not self._saves_file():
+        io = self._strategy.checkpoint_io
+        if not as_file:
             whole = [c for c in callbacks if not getattr(c, "save_weights_only", False)]
-            assert self.lightning_module is not None
-            roots = [] if self._plugin is None else [self.lightning_module.trainer.default_root_dir]
+            roots = [] if plugin_of(io) is None else [self.module.trainer.default_root_dir]
             for folder in (*(getattr(c, "dirpath", "") for c in whole), *roots):
-                self._refuse_folder(folder)
-        models = [c for c in callbacks if isinstance(c, self.lightning.callbacks.ModelCheckpoint)]
+                refuse_folder(folder, io, self._config.checkpoint_format)
+        models = [c for c in callbacks if isinstance(c, lightning.callbacks.ModelCheckpoint)]
         # Without a name, Lightning's; without formats, since {step:06d} and {step} may be the same.
         names = {c: re.sub(r"(\{[^:}]*):[^}]*", r"\1", c.filename or "{epoch}-{step}") for c in models}
         lasts = [(c.dirpath, c.CHECKPOINT_NAME_LAST) for c in models if c.save_last]
@@ -85,73 +128,68 @@ class TrainerCheckpoints(Session):
         self._needs_files = len({*places}) < len(places) or any(
             c.save_last == "link" or ("{step}" not in name and c.save_top_k not in (0, 1)) for c, name in names.items()
         )
-        if self._needs_files and self.zenflow_config.async_checkpoints:
+        if self._needs_files and self._config.async_checkpoints:
             rank_zero_info(
                 "ZenFlow: async_checkpoints has no effect: a link of `ModelCheckpoint(save_last='link')` must lead to a complete"
                 " checkpoint, and two ModelCheckpoints in one folder, or one that keeps several, see by its files which names are free; use"
                 " save_last=True, and a `filename` for each, with {step} where it keeps several"
             )
 
-    @override
-    def _background_of(self, path: Any) -> BackgroundSaves | None:
-        # SLURM ends the job when Lightning has saved under this name, which is private.
-        is_last = Path(str(path)).name.startswith("hpc_ckpt_")
-        return None if is_last or self._needs_files else super()._background_of(path)
-
-    @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        # Private: Lightning's handlers, of which SLURM's saves and then has the job ended.
-        registered = signal.getsignal(getattr(self.cluster_environment, "requeue_signal", None) or signal.SIGUSR1)
-        if handlers := getattr(registered, "signal_handlers", None):
+    def _handle_later(self, *_: Any) -> None:
+        """Has Lightning's handlers of signals wait, of which SLURM's saves and then has the job ended."""
+        # Private: where Lightning keeps them.
+        number = getattr(self._strategy.cluster_environment, "requeue_signal", None) or signal.SIGUSR1
+        if handlers := getattr(signal.getsignal(number), "signal_handlers", None):
             handlers[:] = [partial(self._handle, handler) for handler in handlers]
 
     def _handle(self, handler: Callable[..., None], *arguments: Any) -> None:
-        if self._saves.must_wait:
-            self._saves.wanted.append(partial(handler, *arguments))
+        if self.saves.must_wait:
+            self.saves.wanted.append(partial(handler, *arguments))
         else:
             handler(*arguments)
 
-    @override
-    def flush(self, *, in_save: bool = False) -> None:
-        step = None if self.zenflow_optimizer is None else self.zenflow_optimizer.training.steps
-        if step is not None and step.has_gradients and self._saves.in_batch and not self._ends_with_error:
+    def begin(self) -> None:
+        """Before the module's state dict is read, the first call of a save: what hooks see after it is what is written."""
+        trained = self._checkpoints.trained
+        if trained is None:
+            return
+        if self.saves.must_wait:
+            trained.optimizer.training.in_update.pause()
+            return
+        try:
+            self._make_exact()
+        except (RuntimeError, OSError, MisconfigurationException):
+            # `save` will say so.
+            if not self.ends_with_error:
+                raise
+
+    def hand(self, state: Mapping[str, Any]) -> None:
+        """Notes the module's state dict, as the hooks of the present save get it."""
+        self._handed = dict(state) if self._strategy.zero_stage_3 else {}
+
+    def flush(self) -> None:
+        """Makes weights and optimizer states exact.
+
+        Raises:
+            MisconfigurationException: there are gradients that no step has used.
+            OSError: a save in the background has failed.
+        """
+        self._make_exact()
+        self._checkpoints.check()
+
+    def _make_exact(self) -> None:
+        if (trained := self._checkpoints.trained) is None:
+            return
+        if trained.optimizer.training.steps.has_gradients and self.saves.in_batch and not self.ends_with_error:
             raise MisconfigurationException(
                 "ZenFlowStrategy: flush must be called between two steps, got a call between backward and a step, whose gradients it would"
                 " drop: call it in `on_train_batch_end`, or behind `optimizer.step` in manual optimization"
             )
-        with self._saves.undisturbed():
-            super().flush(in_save=in_save)
+        with self.saves.undisturbed():
+            trained.flush()
 
-    @override
-    def teardown(self) -> None:
-        with self._saves.undisturbed():
-            super().teardown()
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's, exact unless the save must wait. The first call of a save: what hooks see after it is what is written."""
-        if not self._saves.must_wait:
-            try:
-                self.flush(in_save=True)
-            except (RuntimeError, OSError, MisconfigurationException):
-                # `save_checkpoint` will say so.
-                if not self._ends_with_error:
-                    raise
-        elif self.zenflow_optimizer is not None:
-            self.zenflow_optimizer.training.in_update.pause()
-        state: dict[str, Any] = super().lightning_module_state_dict()
-        self._handed = dict(state) if self.zero_stage_3 else {}
-        return state
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Nothing: Lightning asks before `save_checkpoint`, which saves the state."""
-        return {}
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Saves the exact state after the last step, atomically, as one file or as DeepSpeed's folder (`checkpoint_format`).
+    def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any, *, as_file: bool) -> None:
+        """Saves the exact state after the last step, atomically, as one file or as DeepSpeed's folder.
 
         In the middle of a batch, or of what must not be disturbed, the save is made up for right afterwards.
 
@@ -160,123 +198,121 @@ class TrainerCheckpoints(Session):
             OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
             MisconfigurationException: there has been no training.
         """
-        self._saves.is_missing = self._saves.must_wait or self._saves.makes_up or self._ends_with_error
-        if self._saves.must_wait:
-            if self.zenflow_optimizer is not None:
-                self.zenflow_optimizer.training.in_update.resume()
-            assert self.lightning_module is not None
-            save = partial(self.lightning_module.trainer.save_checkpoint, place_of(filepath))
-            self._saves.wanted.append(partial(save, "optimizer_states" not in checkpoint, storage_options))
+        self.saves.is_missing = self.saves.must_wait or self.saves.makes_up or self.ends_with_error
+        if self.saves.must_wait:
+            if (trained := self._checkpoints.trained) is not None:
+                trained.optimizer.training.in_update.resume()
+            again = partial(self.module.trainer.save_checkpoint, place_of(path))
+            self.saves.wanted.append(partial(again, "optimizer_states" not in checkpoint, storage_options))
             rank_zero_info(
-                f"ZenFlow: {filepath} will be saved at the end of the batch, or of the save or the like that is under way"
+                f"ZenFlow: {path} will be saved at the end of the batch, or of the save or the like that is under way"
             )
             return
-        with self._saves.undisturbed(), all_cores(ranks_on_host=self.num_processes):
-            self._save_now(checkpoint, filepath, storage_options)
+        # SLURM ends the job when Lightning has saved under this name, which is private.
+        at_once = self._needs_files or Path(str(path)).name.startswith("hpc_ckpt_")
+        with self.saves.undisturbed(), all_cores(ranks_on_host=self._strategy.num_processes):
+            try:
+                source = self._source(checkpoint, path, storage_options, as_file=as_file)
+                self._checkpoints.save(path, source, self._config, self._strategy.checkpoint_io, at_once=at_once)
+                self.saves.is_missing = False
+            except Exception as error:
+                if not self.ends_with_error:
+                    raise
+                # `ModelCheckpoint(save_on_exception=True)`: Lightning would raise this error in the place of the one that ended training.
+                rank_zero_warn(f"no checkpoint at {path} of the training that ends with an error: {error}")
 
-    def _save_now(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        evaluated = self.model
-        try:
-            if evaluated is self.lightning_module:
+    def _source(self, checkpoint: dict[str, Any], path: Any, storage_options: Any, *, as_file: bool) -> Source:
+        """What is saved, of the present engine, or after an evaluation, which has another one, of the training before."""
+        engine, trained = self._strategy.model, self._checkpoints.trained
+        if engine is self._strategy.lightning_module:
+            raise MisconfigurationException(
+                f"save_checkpoint({str(path)!r}) must come after `fit` has set up the model: DeepSpeed saves weights and states"
+            )
+        evaluates = trained is not None and trained.engine is not engine and trained.engine.module is self.module
+        if evaluates:
+            assert trained is not None
+            engine = trained.engine
+        optimizer = None if trained is None else trained.optimizer
+        io, without_frozen = self._strategy.checkpoint_io, self._strategy.exclude_frozen_parameters
+        if not as_file:
+            if evaluates and is_in_pieces(self.module):
                 raise MisconfigurationException(
-                    f"save_checkpoint({str(filepath)!r}) must come after `fit` has set up the model: DeepSpeed saves weights and states"
+                    f"save_checkpoint({str(path)!r}) must come before or after the evaluation under stage 3: the pieces are its own"
                 )
-            if self._trained is not None and self._trained.module is self.lightning_module:
-                # An evaluation after the training has another engine, without optimizer.
-                self.model = self._trained
-            if self._saves_file(weights_only="optimizer_states" not in checkpoint):
-                self._save_as_file(checkpoint, filepath, storage_options)
-            elif self.model is not evaluated and is_in_pieces(self.lightning_module):
-                raise MisconfigurationException(
-                    f"save_checkpoint({str(filepath)!r}) must come before or after the evaluation under stage 3: the pieces are its own"
+            refuse_folder(path, io, self._config.checkpoint_format)
+            if storage_options is not None:
+                raise TypeError(
+                    f"storage_options must be None for a folder, got {storage_options!r}: nothing reads them"
                 )
-            else:
-                client_state = to_save(checkpoint, self.deepspeed_engine)
-                save = partial(super().save_checkpoint, client_state, storage_options=storage_options)
-                self._save_folder(filepath, self.deepspeed_engine, save)
-            self._saves.is_missing = False
-        except Exception as error:
-            if not self._ends_with_error:
-                raise
-            # `ModelCheckpoint(save_on_exception=True)`: Lightning would raise this error in the place of the one that ended training.
-            rank_zero_warn(f"no checkpoint at {filepath} of the training that ends with an error: {error}")
-        finally:
-            self.model = evaluated
-
-    def _save_as_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+            client_state = to_save(checkpoint, engine)
+            # As Lightning's strategy: the engine saves both.
+            for key in ("state_dict", "optimizer_states"):
+                client_state.pop(key, None)
+            order = DeepSpeedsOrder(optimizer)
+            return FolderSource(engine=engine, state=order, client_state=client_state, without_frozen=without_frozen)
         has_states = bool(checkpoint.get("optimizer_states"))
-        # The averaged weights are elsewhere then (`WeightAveraging`).
-        weights = checkpoint.get(CURRENT, checkpoint.get("state_dict", {}))
         handed, self._handed = self._handed, {}
-        state = WholeState(
-            self.deepspeed_engine,
-            # Also after an evaluation, for which Lightning makes another engine.
-            self.zenflow_optimizer,
-            self._optimized,
-            weights,
+        whole = WholeState(
+            engine,
+            optimizer,
+            self._order,
+            # The averaged weights are elsewhere then (`WeightAveraging`).
+            checkpoint.get(CURRENT, checkpoint.get("state_dict", {})),
             moments=has_states,
-            without_frozen=self.exclude_frozen_parameters,
+            without_frozen=without_frozen,
             handed=handed,
         )
-        self._save_file(
-            path,
-            state,
-            lambda: {**checkpoint, **({"optimizer_states": [state.optimizer_state]} if has_states else {})},
-            storage_options,
-        )
 
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        def content(state: WholeState) -> dict[str, Any]:
+            return {**checkpoint, **({"optimizer_states": [state.optimizer_state]} if has_states else {})}
+
+        writer = io_of(place_of(path), io)
+        return FileSource(state=whole, content=content, path=path, io=writer, storage_options=storage_options)
+
+    def load(self, path: Any, *, weights_only: bool) -> dict[str, Any]:
         """Loads a checkpoint, saved by any number of ranks: one file, of this strategy or one for a single device; or a folder, of this
-        strategy or of DeepSpeed's ZeRO, of stage 1, 2 or 3.
+        strategy or of DeepSpeed's ZeRO, of stage 1, 2 or 3. A file's weights and states are loaded when hooks have seen them.
 
         Args:
-            checkpoint_path: path of the checkpoint.
-            weights_only: see `torch.load`; for a file only. None is false: Lightning 2.6 does not hand over what the user gave to `fit` if
-                weights are loaded after the set-up, as here.
+            path: path of the checkpoint.
+            weights_only: see `torch.load`; for a file only.
+
+        Returns:
+            What the hooks of callbacks and module get.
 
         Raises:
             CheckpointError: the checkpoint is incomplete, or of another model.
         """
-        assert self.lightning_module is not None
-        with self._saves.undisturbed():
-            self.wait_for_checkpoint()
-            module, place = self.lightning_module, place_of(checkpoint_path)
-            self._file = read_file_together(checkpoint_path, self._io_of(place), weights_only=bool(weights_only))
+        with self.saves.undisturbed():
+            self._checkpoints.wait()
+            module, place = self.module, place_of(path)
+            io = io_of(place, self._strategy.checkpoint_io)
+            self._file = read_file_together(path, io, weights_only=weights_only)
             if self._file is not None:
-                # Loaded by `load_model_state_dict`, when the module's `on_load_checkpoint` has seen it.
+                # Loaded by `load_model`, when the module's `on_load_checkpoint` has seen it.
                 self._file.unmap_others(("state_dict", CURRENT, "optimizer_states"))
                 return self._file.content
-            client_state = load_together(self.deepspeed_engine, Path(place), strict=module.strict_loading)
+            client_state = load_together(self._strategy.deepspeed_engine, Path(place), strict=module.strict_loading)
             if AVERAGED in client_state and module.trainer.state.fn != TrainerFn.FITTING:
                 # As from Lightning's own checkpoints.
                 load_whole(module, client_state[AVERAGED], strict=module.strict_loading)
             return as_lightning_saved(client_state, module)
 
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads the model from the content of a file; a folder's has been loaded by `load_checkpoint`."""
-        with self._saves.undisturbed():
+    def load_model(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+        """Loads the model from the content of a file; a folder's has been loaded by `load`."""
+        with self.saves.undisturbed():
             if (saved := self._file) is None:
                 return
-            assert self.lightning_module is not None
-            fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+            fits = self.module.trainer.state.fn == TrainerFn.FITTING
             if not fits:
                 self._file = None
             # What the averaged weights were made from, where there are some.
             weights = saved.entry(CURRENT if fits and checkpoint.get(CURRENT) is not None else "state_dict")
             # Before weights are loaded, which updates in flight would overwrite.
             self.flush()
-            load_file_together(self.deepspeed_engine, saved, weights, None, self._optimized, strict=strict)
+            load_file_together(self._strategy.deepspeed_engine, saved, weights, None, self._order, strict=strict)
 
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        """True: Lightning calls `load_optimizer_state_dict`."""
-        return True
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+    def load_optimizer(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the optimizer from the content of a file, when the hooks of the callbacks have seen it as well; as under torch a hook may
         have changed the state, or removed it, for new moments.
 
@@ -289,44 +325,23 @@ class TrainerCheckpoints(Session):
             if [*states] != [{}]:
                 StatesInFolder()["changed"]
         elif states:
-            with self._saves.undisturbed():
-                load_file_together(self.deepspeed_engine, saved, None, saved.optimizer_state, self._optimized)
+            with self.saves.undisturbed():
+                load_file_together(self._strategy.deepspeed_engine, saved, None, saved.optimizer_state, self._order)
 
-    @property
-    def _ends_with_error(self) -> bool:
-        """Whether training ends with an error at present, and callbacks are called for it."""
-        # Private: the public name is an error where there is none.
-        trainer = getattr(self.lightning_module, "_trainer", None)
-        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED and not self._saves.over
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        # Called after the callbacks' own.
-        try:
-            self._saves.end_batch()
-        finally:
-            self._saves.over = True
-        super().on_exception(exception)
-
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
+    def remove(self, path: Any) -> None:
         """Removes a checkpoint: what another one replaces, only when that is complete, and not if its save has failed."""
-        if self._saves.must_wait:
-            self._saves.wanted.append(partial(self.remove_checkpoint, place_of(filepath)))
-        elif self._background is not None and self._background.is_under_way and not self._saves.is_missing:
-            self._background.behind(partial(self._remove, place_of(filepath)))
-        elif not self._saves.is_missing:
+        background = self._checkpoints.background
+        if self.saves.must_wait:
+            self.saves.wanted.append(partial(self.remove, place_of(path)))
+        elif background is not None and background.is_under_way and not self.saves.is_missing:
+            background.behind(partial(self._remove, place_of(path)))
+        elif not self.saves.is_missing:
             with raising_together(OSError):
-                self._remove(filepath)
+                self._remove(path)
 
-    def _remove(self, filepath: Any) -> None:
-        if not self.is_global_zero:
-            return
-        place = place_of(filepath)
-        try:
-            if (io := self._io_of(place)) is not None:
-                io.remove_checkpoint(filepath)
-            else:
-                remove(Path(place))
-        except IsADirectoryError as error:
-            rank_zero_warn(f"nothing was removed: {error}")  # `ModelCheckpoint` goes on without it
+    def _remove(self, path: Any) -> None:
+        if self._strategy.is_global_zero:
+            try:
+                remove_at(path, self._strategy.checkpoint_io)
+            except IsADirectoryError as error:
+                rank_zero_warn(f"nothing was removed: {error}")  # `ModelCheckpoint` goes on without it

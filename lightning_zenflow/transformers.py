@@ -5,7 +5,7 @@ Written against transformers 5.23: its module `trainer` names the accelerator's 
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from unittest.mock import patch
 
 from accelerate.optimizer import AcceleratedOptimizer
@@ -20,8 +20,14 @@ from transformers.integrations.deepspeed import deepspeed_optim_sched
 from typing_extensions import override
 
 from lightning_zenflow.accelerate import CALLS, ZenFlowAccelerator
-from lightning_zenflow.core.errors import MisconfigurationException, OtherBases
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.users_objects import NEW_MOMENTS
+
+if TYPE_CHECKING:
+    _Trainer = Trainer
+else:
+    # Any Trainer that is the class behind it.
+    _Trainer = object
 
 _LOGGED = ("stall/device_percent", "stall/host_percent", "overlap/worker_busy_percent", "overlap/late_blocks_percent")
 
@@ -36,7 +42,7 @@ class _Accelerator(ZenFlowAccelerator):
     )
 
 
-class ZenFlowTraining(OtherBases):  # type: ignore[misc]
+class ZenFlowTraining(_Trainer):
     """Mixin of a `Trainer`, before it in the order of base classes: ``class ZenFlowSFTTrainer(ZenFlowTraining, SFTTrainer): ...``.
 
     Keys of ZenFlow are those of the block ``zero_optimization.zenflow`` of `TrainingArguments.deepspeed`, as DeepSpeed's own ZenFlow reads
@@ -51,6 +57,9 @@ class ZenFlowTraining(OtherBases):  # type: ignore[misc]
     DeepSpeed reads the block itself, and knows some of the keys only.
     """
     accelerator: ZenFlowAccelerator
+    # The Trainer's own.
+    model_wrapped: Any
+    deepspeed: Any
     is_deepspeed_enabled: bool
 
     @override
@@ -97,7 +106,7 @@ class ZenFlowTraining(OtherBases):  # type: ignore[misc]
         set_up = partial(_keep_given, self.optimizer)
         # Private: what `deepspeed_init` calls, which drops both.
         with patch("transformers.integrations.deepspeed.deepspeed_optim_sched", set_up):
-            return super()._prepare_for_training(*args, **kwargs)
+            return super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

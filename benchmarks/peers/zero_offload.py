@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.partition import Tile
 from lightning_zenflow.deepspeed.config import set_bucket_size
-from lightning_zenflow.deepspeed.environment import RankEnvironment, in_place_of_deepspeeds
+from lightning_zenflow.deepspeed.construction import in_place_of_deepspeeds, training_engine
 from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
 from lightning_zenflow.worker.moments import CodedMoment, CodedMoments, first_scales
@@ -37,7 +37,6 @@ class ZeroOffload(ZenFlowStrategy):
     """
 
     precision_class = DeepSpeedPrecision  # type: ignore[assignment]  # Lightning's own
-    _cpu = RankEnvironment._cpu
 
     def __init__(self, *, super_offload: bool = False, **options: Any) -> None:
         super().__init__(**options)
@@ -55,10 +54,11 @@ class ZeroOffload(ZenFlowStrategy):
             zero["offload_optimizer"] |= {"super_offload": True, "cpuadam_cores_perc": 0.9}
 
     @override
-    def _setup_model_and_optimizer(self, model: Module, *args: Any, **kwargs: Any) -> Any:
+    def _setup_model_and_optimizer(self, model: Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
         assert isinstance(self.config, dict)
         set_bucket_size(self.config, model)
-        return DeepSpeedStrategy._setup_model_and_optimizer(self, model, *args, **kwargs)
+        engine = training_engine(model, optimizer, self.config, self.root_device, lr_scheduler)
+        return engine, engine.optimizer
 
     # DeepSpeed counts micro-batches itself, and its ZenFlow the steps of a window by them.
     handles_gradient_accumulation = DeepSpeedStrategy.handles_gradient_accumulation
@@ -140,11 +140,11 @@ class Floor(ZeroOffload):
     """Lower bound of a step: the model, Lightning, DeepSpeed's engine, buckets and fetches; gradients are dropped."""
 
     @override
-    def _setup_model_and_optimizer(self, model: Module, *args: Any, **kwargs: Any) -> Any:
+    def _setup_model_and_optimizer(self, model: Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
         assert isinstance(self.config, dict)
         is_3 = self.config["zero_optimization"]["stage"] == 3
         ours, dropping = (
             (ZenFlowZero3Optimizer, _DroppingOptimizer3) if is_3 else (ZenFlowZeroOptimizer, _DroppingOptimizer)
         )
         with in_place_of_deepspeeds(ours, dropping, model):
-            return super()._setup_model_and_optimizer(model, *args, **kwargs)
+            return super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)

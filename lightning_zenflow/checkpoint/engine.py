@@ -2,8 +2,7 @@
 folder has beside the engine's and the optimizer's state, as Lightning and callbacks have it.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -16,7 +15,8 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.collective import Put, load_together
+from lightning_zenflow.checkpoint.loading import load_together
+from lightning_zenflow.checkpoint.order import DeepSpeedsOrder
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
@@ -45,15 +45,15 @@ class ZenFlowEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no 
     ) -> bool:
         """Saves to the folder `tag` in `save_dir`, in which other files may be."""
         self.optimizer.flush()
-        copies = DiskCopies(Path(save_dir))
+        order, disk = DeepSpeedsOrder(self.optimizer), DiskCopies(Path(save_dir))
         try:
             with raising_together(OSError):
                 Path(save_dir).mkdir(parents=True, exist_ok=True)
-                copy = self.optimizer.copy_for_save(copies)
-            with self.optimizer.saved_as(copy):
+                order.reserve(disk)
+            with order.gathered():
                 return bool(super().save_checkpoint(save_dir, tag, to_save(client_state or {}, self), **options))
         finally:
-            copies.free()
+            disk.free()
 
     @override
     def load_checkpoint(
@@ -83,26 +83,28 @@ class ZenFlowEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no 
         return super()._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
 
-@contextmanager
-def deepspeed_files(engine: DeepSpeedEngine, put: Put) -> Iterator[None]:
-    """Context in which the engine's `save_checkpoint` runs without collectives, so that a rank whose part fails anywhere leaves no other
-    waiting, and has its files written by `put`.
+def files_of_engine(
+    engine: DeepSpeedEngine, folder: Any, client_state: Mapping[str, Any], **options: Any
+) -> list[tuple[Any, Any, Callable[[Any, Any], None]]]:
+    """What the engine's `save_checkpoint` has to write: contents, paths and functions that write one to the other; small files it writes
+    itself. It runs without collectives, so that a rank whose part fails anywhere leaves no other waiting.
 
     The collectives are barriers, where here the directory exists before and all ranks meet after it, and a comparison of the tag, a
     constant.
 
     Private: the engine calls ``deepspeed.comm`` by a module-level name, and has what writes files as `checkpoint_engine`. Both are replaced
-    inside this context only.
+    inside this function only.
     """
     skipped = dict.fromkeys(("barrier", "all_reduce"), lambda *_, **__: None)
-    comm, files = SimpleNamespace(**{**vars(engine_module.dist), **skipped}), engine.checkpoint_engine
-    is_torchs = type(files) is TorchCheckpointEngine and files.zipfile_serialization
-    write = torch.save if is_torchs else files.save
+    comm, writer = SimpleNamespace(**{**vars(engine_module.dist), **skipped}), engine.checkpoint_engine
+    is_torchs = type(writer) is TorchCheckpointEngine and writer.zipfile_serialization
+    write, files = torch.save if is_torchs else writer.save, list[Any]()
     with (
         patch.object(engine_module, "dist", comm),
-        patch.object(files, "save", lambda state_dict, path: put(state_dict, write, path)),
+        patch.object(writer, "save", lambda state_dict, path: files.append((state_dict, path, write))),
     ):
-        yield
+        engine.save_checkpoint(folder, client_state=client_state, tag="checkpoint", **options)
+    return files
 
 
 def to_save(checkpoint: Mapping[str, Any], engine: DeepSpeedEngine) -> dict[str, Any]:

@@ -246,7 +246,7 @@ class SavedCheckpoint:
             copy_parts(read, saved_layouts, layouts, rank, partitions)
             if self.is_stage_3 and ours:
                 # Parameters of one shape may have changed places. (Stage 2 trains in another order than it saves in.)
-                ours = {**ours, "layout": {**ours["layout"], "slices": None}}
+                ours = with_another_partition(ours)
         return {
             "partitions": partitions,
             "count": int(base["state"][_keys_of(base)[0]]["step"]),
@@ -311,6 +311,11 @@ class SavedCheckpoint:
         copy_parts(masters, self._layouts({}), targets, rank, to)
         copy_parts(fragments, cut(self.world_size, frozen), targets, rank, to)
         return pieces
+
+
+def with_another_partition(run_state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a run which no run continues bit for bit, as `difference_of` finds: who loads it starts over."""
+    return {**run_state, "layout": {**run_state["layout"], "slices": None}}
 
 
 def _keys_of(base: Mapping[str, Any]) -> list[Any]:

@@ -30,6 +30,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor
 
 from lightning_zenflow.checkpoint.files import refusal, refuse_other_version
+from lightning_zenflow.checkpoint.order import gather_again
 from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies, parts_on_disk
@@ -64,7 +65,7 @@ class WholeState:
         without_frozen: whether weights are left out that are not trained at present.
 
     Attributes:
-        weights: the same dict, and in `saved_as`, on rank 0, with whole master weights where the module shows these and an entry is the
+        weights: the same dict, and in `gathered`, on rank 0, with whole master weights where the module shows these and an entry is the
             parameter, in its memory. All else is the user's: averaged weights, or what a hook has made of a weight.
         optimizer_state: there the state in torch's layout.
         run_state: there and later the entry of ours, None where there is no optimizer's state.
@@ -100,6 +101,8 @@ class WholeState:
             optimizer.flush()
         self._exact = frozenset(() if optimizer is None else in_common(optimizer.training.full_state.shown()))
         self._keys: list[str | None] = [None, *(MOMENTS if moments and self._optimizer is not None else ())]
+        # On rank 0, by key and name: whole states; key None is of weights.
+        self._whole: dict[str | None, dict[str, Tensor]] = {}
         self.optimizer_state: dict[str, Any] = {}
         self.run_state: dict[str, Any] | None = None
 
@@ -134,24 +137,23 @@ class WholeState:
         wanted = {self._name_of(entry) for entry in self.weights} - self._exact
         return {n: p for n, p in self._parameters.items() if n in wanted and is_divided(p)}
 
-    def copy_for_save(self, disk: DiskCopies) -> dict[str | None, dict[str, Tensor]]:
-        """Memory for the whole states, on rank 0: by key and name; key None is of weights. Where the arena has them, they are there.
+    def reserve(self, disk: DiskCopies) -> None:
+        """Takes memory for the whole states, on rank 0, where the arena does not have them.
 
         Raises:
             OSError: the disk is full.
         """
         if dist.get_rank() != 0:
-            return {}
-        copies: dict[str | None, dict[str, Tensor]] = {}
+            return
         for key in self._keys:
             found = {name: self._in_arena(name, key) for name in self._shapes}
             missing = {name: self._shapes[name] for name, there in found.items() if there is None}
             found |= parts_on_disk(disk, missing, torch.float32)
-            copies[key] = {name: state for name, state in found.items() if state is not None}
+            self._whole[key] = {name: state for name, state in found.items() if state is not None}
         pieces = self._in_pieces
         for dtype in {p.dtype for p in pieces.values()}:
-            copies[None] |= parts_on_disk(disk, {n: p.ds_shape for n, p in pieces.items() if p.dtype == dtype}, dtype)
-        return copies
+            of_type = {n: p.ds_shape for n, p in pieces.items() if p.dtype == dtype}
+            self._whole[None] |= parts_on_disk(disk, of_type, dtype)
 
     def _in_arena(self, name: str, key: str | None) -> Tensor | None:
         if self._optimizer is None or dist.get_world_size() > 1:
@@ -159,21 +161,18 @@ class WholeState:
         return self._optimizer.training.full_state.in_memory(name, key)
 
     @contextmanager
-    def saved_as(self, copies: dict[str | None, dict[str, Tensor]]) -> Iterator[None]:
-        """Context in which rank 0 writes the attributes; all ranks enter it together, and put the states together. At its end
-        `weights` is as it was.
-
-        Args:
-            copies: result of `copy_for_save`.
+    def gathered(self) -> Iterator[None]:
+        """Context in which rank 0 has the attributes, behind `reserve`; all ranks enter it together, and put the states together. At its
+        end `weights` is as it was.
         """
         for key in self._keys:
             for name in self._shapes:
                 if self._in_arena(name, key) is None:
                     assert self._optimizer is not None
                     whole = self._optimizer.training.full_state.read(name, key)
-                    if copies:
-                        copies[key][name].copy_(whole)
-        self._gather(copies.get(None, {}))
+                    if self._whole:
+                        self._whole[key][name].copy_(whole)
+        self._gather_pieces()
         if self._optimizer is not None and len(self._keys) > 1:
             of_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
             dist.gather_object(self._optimizer.training.steps.state_dict(), of_ranks)
@@ -186,29 +185,25 @@ class WholeState:
             }
         shown = dict(self.weights)
         try:
-            if copies:
-                self._fill(copies)
+            if self._whole:
+                self._fill()
             yield
         finally:
             self.weights.update(shown)
             self.optimizer_state = {}
 
     @torch.no_grad()
-    def _gather(self, weights: Mapping[str, Tensor]) -> None:
+    def _gather_pieces(self) -> None:
         """Puts together the parameters of `_in_pieces`; those that DeepSpeed keeps gathered are gathered again afterwards."""
-        pieces = self._in_pieces
-        if not pieces:
-            return
-        for name, parameter in pieces.items():
+        for name, parameter in (pieces := self._in_pieces).items():
             with GatheredParameters([parameter]):
-                if name in weights:
-                    weights[name].copy_(parameter)
-        if self._optimizer is not None:
-            with self._optimizer.saved_as(None):
-                pass
+                if self._whole:
+                    self._whole[None][name].copy_(parameter)
+        if pieces:
+            gather_again(self._optimizer)
 
-    def _fill(self, copies: Mapping[str | None, Mapping[str, Tensor]]) -> None:
-        masters = copies[None]
+    def _fill(self) -> None:
+        masters = self._whole[None]
         for entry in self.weights:
             name = self._name_of(entry)
             # What is in pieces has been gathered where it is not exact.
@@ -223,7 +218,7 @@ class WholeState:
             "state": {
                 numbers[name]: {
                     "step": torch.tensor(float(counts[name]), dtype=torch.float32, device="cpu"),
-                    **{key: copies[key][name] for key in MOMENTS},
+                    **{key: self._whole[key][name] for key in MOMENTS},
                 }
                 for name in sorted(self._shapes, key=numbers.__getitem__)
             },

@@ -1,11 +1,8 @@
-"""Links to the classes of both of Lightning's packages: the exception for what a user has set wrongly, and the base of mixins."""
+"""The exception for what a user has set wrongly, and what messages call a front's methods."""
 
-from typing import Any, NamedTuple
-
-from typing_extensions import Self, override
-
-OtherBases: Any = object
-"""Classes behind a mixin in the order of base classes. `Any` for the type checker: there are several such classes."""
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 
 class Calls(NamedTuple):
@@ -22,34 +19,22 @@ class Calls(NamedTuple):
     """Where weights can be written."""
 
 
-class MisconfigurationException(Exception):
+class _Error(Exception):
+    """First base of the class below: Python exchanges bases of one layout only."""
+
+
+class MisconfigurationException(_Error):
     """A setting, a model or a call is not supported; the message says what must be, what it is, and what to do.
 
-    `lightning` and `pytorch_lightning` each have a class of this name, and a program catches that of the package it imports. An instance is
-    one of each whose strategy's names are registered (`raise_also_as`); neither is imported here, since that takes seconds.
+    `lightning` and `pytorch_lightning` each have a class of this name, and a program catches that of the package it imports. The front of
+    a package makes its class a base of this one (`catch_as`); neither is imported here, since that takes seconds.
     """
 
-    def __new__(cls, *args: Any) -> Self:
-        """An instance of the packages' classes, too."""
-        error: Self = super().__new__(_of_all.get(cls, cls), *args)
-        return error
 
-    @override
-    def __reduce__(self) -> tuple[Any, ...]:
-        return MisconfigurationException, self.args
-
-
-_others: list[type[Exception]] = []
-_of_all: dict[type, Any] = {}
-"""The class of the instances, where a package has been registered."""
-
-
-def raise_also_as(other: type[Exception]) -> None:
-    """Makes every later `MisconfigurationException` of this package an instance of a further class as well."""
-    if other not in _others:
-        _others.append(other)
-        bases: tuple[type, ...] = (MisconfigurationException, *_others)
-        _of_all[MisconfigurationException] = type("MisconfigurationException", bases, {"__module__": __name__})
+def catch_as(other: type[Exception]) -> None:
+    """Makes a package's `MisconfigurationException` a base class of ours."""
+    if not issubclass(MisconfigurationException, other):
+        MisconfigurationException.__bases__ = (other, *MisconfigurationException.__bases__)
 
 
 def other_backward(calls: Calls) -> MisconfigurationException:
@@ -60,9 +45,16 @@ def other_backward(calls: Calls) -> MisconfigurationException:
     )
 
 
-def raise_late_read(error: RuntimeError) -> None:
-    """Raises an error of ours for torch's, which has no class of its own, of a backward pass that uses what has been written in place."""
-    if "modified by an inplace operation" in str(error):
+@contextmanager
+def naming_late_reads() -> Iterator[None]:
+    """Context of a backward pass that raises an error of ours for torch's, which has no class of its own, where the pass uses what has been
+    written in place.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
         raise MisconfigurationException(
             "ZenFlowStrategy: a backward pass must not use a weight whose gradient is there already, as of `weight.detach()`, of layers"
             " with `requires_grad_(False)` in a part of the forward pass, or of one in two checkpoints without use_reentrant=False: weights"

@@ -1,4 +1,5 @@
-"""DeepSpeed around a step: configuration, environment, construction, and its optimizers, whose steps are ours.
+"""DeepSpeed around a step: configuration, environment, precision, construction, and its optimizers, whose steps are ours.
+`trained_engine` has an engine's life.
 
 `optimizer` has what these have in common, `host_state` their state in host memory and what checkpoints call, `stage_2` and `stage_3` what
 depends on how a stage of ZeRO divides parameters. Private names of DeepSpeed are used in this room and in `checkpoint` only, each with a

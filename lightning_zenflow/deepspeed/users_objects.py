@@ -1,10 +1,9 @@
 """What the user gives, module, callbacks and optimizer: checks that ZenFlow and DeepSpeed can train it, each of which raises
-`MisconfigurationException`, and says why; the optimizer's groups and state before and after the training; and plugins.
+`MisconfigurationException`, and says why; and the optimizer's groups and state before and after the training.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -39,25 +38,8 @@ _trained: "WeakSet[Optimizer]" = WeakSet()
 """Those that a training has given back: its moments are in its own arena."""
 
 
-def own_precision(plugin: Any, ours: type[Any]) -> Any:
-    """The plugin that a strategy has for the one that Lightning or the user gives it.
-
-    Args:
-        plugin: Lightning's, the user's own, or None.
-        ours: subclass of Lightning's precision for DeepSpeed.
-    """
-    lightnings: type[Any] = ours.__bases__[-1]
-    if not isinstance(plugin, lightnings | None):
-        raise MisconfigurationException(
-            f"ZenFlowStrategy: a precision plugin must be a {lightnings.__name__}, got {type(plugin).__name__}: set `precision`"
-            " instead, without a plugin"
-        )
-    # A user's own subclass stays.
-    return ours(plugin.precision) if plugin is not None and type(plugin) is lightnings else plugin
-
-
 class UsersOptimizer:
-    """The user's optimizer, which has DeepSpeed's groups and state while it trains, and its own groups and no state before and after.
+    """The user's optimizer, which has DeepSpeed's state while it trains, and its own order of parameters and no state before and after.
 
     Args:
         optimizer: before DeepSpeed's set-up.
@@ -66,36 +48,24 @@ class UsersOptimizer:
     def __init__(self, optimizer: Optimizer) -> None:
         if optimizer.state or optimizer in _trained:
             rank_zero_warn(NEW_MOMENTS)
-        self._optimizer, self._is_given_back = optimizer, False
-        # What the other side has in the groups, and as the state: nothing is left for the user.
-        self._other = [list(group["params"]) for group in optimizer.param_groups], defaultdict[Tensor, Any](dict)
+        self._optimizer = optimizer
+        self._params = [list(group["params"]) for group in optimizer.param_groups]
 
-    def give_back(self, *, has_trained: bool) -> None:
-        """Ends the training, in which there was a step or not. May be called again."""
-        if not self._is_given_back:
-            self._exchange()
-            if has_trained:
-                _trained.add(self._optimizer)
-
-    @contextmanager
-    def in_training(self) -> Iterator[None]:
-        """Context in which DeepSpeed's code finds its own, after the training as well."""
-        was_given_back = self._is_given_back
-        if was_given_back:
-            self._exchange()
-        try:
-            yield
-        finally:
-            if was_given_back:
-                self._exchange()
-
-    def _exchange(self) -> None:
-        groups, (of_groups, state) = self._optimizer.param_groups, self._other
-        self._other = [group["params"] for group in groups], self._optimizer.state
-        for group, params in zip(groups, of_groups, strict=True):
+    def give_back(self, *, has_trained: bool) -> Optimizer:
+        """Ends the training, in which there was a step or not; returns another optimizer that has what saves read, groups and state."""
+        users = self._optimizer
+        in_saves = _InSaves([dict(group) for group in users.param_groups], users.defaults)
+        in_saves.state = users.state
+        for group, params in zip(users.param_groups, self._params, strict=True):
             group["params"] = params
-        self._optimizer.state = state
-        self._is_given_back = not self._is_given_back
+        users.state = defaultdict(dict)
+        if has_trained:
+            _trained.add(users)
+        return in_saves
+
+
+class _InSaves(Optimizer):
+    """Groups and state without a step."""
 
 
 def validate_optimizer(optimizer: Optimizer, module: Module) -> None:
@@ -146,6 +116,37 @@ def validate_optimizer(optimizer: Optimizer, module: Module) -> None:
     read_hyperparameters(optimizer)
 
 
+def configured(module: pl.LightningModule, lightning: ModuleType, *, in_config: bool) -> tuple[Optimizer, list[Any]]:
+    """The optimizer of `configure_optimizers`, and Lightning's configurations of its schedulers.
+
+    Args:
+        module: the user's.
+        lightning: the Trainer's package.
+        in_config: whether the DeepSpeed configuration has a scheduler.
+
+    Raises:
+        MisconfigurationException: there is no optimizer, or there are several, or it is not supported.
+    """
+    # Private: calls the user's method.
+    made = lightning.core.optimizer
+    several = "configure_optimizers must return one optimizer, got several (use its groups), or schedulers beside a DeepSpeed config's"
+    try:
+        optimizers, schedulers = made._init_optimizers_and_lr_schedulers(module)
+    except Exception as error:
+        if "multiple optimizers" not in str(error):  # in automatic optimization
+            raise
+        raise MisconfigurationException(several) from error
+    optimizer, *others = optimizers
+    if others or (len(schedulers) > 1 and in_config):
+        raise MisconfigurationException(several)
+    if isinstance(optimizer, made._MockOptimizer):  # private: what Lightning puts in the place of None
+        raise MisconfigurationException(
+            "configure_optimizers must return an optimizer, got None; use `Trainer(strategy='auto')`, or `validate`, `test`, `predict`"
+        )
+    validate_optimizer(optimizer, module)
+    return optimizer, schedulers
+
+
 def refuse_features(zero_optimizer: Any, of_stage: Mapping[str, bool]) -> None:
     """Refuses features that only DeepSpeed's engine knows of; the rules of the configuration have been applied before.
 
@@ -165,16 +166,20 @@ def refuse_features(zero_optimizer: Any, of_stage: Mapping[str, bool]) -> None:
             raise MisconfigurationException(f"ZenFlowStrategy does not support {feature}; turn it off")
 
 
-def refuse_unsupported_callbacks(callbacks: Iterable[pl.Callback], lightning: ModuleType, *, in_pieces: bool) -> None:
-    """Refuses a callback that cannot work with a DeepSpeed optimizer, before it changes the model.
+def refuse_unsupported_trainer(trainer: Any, lightning: ModuleType, *, in_pieces: bool) -> None:
+    """Refuses an option of the Trainer, or a callback that cannot work with a DeepSpeed optimizer, before it changes the model.
 
     Args:
-        callbacks: the Trainer's.
-        lightning: the Trainer's package.
+        trainer: the Trainer.
+        lightning: its package.
         in_pieces: whether each rank will have only its pieces of the weights (stage 3).
     """
+    if (algorithm := trainer.gradient_clip_algorithm) not in (None, "norm"):
+        raise MisconfigurationException(
+            f"ZenFlowStrategy: gradient_clip_algorithm must be 'norm', got {str(algorithm.value)!r}, which is not implemented"
+        )
     kinds = lightning.callbacks
-    for callback in callbacks:
+    for callback in trainer.callbacks:
         absent = f"{type(callback).__name__} must be absent"
         refused = {
             kinds.LearningRateFinder: (

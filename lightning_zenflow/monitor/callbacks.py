@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_zenflow.core.errors import MisconfigurationException, OtherBases
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.monitor.summary import METRICS, StepMeter
 
 if TYPE_CHECKING:
@@ -18,7 +18,14 @@ if TYPE_CHECKING:
 PROGRESS_BAR_KEY = "stall_%"
 
 
-class StallMonitoring(OtherBases):  # type: ignore[misc]
+if TYPE_CHECKING:
+    _Callback = pl.Callback
+else:
+    # Lightning has this class twice, for each of its Trainers: each front's is a subclass of one of them.
+    _Callback = object
+
+
+class StallMonitoring(_Callback):
     """Logs stall, overlap and selection metrics through the trainer's loggers, every `log_every_n_steps` steps.
 
     `ZenFlowStrategy` adds one unless `stall_monitor` is false. docs/tuning.md lists all metrics. They are those of rank zero; the callback
@@ -104,6 +111,14 @@ class StallMonitor(StallMonitoring, pl.Callback):  # noqa: D101
     __doc__ = StallMonitoring.__doc__
 
     tensorboard_logger = TensorBoardLogger
+
+
+def add_monitor(trainer: pl.Trainer, kind: type[StallMonitoring]) -> None:
+    """Adds the strategy's own monitor to a Trainer, unless the user has given one."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # one of Trainer's connectors sets it
+    if not any(isinstance(callback, StallMonitoring) for callback in callbacks):
+        # First: at the end it would be behind the checkpoint callbacks, which Lightning keeps last.
+        callbacks.insert(0, kind(summary_from=50))
 
 
 def tensorboard_layout() -> dict[str, dict[str, list[Any]]]:

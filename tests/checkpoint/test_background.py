@@ -206,7 +206,7 @@ def places(memory: dict[int, list[Tensor]]) -> set[int]:
 def test_the_file_is_that_of_torch_save(checksums: bool, tmp_path: Path) -> None:
     """At the call, to the byte, whatever is done meanwhile to what was saved; in the memory of the save before."""
     fabric, _, _, _ = set_up(SmallNet(), **LATE, async_checkpoints=True)
-    saves: Any = fabric.strategy._background
+    saves: Any = fabric.strategy._checkpoints.background
     torch.serialization.set_crc32_options(checksums)
     try:
         for number in range(1, 5):
@@ -239,7 +239,7 @@ def test_a_checkpoint_goes_where_it_was_meant_to(format_: Any, tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     fabric, model, optimizer, _ = set_up(SmallNet(), **LATE, async_checkpoints=True, checkpoint_format=format_)
     train_step(fabric, model, optimizer, 0)
-    hold(fabric.strategy._background)
+    hold(fabric.strategy._checkpoints.background)
     fabric.save("fabric.ckpt", state := {"model": model, "optimizer": optimizer})
     saved = {name: w.clone() for name, w in model.state_dict().items()}
     train_step(fabric, model, optimizer, 1)

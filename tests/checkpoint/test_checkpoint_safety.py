@@ -22,8 +22,7 @@ from typing_extensions import override
 from callbacks import After, At
 from checkpoint_files import MODEL_FILE, RANK_FILE, change_byte
 from harness import Case, run_here
-from lightning_zenflow import session
-from lightning_zenflow.checkpoint import collective
+from lightning_zenflow.checkpoint import checkpoints
 from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
 from lightning_zenflow.worker.process import WorkerError
@@ -98,7 +97,7 @@ def fail_in_saves(folder: Path, trainer: pl.Trainer) -> None:
             trainer.save_checkpoint(folder / "failed.ckpt")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match=r"all nodes must share the storage"):
         broadcast = partial(elsewhere, trainer.global_rank, dist.broadcast_object_list)
-        patch.setattr(collective.dist, "broadcast_object_list", broadcast)
+        patch.setattr(checkpoints.dist, "broadcast_object_list", broadcast)
         trainer.save_checkpoint(folder / "failed.ckpt")
     trainer.save_checkpoint(folder / "saved.ckpt")
 
@@ -114,7 +113,7 @@ def save_in_different_steps(path: Path, trainer: pl.Trainer) -> None:
     """As after an exception that has interrupted rank 1 a step later than rank 0."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(WorkerError, match="ranks in different steps"):
         # What the ranks agree on: the step would also decide whether a rank flushes, which all do together.
-        patch.setattr(session, "in_common", lambda numbers: in_common([numbers[0] + trainer.global_rank]))
+        patch.setattr(checkpoints, "in_common", lambda numbers: in_common([numbers[0] + trainer.global_rank]))
         trainer.save_checkpoint(path)
     assert not path.exists()
 
@@ -162,7 +161,7 @@ def test_who_has_another_problem_is_not_told_to_delete_files(tmp_path: Path) -> 
     def refused(trainer: pl.Trainer) -> None:
         for code in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EIO, errno.ENAMETOOLONG):
             error = OSError(code, os.strerror(code), "file")
-            commits = patch.object(collective.StagedSave, "commit", side_effect=error)
+            commits = patch.object(checkpoints.StagedSave, "commit", side_effect=error)
             with commits, pytest.raises(OSError, match=rf"a\.ckpt could not .*{error.strerror}") as caught:
                 trainer.save_checkpoint(tmp_path / "a.ckpt")
             assert ("Delete files there" in str(caught.value)) == (code in (errno.ENOSPC, errno.EDQUOT))
@@ -173,7 +172,7 @@ def test_who_has_another_problem_is_not_told_to_delete_files(tmp_path: Path) -> 
 @pytest.mark.parametrize(("stage", "sync"), [(2, False), (3, True)])
 def test_each_rank_syncs_its_own_files(stage: int, sync: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
-    monkeypatch.setattr(collective, "sync_all", lambda paths: synced.extend(path.name for path in paths))
+    monkeypatch.setattr(checkpoints, "sync_all", lambda paths: synced.extend(path.name for path in paths))
     case = Case(steps=2, save_at=2, checkpoint=str(tmp_path / "a.ckpt"), stage=stage)
     run_here(case.with_keys(sync_checkpoints=sync))
     of_optimizer = Path(RANK_FILE).name
@@ -225,7 +224,7 @@ def test_copies_are_beside_the_checkpoint(
 ) -> None:
     """Network storage gives a deleted file that is open a name, which must not be one of the checkpoint's."""
     folders: list[Path] = []
-    monkeypatch.setattr(collective, "DiskCopies", lambda folder: (folders.append(folder), DiskCopies(folder))[1])
+    monkeypatch.setattr(checkpoints, "DiskCopies", lambda folder: (folders.append(folder), DiskCopies(folder))[1])
     case = replace(CASE, steps=1, save_at=1, checkpoint=str(tmp_path / "a.ckpt"))
     run_here(case.with_keys(checkpoint_format=checkpoint_format, moments_dtype="int8"))
     assert folders == [tmp_path]

@@ -235,6 +235,7 @@ def test_misuse_is_named(loop: Any, tmp_path: Path) -> None:
         (lambda: fabric.save(tmp_path / "c", {"model": model}), again),
     )
     optimizer.step()
+    assert_refused((lambda: fabric.backward(model.loss(3, 0, 0)), r"`optimizer.zero_grad\(\)` must come before"))
     optimizer.zero_grad()
     second = model.loss(3, 1, 0)
     with fabric.no_backward_sync(model):

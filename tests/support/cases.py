@@ -14,7 +14,7 @@ from typing_extensions import override
 import models
 import networks
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.deepspeed.environment import RankEnvironment
+from lightning_zenflow.deepspeed.construction import training_engine
 from lightning_zenflow.offload.reference import AdamWState, Groups
 from lightning_zenflow.strategy import ZenFlowPrecision
 from lightning_zenflow.worker.machine import allowed_cores
@@ -45,11 +45,21 @@ class StockStrategy(ZenFlowStrategy):
     """DeepSpeed's own ZeRO offload: of `ZenFlowStrategy` it has only what makes DeepSpeed run on the CPU, and its saves."""
 
     precision_class = DeepSpeedPrecision  # Lightning's own
-    _cpu = RankEnvironment._cpu
 
     @override
-    def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        return DeepSpeedStrategy._setup_model_and_optimizer(self, *args, **kwargs)
+    def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
+        engine = training_engine(model, optimizer, self.config, self.root_device, lr_scheduler)
+        return engine, engine.optimizer
+
+    @override
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.deepspeed_engine.set_gradient_accumulation_boundary(False)
+        super().on_train_batch_start(*args)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.deepspeed_engine.set_gradient_accumulation_boundary(True)
+        return super().optimizer_step(*args, **kwargs)
 
     @override
     def _saves_file(self, *, weights_only: bool = False) -> bool:

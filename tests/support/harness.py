@@ -208,8 +208,7 @@ def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
     assert_as_before(before, model)
     run.weights, run.untrained = snapshot(model), untrained(model)
     assert isinstance(trainer.strategy, ZenFlowStrategy)
-    with trainer.strategy._optimizer_in_training():
-        return run, read_state(run, trainer.strategy.zenflow_optimizer)
+    return run, read_state(run, trainer.strategy.zenflow_optimizer)
 
 
 def read_state(run: Run, optimizer: ZenFlowOptimizer | None) -> list[list[Tensor]]:

@@ -55,7 +55,7 @@ class HeldSave(pl.Callback):
     ) -> None:
         if trainer.global_step == self._step:
             strategy: Any = trainer.strategy
-            hold(strategy._background, self._error if trainer.global_rank in self._failing else "")
+            hold(strategy._checkpoints.background, self._error if trainer.global_rank in self._failing else "")
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -72,7 +72,7 @@ class HeldSave(pl.Callback):
             if self._error:
                 # A flush raises it when the thread has ended.
                 strategy: Any = trainer.strategy
-                wait(strategy._background._under_way)
+                wait(strategy._checkpoints.background._under_way)
                 patch.stopall()
 
 

@@ -12,7 +12,8 @@ from typing_extensions import override
 
 from callbacks import After, At
 from harness import Case, Run, make_trainer, snapshot, untrained
-from lightning_zenflow.deepspeed.environment import RankEnvironment
+from lightning_zenflow.deepspeed.construction import training_engine
+from lightning_zenflow.deepspeed.environment import RankProcess, named_device
 from models import TestModule, draw, generator
 
 INITIAL_SCALE_POWER = 7
@@ -44,16 +45,34 @@ class PiecesNet(TestModule):
         return functional.cross_entropy(logits.float(), tokens.roll(1))
 
 
-class PlainStage3(RankEnvironment, DeepSpeedStrategy):
+class PlainStage3(DeepSpeedStrategy):
     """Plain DeepSpeed on the CPU, with any optimizer."""
-
-    deepspeed_strategy = DeepSpeedStrategy
 
     def __init__(self, zero: dict[str, Any], *, fp16: bool) -> None:
         config: dict[str, Any] = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
         if fp16:
             config["fp16"] = {"enabled": True, "initial_scale_power": INITIAL_SCALE_POWER}
         super().__init__(config={**config, "zero_optimization": {"stage": 3, **zero}})
+        self._process = RankProcess()
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return named_device(super().root_device)
+
+    @override
+    def setup_environment(self) -> None:
+        self._process.set_up(self, pl.strategies, super().setup_environment, is_alone=self.num_processes == 1)
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        self._process.end()
+
+    @override
+    def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
+        engine = training_engine(model, optimizer, self.config, self.root_device, lr_scheduler)
+        return engine, engine.optimizer
 
 
 def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:

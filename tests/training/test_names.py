@@ -328,7 +328,7 @@ def test_the_environment_variable_names_a_yaml_file(
     strategy = strategy_class(**zero if is_flat else {})
     assert strategy.zenflow_config == ZenFlowConfig(topk_ratio=0.25)
     assert zero.items() <= strategy.config["zero_optimization"].items()
-    assert not strategy._chooses_buckets
+    assert not strategy._settings.chooses_buckets
     if not is_flat:
         with pytest.raises(
             LightningsException, match=r"stage must be None or absent, got 3: .* PL_DEEPSPEED_CONFIG_PATH"

@@ -23,8 +23,8 @@ from direct_step import direct_step
 from harness import UP_TO_TWO, Case, run_here
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.deepspeed import build
 from lightning_zenflow.native import Acknowledged, Done
+from lightning_zenflow.offload import build
 from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.machine import allowed_cores

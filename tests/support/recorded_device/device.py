@@ -26,7 +26,15 @@ from recorded_device.tensors import DEVICE
 
 _PACKAGE = str(Path(lightning_zenflow.__file__).parent)
 _DEEPSPEED = ("stage_1_and_2.py", "stage3.py")
-_OTHERS = ("strategy.", "session.", "engine.", "stage_1_and_2.", "stage3.")
+_OTHERS = (
+    "trainer.",
+    "trainer_steps.complete",
+    "construction.",
+    "trained_engine.",
+    "engine.",
+    "stage_1_and_2.",
+    "stage3.",
+)
 """Places whose allocations are the model's and DeepSpeed's."""
 
 

@@ -21,9 +21,9 @@ from typing_extensions import override
 from lightning_zenflow import ZenFlowStrategy, native
 from lightning_zenflow.between_steps import written_weights
 from lightning_zenflow.core.device import RUNTIMES
+from lightning_zenflow.deepspeed import environment
 from lightning_zenflow.native import Tentative
 from lightning_zenflow.offload import build
-from lightning_zenflow.session import Session
 from lightning_zenflow.worker.arena import WORD_BYTES, Arena
 from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
@@ -292,7 +292,7 @@ def recorded_device(*, events_are_reached: bool = False, memory_limit: float = m
         set_accelerator(RecordedAccelerator(device))
         stack.enter_context(patch.dict(RUNTIMES, cpu=lambda torch_device: RecordedRuntime(torch_device, device)))
         stack.enter_context(patch.object(build, "kernels_for", lambda _: one_launch_a_pass(device)))
-        stack.enter_context(patch.object(Session, "_cpu", DEVICE))
+        stack.enter_context(patch.object(environment, "CPU", DEVICE))
         # Private: where Lightning, with several ranks, makes the host wait for the device before each batch, which would order everything.
         stack.enter_context(patch.object(_TrainingEpochLoop, "_broadcast_sigterm_tensor", lambda _: None))
         # In first steps the host waits for the device to look for the user's writes, which would order everything.

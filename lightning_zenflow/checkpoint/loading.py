@@ -1,33 +1,25 @@
-"""Collective saving and loading of checkpoints: either all ranks succeed, or all ranks raise an error."""
+"""Collective loading of checkpoints: either all ranks succeed, or all ranks raise an error."""
 
-import errno
-import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import Tensor
 
-from lightning_zenflow.checkpoint.background import Archive, BackgroundSaves
-from lightning_zenflow.checkpoint.files import CheckpointError, StagedSave, place_of, read, recover, sync_all, verify
-from lightning_zenflow.checkpoint.reader import SavedCheckpoint
-from lightning_zenflow.checkpoint.single_file import COUNTS, SavedFile, WholeState, restore_counts
+from lightning_zenflow.checkpoint.files import CheckpointError, place_of, read, recover, verify
+from lightning_zenflow.checkpoint.reader import SavedCheckpoint, with_another_partition
+from lightning_zenflow.checkpoint.single_file import COUNTS, SavedFile, restore_counts
 from lightning_zenflow.core.distributed import all_agree, raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.parameters import is_in_pieces, load_pieces, load_whole, whole_shape
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY, difference_of
-from lightning_zenflow.worker.machine import allowed_cores
 from lightning_zenflow.worker.process import WorkerError
 
 _OF_THE_ENGINE = (
@@ -35,139 +27,6 @@ _OF_THE_ENGINE = (
     *COUNTS,
 )
 """Keys of the model's file that DeepSpeed's engine writes; all others are the client state."""
-
-Write = Callable[[Any, Any], None]
-"""Writes what a file has to a path or an open file, as `torch.save`."""
-
-Put = Callable[[Any, Write, Any], None]
-"""Has a file written, by a function, to a path; in the background later, as it is now."""
-
-
-def save_together(
-    path: Path | str,
-    write: Callable[[Path | str, Put], None],
-    states: ZenFlowOptimizer | WholeState | None,
-    *,
-    sync: bool,
-    background: BackgroundSaves | None = None,
-) -> None:
-    """Saves a checkpoint atomically, after all ranks have written their files. A collective: all ranks must call it.
-
-    Args:
-        path: path of the checkpoint, the same on every rank; an existing checkpoint is replaced. A string: `write` does all of it.
-        write: writes this rank's files into an existing directory (`deepspeed_files`), or the one file.
-        states: what is saved besides the model: the optimizer's; `WholeState` for a checkpoint that is one file.
-        sync: whether the checkpoint must survive a failure of power.
-        background: writes files, syncs them and commits while training goes on, and raises errors of that; None: all is done at the end.
-
-    Raises:
-        OSError: a rank could not write its files, or the path is of a folder that is no checkpoint; `path` is unchanged, and nothing of the
-            new checkpoint remains.
-    """
-    staged: StagedSave | None = None
-    files: list[Callable[[], None]] = []
-    with ExitStack() as ending:
-        with _saving(path):
-            if dist.get_rank() == 0 and isinstance(path, Path):
-                staged = StagedSave(path, sync=sync, is_file=isinstance(states, WholeState))
-                ending.callback(staged.abandon)
-        contents: list[Any] = [path if staged is None else staged.content]
-        dist.broadcast_object_list(contents, src=0)
-        (content,) = contents
-        # Not in the checkpoint, where network storage gives an open file another name; of a store where all such files are.
-        copies = DiskCopies(path.parent if isinstance(path, Path) else Path(tempfile.gettempdir()))
-        ending.callback(copies.free)
-
-        is_local = isinstance(content, Path)
-
-        def put(of_file: Any, write_file: Write, file: Any) -> None:
-            archive = None
-            # To a store Lightning writes as `torch.save`.
-            if background is not None and (write_file is torch.save or not is_local):
-                archive = background.copied(of_file, copies)
-            if archive is not None:
-                opening = partial(open, mode="wb") if is_local else _in_store
-                files.append(partial(_write, archive, file, opening))
-            elif is_local:
-                with open(file, "wb") as opened:
-                    write_file(of_file, opened)
-            else:
-                write_file(of_file, file)
-
-        with _saving(path):
-            if isinstance(content, Path) and not isinstance(states, WholeState) and not content.is_dir():
-                raise OSError(f"{content}, which rank 0 has made, is not there: all nodes must share the storage")
-            memory: Any = None if states is None else states.copy_for_save(copies)
-        with nullcontext() if states is None else states.saved_as(memory), _saving(path):
-            write(content, put)
-        last = ending.pop_all()
-
-    def finish(group: dist.ProcessGroup | None = None) -> None:
-        with last:
-            with _saving(path, group):
-                for write_file in files:
-                    write_file()
-                if sync and isinstance(content, Path):
-                    # Each rank its own, since network storage keeps what has been written with the host that wrote it.
-                    sync_all(content.glob(f"*/*zero_pp_rank_{dist.get_rank()}_mp_rank_*"))
-            with _saving(path, group):
-                if staged is not None:
-                    staged.commit()
-
-    if background is None:
-        finish()
-    else:
-        background.start(finish)
-
-
-def _write(archive: Archive, path: Any, opening: Callable[[Any], AbstractContextManager[Any]]) -> None:
-    with opening(path) as file:
-        archive.write(file)
-
-
-@contextmanager
-def _in_store(url: str) -> Iterator[Any]:
-    """Context with a new file of a store, which is not there unless it is complete; as Lightning's `TorchCheckpointIO`."""
-    store = get_filesystem(url)
-    store.makedirs(os.path.dirname(url), exist_ok=True)
-    with store.transaction, store.open(url, "wb") as file:
-        yield file
-
-
-@contextmanager
-def all_cores(*, ranks_on_host: int) -> Iterator[None]:
-    """Context in which torch uses this rank's share of all allowed cores, in a save, while the worker has nothing to do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(threads, len(allowed_cores()) // ranks_on_host))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@contextmanager
-def _saving(path: Path | str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raises an error of this part of a save on all ranks, with its cause and what to do about it."""
-    with raising_together(OSError, group):
-        try:
-            yield
-        except IsADirectoryError:
-            raise
-        except Exception as reason:
-            # Of any kind: the client state has the user's objects, which may refuse to be pickled.
-            # torch's writer raises RuntimeError behind an error of the file.
-            cause = next((e for e in (reason, reason.__context__) if isinstance(e, OSError)), None)
-            advice = ""
-            if cause is not None and cause.errno == errno.EFBIG:
-                advice = " Raise the limit of a file's size (`ulimit -f`), or save to another path"
-            elif cause is not None and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-                advice = (
-                    " Delete files there, or save to another path; while a checkpoint is saved, those before it stay: keep fewer with"
-                    " `ModelCheckpoint(save_top_k=...)`"
-                )
-            raise OSError(
-                f"checkpoint {path} could not be saved: {cause or reason}; training can continue.{advice}"
-            ) from reason
 
 
 @contextmanager
@@ -277,7 +136,7 @@ def load_together(
             shapes = {name: whole_shape(p) for name, p in engine.module.named_parameters() if name not in trained}
             pieces = saved.weights_for(rank, shapes, world_size=world_size)
     if optimizer is not None:
-        _begin_alike(path, state, optimizer)
+        state = _begun_alike(path, state, optimizer)
     with nullcontext() if optimizer is None else optimizer.loading(), _loading(path):
         if saved.is_stage_3:
             load_pieces(engine.module, states["module"], pieces, strict=strict)
@@ -318,10 +177,11 @@ def load_file_together(
         with _loading(saved.path):
             load_whole(engine.module, weights or {}, strict=strict)
         return
+    state: Mapping[str, Any] | None
     with _loading(saved.path):
         state = None if states is None else saved.state_for(optimizer, order, states)
     if state is not None:
-        _begin_alike(saved.path, state, optimizer)
+        state = _begun_alike(saved.path, state, optimizer)
     with optimizer.loading(), _loading(saved.path):
         if weights is not None:
             load_whole(engine.module, weights, strict=strict)
@@ -330,14 +190,15 @@ def load_file_together(
             saved.restore_engine(engine)
 
 
-def _begin_alike(path: Path | str, state: Mapping[str, Any], optimizer: ZenFlowOptimizer) -> None:
-    """Has all ranks start over where one of them cannot continue bit for bit. A collective."""
+def _begun_alike(path: Path | str, state: Mapping[str, Any], optimizer: ZenFlowOptimizer) -> Mapping[str, Any]:
+    """The state to load: all ranks start over where one of them cannot continue bit for bit. A collective."""
     ours = state[CHECKPOINT_KEY]
     with _loading(path):
         n_blocks = len(optimizer.training.parts.rank.blocks)
         continues = ours is None or not difference_of(ours, optimizer.training.steps.layout, n_blocks)
-    if not all_agree(continues) and ours is not None:
-        ours["layout"]["slices"] = None
+    if all_agree(continues) or ours is None:
+        return state
+    return {**state, CHECKPOINT_KEY: with_another_partition(ours)}
 
 
 def optimizer_of(engine: Any) -> ZenFlowOptimizer | None:
