@@ -22,9 +22,9 @@ import torch
 
 from direct_step import direct_step
 from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.deepspeed import build as assembly
 from lightning_zenflow.kernels import cpu
 from lightning_zenflow.native import cannot_run, worker_executable
+from lightning_zenflow.offload import build as assembly
 from lightning_zenflow.offload.host_state import HostState
 from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena, arena_bytes
