@@ -5,7 +5,7 @@ Written against transformers 5.23: its module `trainer` names the accelerator's 
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from unittest.mock import patch
 
 from accelerate.optimizer import AcceleratedOptimizer
@@ -20,10 +20,17 @@ from transformers.integrations.deepspeed import deepspeed_optim_sched
 from typing_extensions import override
 
 from lightning_zenflow.accelerate import CALLS, ZenFlowAccelerator
-from lightning_zenflow.core.errors import MisconfigurationException, OtherBases
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.users_objects import NEW_MOMENTS
 
 _LOGGED = ("stall/device_percent", "stall/host_percent", "overlap/worker_busy_percent", "overlap/late_blocks_percent")
+
+
+if TYPE_CHECKING:
+    _Trainer = Trainer
+else:
+    # TRL's trainers are subclasses of others: each front's is one of both.
+    _Trainer = object
 
 
 class _Accelerator(ZenFlowAccelerator):
@@ -36,7 +43,7 @@ class _Accelerator(ZenFlowAccelerator):
     )
 
 
-class ZenFlowTraining(OtherBases):  # type: ignore[misc]
+class ZenFlowTraining(_Trainer):
     """Mixin of a `Trainer`, before it in the order of base classes: ``class ZenFlowSFTTrainer(ZenFlowTraining, SFTTrainer): ...``.
 
     Keys of ZenFlow are those of the block ``zero_optimization.zenflow`` of `TrainingArguments.deepspeed`, as DeepSpeed's own ZenFlow reads
@@ -52,6 +59,7 @@ class ZenFlowTraining(OtherBases):  # type: ignore[misc]
     """
     accelerator: ZenFlowAccelerator
     is_deepspeed_enabled: bool
+    deepspeed: Any
 
     @override
     def create_accelerator_and_postprocess(self) -> None:
@@ -85,7 +93,7 @@ class ZenFlowTraining(OtherBases):  # type: ignore[misc]
         """As the Trainer's; the model has its exact weights afterwards."""
         # The Trainer would go on with the engine of a training before, which has ended.
         self.accelerator.free_memory()
-        self.model_wrapped = self.model
+        self.model_wrapped = self.model  # type: ignore[assignment]  # a module, once the Trainer has one
         output = super().train(*args, **kwargs)
         if (strategy := self.accelerator.strategy) is not None:
             strategy.flush()
@@ -97,7 +105,7 @@ class ZenFlowTraining(OtherBases):  # type: ignore[misc]
         set_up = partial(_keep_given, self.optimizer)
         # Private: what `deepspeed_init` calls, which drops both.
         with patch("transformers.integrations.deepspeed.deepspeed_optim_sched", set_up):
-            return super()._prepare_for_training(*args, **kwargs)
+            return super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
