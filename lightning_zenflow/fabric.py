@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_zenflow.checkpoint.checkpoints import Checkpoints, all_cores, is_one_file, refuse_folder
 from lightning_zenflow.config import KEYS, ZenFlowConfig
-from lightning_zenflow.core.errors import Calls, MisconfigurationException, naming_late_reads
+from lightning_zenflow.core.errors import Calls, MisconfigurationException, raise_late_read
 from lightning_zenflow.core.process import one_at_a_time
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config
 from lightning_zenflow.deepspeed.construction import inference_engine, training_engine
@@ -222,9 +222,13 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             RuntimeError: the step's last micro-batch was before; `module` is not the model with the optimizer; a backward pass before this
                 one was interrupted by an error.
         """
-        with self._steps_for(self.calls.backward).backward(module), naming_late_reads():
-            # DeepSpeed would divide by the number of micro-batches, which the loop has done.
-            super().backward(tensor, module, *args, scale_wrt_gas=False, **kwargs)
+        with self._steps_for(self.calls.backward).backward(module):
+            try:
+                # DeepSpeed would divide by the number of micro-batches, which the loop has done.
+                super().backward(tensor, module, *args, scale_wrt_gas=False, **kwargs)
+            except RuntimeError as error:
+                raise_late_read(error)
+                raise
 
     @override
     def clip_gradients_norm(

@@ -66,7 +66,7 @@ def in_place_of_deepspeeds(
         # The engine failed after it had built its optimizer; no other component holds the worker.
         for unused in built:
             unused.destroy()
-            unused.close(keep_state=False)
+            unused.training.end(keep_state=False)
         raise
     finally:
         restore_scalars()

@@ -113,7 +113,7 @@ class TrainedEngine:
         users, self._users_optimizer = self._users_optimizer, None
         if users is not None:
             has_trained = self.training.steps.number > 0
-            self.optimizer.optimizer = users.give_back(has_trained=has_trained)
+            self.optimizer.optimizer = self.optimizer.groups.optimizer = users.give_back(has_trained=has_trained)
 
     def drop_state(self) -> None:
         """Frees the optimizer's state when nothing saves it any more."""

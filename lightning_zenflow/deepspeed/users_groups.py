@@ -16,17 +16,18 @@ class UsersGroups:
         optimizer: before DeepSpeed gives its groups other parameters.
 
     Attributes:
+        optimizer: as given; when training has ended and that is the user's again, another one with its groups and state.
         users: the module's parameters of each group.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer, self._is_read = optimizer, False
+        self.optimizer, self._is_read = optimizer, False
         self.users = [list(group["params"]) for group in optimizer.param_groups]
 
     def take(self) -> None:
         """Gives the groups the module's parameters, behind DeepSpeed's set-up."""
         self._deepspeeds = self._exchange(self.users)
-        self._reading = self._optimizer.register_state_dict_pre_hook(self._refuse_reading)
+        self._reading = self.optimizer.register_state_dict_pre_hook(self._refuse_reading)
 
     @contextmanager
     def as_deepspeeds(self) -> Iterator[None]:
@@ -42,10 +43,10 @@ class UsersGroups:
     def leave(self) -> None:
         """Ends this. Of groups that the user has added in training DeepSpeed knows nothing."""
         self._reading.remove()
-        del self._optimizer.param_groups[len(self.users) :]
+        del self.optimizer.param_groups[len(self.users) :]
 
     def _exchange(self, of_groups: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         before = [group["params"] for group in groups]
         for group, params in zip(groups, of_groups, strict=True):
             group["params"] = list(params)
