@@ -20,7 +20,6 @@ from lightning_zenflow.checkpoint.loading import (
     optimizer_of,
     read_file_together,
 )
-from lightning_zenflow.checkpoint.order import DeepSpeedsOrder
 from lightning_zenflow.checkpoint.single_file import FILE_KEY, SavedFile, WholeState
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
@@ -56,8 +55,8 @@ def source_of(
                 raise TypeError(f"{option} must be None for a folder, got {value!r}: nothing reads it")
         _validate_state_keys(others)
         client_state = convert(others if trained is None else to_save(others, trained.engine), {})
-        order = DeepSpeedsOrder(None if trained is None else trained.optimizer)
-        return FolderSource(engine=engine, state=order, client_state=client_state, without_frozen=without_frozen)
+        optimizer = None if trained is None else trained.optimizer
+        return FolderSource(engine=engine, state=optimizer, client_state=client_state, without_frozen=without_frozen)
     if FILE_KEY in state:
         raise MisconfigurationException(f"fabric.save: no entry may have the name {FILE_KEY!r}, which is ours")
     converted = convert(others, {})

@@ -27,7 +27,6 @@ from lightning_zenflow.checkpoint.checkpoints import (
 from lightning_zenflow.checkpoint.engine import AVERAGED, CURRENT, StatesInFolder, as_lightning_saved, to_save
 from lightning_zenflow.checkpoint.files import place_of
 from lightning_zenflow.checkpoint.loading import load_file_together, load_together, read_file_together
-from lightning_zenflow.checkpoint.order import DeepSpeedsOrder
 from lightning_zenflow.checkpoint.saves import Saves
 from lightning_zenflow.checkpoint.single_file import SavedFile, WholeState
 from lightning_zenflow.config import ZenFlowConfig
@@ -248,8 +247,9 @@ class TrainerCheckpoints:
             # As Lightning's strategy: the engine saves both.
             for key in ("state_dict", "optimizer_states"):
                 client_state.pop(key, None)
-            order = DeepSpeedsOrder(optimizer)
-            return FolderSource(engine=engine, state=order, client_state=client_state, without_frozen=without_frozen)
+            return FolderSource(
+                engine=engine, state=optimizer, client_state=client_state, without_frozen=without_frozen
+            )
         has_states = bool(checkpoint.get("optimizer_states"))
         handed, self._handed = self._handed, {}
         whole = WholeState(

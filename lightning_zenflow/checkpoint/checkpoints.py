@@ -21,13 +21,13 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning_zenflow.checkpoint.background import Archive, BackgroundSaves
 from lightning_zenflow.checkpoint.engine import files_of_engine
 from lightning_zenflow.checkpoint.files import StagedSave, place_of, remove, sync_all
-from lightning_zenflow.checkpoint.order import DeepSpeedsOrder
 from lightning_zenflow.checkpoint.single_file import FILE_KEY, WholeState
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.distributed import in_common, raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.environment import Strategy
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
+from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.removal import as_in_training, pickled_as_before
 from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, is_elsewhere
 from lightning_zenflow.worker.machine import allowed_cores
@@ -48,7 +48,8 @@ class FolderSource:
     """What is saved as DeepSpeed's folder."""
 
     engine: DeepSpeedEngine
-    state: DeepSpeedsOrder
+    state: ZenFlowOptimizer | None
+    """The optimizer's; None: only weights are saved."""
     client_state: dict[str, Any]
     """What is saved besides."""
     without_frozen: bool
@@ -254,9 +255,10 @@ def save_together(path: Path | str, source: Source, *, sync: bool, background: B
         with _saving(path):
             if isinstance(place, Path) and isinstance(source, FolderSource) and not place.is_dir():
                 raise OSError(f"{place}, which rank 0 has made, is not there: all nodes must share the storage")
-            source.state.reserve(disk)
+            if source.state is not None:
+                source.state.reserve(disk)
         # Write, or copy what is to be written.
-        with source.state.gathered(), _saving(path):
+        with nullcontext() if source.state is None else source.state.gathered(), _saving(path):
             copies = [_write(file, disk, background, is_local=isinstance(place, Path)) for file in source.files(place)]
         last = ending.pop_all()
 

@@ -16,7 +16,6 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from typing_extensions import override
 
 from lightning_zenflow.checkpoint.loading import load_together
-from lightning_zenflow.checkpoint.order import DeepSpeedsOrder
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
@@ -45,12 +44,12 @@ class ZenFlowEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no 
     ) -> bool:
         """Saves to the folder `tag` in `save_dir`, in which other files may be."""
         self.optimizer.flush()
-        order, disk = DeepSpeedsOrder(self.optimizer), DiskCopies(Path(save_dir))
+        disk = DiskCopies(Path(save_dir))
         try:
             with raising_together(OSError):
                 Path(save_dir).mkdir(parents=True, exist_ok=True)
-                order.reserve(disk)
-            with order.gathered():
+                self.optimizer.reserve(disk)
+            with self.optimizer.gathered():
                 return bool(super().save_checkpoint(save_dir, tag, to_save(client_state or {}, self), **options))
         finally:
             disk.free()

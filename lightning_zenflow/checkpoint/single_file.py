@@ -30,7 +30,6 @@ from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor
 
 from lightning_zenflow.checkpoint.files import refusal, refuse_other_version
-from lightning_zenflow.checkpoint.order import gather_again
 from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies, parts_on_disk
@@ -199,8 +198,8 @@ class WholeState:
             with GatheredParameters([parameter]):
                 if self._whole:
                     self._whole[None][name].copy_(parameter)
-        if pieces:
-            gather_again(self._optimizer)
+        if pieces and self._optimizer is not None:
+            self._optimizer.gather_weights()
 
     def _fill(self) -> None:
         masters = self._whole[None]

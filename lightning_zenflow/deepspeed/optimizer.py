@@ -156,9 +156,9 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
         """The same in checkpoints, which have DeepSpeed's."""
         return self.layouts
 
-    def copy_for_save(self, copies: DiskCopies) -> list[list[Tensor]] | None:
-        """`SavedState.copy_for_save`."""
-        return self.saved.copy_for_save(copies, self.layouts, self.saved_layouts)
+    def reserve(self, disk: DiskCopies) -> None:
+        """`SavedState.reserve`."""
+        self.saved.reserve(disk, self.layouts, self.saved_layouts)
 
     def flush(self) -> None:
         """`Training.flush`, after which DeepSpeed's checkpoint code reads the exact state."""
@@ -326,15 +326,9 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
         self.training.written.note()
 
     @contextmanager
-    def saved_as(self, copy: list[list[Tensor]] | None) -> Iterator[None]:
-        """Context in which DeepSpeed saves the exact state, entered and left by all ranks together.
-
-        Args:
-            copy: result of `copy_for_save`.
-        """
-        if copy is not None:
-            self.saved.copy(copy, self.layouts, self.saved_layouts)
-        self.saved.copies = copy
+    def gathered(self) -> Iterator[None]:
+        """Context in which DeepSpeed saves the exact state, behind `reserve`; entered and left by all ranks together."""
+        self.saved.gather(self.layouts, self.saved_layouts)
         try:
             yield
         finally:

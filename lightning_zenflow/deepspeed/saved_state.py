@@ -27,28 +27,30 @@ class SavedState:
 
     def __init__(self, training: Training) -> None:
         self._training = training
+        self._reserved: list[list[Tensor]] | None = None
         self.copies: list[list[Tensor]] | None = None
 
-    def copy_for_save(
-        self, disk: DiskCopies, layouts: Sequence[Layout], saved_layouts: Sequence[Layout]
-    ) -> list[list[Tensor]] | None:
-        """Disk space that a save to a folder needs beside DeepSpeed's files, for all states in another order or for moments without views;
-        None: none. In memory the copies would take as much as the states.
+    def reserve(self, disk: DiskCopies, layouts: Sequence[Layout], saved_layouts: Sequence[Layout]) -> None:
+        """Takes the disk space that a save to a folder needs beside DeepSpeed's files, for all states in another order or for moments
+        without views; in memory the copies would take as much as the states. The next step is `gather`.
 
         Raises:
             OSError: the disk is full.
         """
+        self._reserved = None
         is_reordered = saved_layouts != layouts
-        if not is_reordered and not isinstance(self._training.host_state.states[MOMENTS[0]], CodedMoment):
-            return None
-        n_states = is_reordered + len(MOMENTS)
-        return [[disk.zeros(layout.partition_numel) for _ in range(n_states)] for layout in saved_layouts]
+        if is_reordered or isinstance(self._training.host_state.states[MOMENTS[0]], CodedMoment):
+            n_states = is_reordered + len(MOMENTS)
+            self._reserved = [[disk.zeros(layout.partition_numel) for _ in range(n_states)] for layout in saved_layouts]
 
-    def copy(self, to: Sequence[Sequence[Tensor]], layouts: Sequence[Layout], saved_layouts: Sequence[Layout]) -> None:
-        """Fills the result of `copy_for_save` with the exact state; all ranks call it together."""
-        self._training.flush()
-        for number, (copies, *of_layouts) in enumerate(zip(to, layouts, saved_layouts, strict=True)):
-            self._copy_reordered(number, copies, *of_layouts)
+    def gather(self, layouts: Sequence[Layout], saved_layouts: Sequence[Layout]) -> None:
+        """Fills what was reserved with the exact state, which `complete` takes then; all ranks call it together."""
+        copies, self._reserved = self._reserved, None
+        if copies is not None:
+            self._training.flush()
+            for number, (of_partition, *of_layouts) in enumerate(zip(copies, layouts, saved_layouts, strict=True)):
+                self._copy_reordered(number, of_partition, *of_layouts)
+        self.copies = copies
 
     def _copy_reordered(self, number: int, copies: Sequence[Tensor], source: Layout, target: Layout) -> None:
         """Copies a flat partition's states, of which all ranks have parts, into another order; the moments are the last of them."""

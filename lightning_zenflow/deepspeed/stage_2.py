@@ -195,11 +195,11 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
 
     @contextmanager
     @override
-    def saved_as(self, copy: list[list[Tensor]] | None) -> Iterator[None]:
+    def gathered(self) -> Iterator[None]:
         """DeepSpeed saves in its own order."""
         # Private: the engine saves the parameters' shapes in the order of these groups.
         ours = self.round_robin_bit16_groups
-        with super().saved_as(copy):
+        with super().gathered():
             self.round_robin_bit16_groups = self._plain_groups()
             try:
                 yield

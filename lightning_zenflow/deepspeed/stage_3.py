@@ -297,8 +297,8 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
 
     @override
     @contextmanager
-    def saved_as(self, copy: list[list[Tensor]] | None) -> Iterator[None]:
-        with super().saved_as(copy), self._gathered_afterwards():
+    def gathered(self) -> Iterator[None]:
+        with super().gathered(), self._gathered_afterwards():
             yield
 
     @override
