@@ -189,6 +189,10 @@ class Arena:
         with running_on(self._cores):
             return self._locks.copy_of(values)
 
+    def ranges_of_device(self) -> list[tuple[int, int]]:
+        """Reserved bytes [begin, end) that a device copies from or to: all but the states. For measurements."""
+        return [(begin, end) for begin, end in self._reserved if begin != self._header.master_offset]
+
     @property
     def n_step_records(self) -> int:
         """Capacity of the ring of step records: step t lives in record t % n_step_records."""

@@ -21,11 +21,6 @@ from lightning_zenflow.worker.moments import CodedMoment
 from small_arena import SIZES, make_partition
 
 
-def ranges_of_device(arena: Arena) -> list[tuple[int, int]]:
-    """Reserved bytes [begin, end) that a device copies from or to: all but the states."""
-    return [(begin, end) for begin, end in arena._reserved if begin != arena._header.master_offset]
-
-
 def arena_for(device_type: str) -> Arena:
     sizes = replace(SIZES, n_slots=6, dtype=torch.bfloat16)
     return Arena(make_partition(), sizes, device=torch.device(device_type))
@@ -46,7 +41,7 @@ def test_the_device_uses_all_reserved_memory_but_the_states() -> None:
         sizes.append(arena.reserved_bytes)
     row_bytes = arena.slots[0].nbytes
     assert [size - sizes[0] for size in sizes] == [0, *[3 * row_bytes] * 3, 5 * row_bytes]
-    ranges = ranges_of_device(arena)
+    ranges = arena.ranges_of_device()
 
     def inside(tensor: Tensor) -> bool:
         first, last = bytes_of(arena, tensor)
@@ -128,7 +123,7 @@ def test_what_is_page_locked_is_touched_before_and_unlocked_at_the_end(recording
         ("lock", slots + 2 * row_bytes),
     ]
     locked = [address for call, address in calls if call == "lock"]
-    assert locked == [begin for begin, _ in ranges_of_device(arena)]
+    assert locked == [begin for begin, _ in arena.ranges_of_device()]
     assert device.PAGE_BYTES % mmap.PAGESIZE == 0 and not any(begin % device.PAGE_BYTES for begin in locked)
     assert [address for call, address in calls if call.startswith("touch")] == locked
     calls.clear()
@@ -146,7 +141,7 @@ def test_memory_that_cannot_be_page_locked_stays_pageable(
     arena.reserve(n_slots=5, n_publish_buffers=1)
     (warning,) = caplog.messages
     assert re.search("page-locked .lock failed.*make the training thread wait.*ulimit -l", warning)
-    begins = [begin for begin, _ in ranges_of_device(arena)]
+    begins = [begin for begin, _ in arena.ranges_of_device()]
     assert len(begins) == 4
     assert [address for call, address in recording.calls if call == "lock"] == begins, "each is tried once"
     arena.close(keep_state=False)
