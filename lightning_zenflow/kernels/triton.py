@@ -20,8 +20,8 @@ from lightning_zenflow.kernels.base import IN_ORDER, ColumnWrite, Copies, Destin
 from lightning_zenflow.kernels.factored import SMALLEST, Factors, RoundingNoise, SecondMoment
 
 _ELEMENTS, _LARGE_MATRIX = 1 << 14, 1 << 24
-"""Elements of one program of the sums, in matrices up to the second number; in larger ones it has more rows. So there are about 2^10 of
-them at most, and `factored_step` has little to read."""
+"""Elements of one program of the sums, in matrices of at most `_LARGE_MATRIX` elements. In larger ones a program has more rows, so that
+there are about 2^10 of them at most, and `factored_step` has little to read."""
 
 _ROWS, _COLUMNS = device.ROWS.value, device.COLUMNS.value
 

@@ -1,7 +1,7 @@
 // Applies the replay kernel to each case on standard input, on every instruction set that this machine has, and writes what it
 // leaves to standard output. test_kernel.py makes the cases. Ends with 1 if the kernel writes beside its arrays.
+#include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <iostream>
 #include <vector>
 
@@ -80,7 +80,7 @@ bool run(const Case& c, std::istream& input, std::ostream& output) {
         std::vector<Buffer> arrays;
         for (size_t i = 0; i < 4; ++i) {
             arrays.emplace_back(state[i].size(), c.offset * (2 * i + 1) % 16 * sizes[i]);
-            std::memcpy(arrays.back().data(), state[i].data(), state[i].size());
+            std::copy(state[i].begin(), state[i].end(), static_cast<char*>(arrays.back().data()));
         }
         arrays.emplace_back(c.n * element_bytes(model), c.offset * 7 % 16 * element_bytes(model));
         const AnyState any{static_cast<float*>(arrays[0].data()), arrays[1].data(), arrays[2].data(),
