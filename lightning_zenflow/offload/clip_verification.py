@@ -61,7 +61,9 @@ class Verification:
         return self.step is not None and len(self._resubmitted) < len(self._shown)
 
     def behind_publish(self, correct: Callable[[Block], object]) -> bool:
-        """Ends the phase, where it ends there, with `correct` for each block that has shown another factor than the step's own."""
+        """Ends the phase that has begun, where it ends there, with `correct` for each block that has shown another factor than the step's
+        own; returns whether it did.
+        """
         return False
 
     def before_fetch(self) -> None:
@@ -132,9 +134,8 @@ class ResidentWeights(Verification):
 
     @override
     def behind_publish(self, correct: Callable[[Block], object]) -> bool:
-        is_open = self.step is not None
         self.end(correct)
-        return is_open
+        return True
 
 
 class WeightsInPlace(Verification):

@@ -195,7 +195,7 @@ class JobQueue:
         """Phase *publish*, and *verify* where weights are copied; returns what `JobsInFlight.publish` does."""
         published = self.in_flight.publish(step, "publish_wait", due_only=True)
         correct = partial(self._submit, due_step=step, prediction_steps=self._ahead, cause="correction")
-        if self.verification.behind_publish(correct):
+        if self.verification.step is not None and self.verification.behind_publish(correct):
             published |= self.in_flight.publish(step, "correction", due_only=True)
         self.submitted_in_backward.clear()
         return published
