@@ -16,12 +16,14 @@ class UsersGroups:
         optimizer: before DeepSpeed gives its groups other parameters.
 
     Attributes:
-        optimizer: as given; when training has ended and that is the user's again, another one with its groups and state.
+        given: the optimizer.
+        optimizer: the same; when training has ended and that is the user's again, another one with its groups and state.
         users: the module's parameters of each group.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer, self._is_read = optimizer, False
+        self.given, self._is_read = optimizer, False
+        self.optimizer = optimizer
         self.users = [list(group["params"]) for group in optimizer.param_groups]
 
     def take(self) -> None:
