@@ -29,15 +29,14 @@ class ZenFlowStep:
     2. *clip*: one factor for all weights, on the device; NaN if the step must change nothing.
     3. *seal*: factor and step number follow the gradients to the worker.
     4. *update*: exact AdamW of the device-owned entries.
-    5. *select*: where weights are late, the columns with the largest gradients are selected, at the end of the warm-up and, with
-       `select_interval`, after it. Such a step is synchronous. With S = 1, d = 0 nothing is late, and no column is selected.
+    5. *select*: where weights are late, the columns with the largest gradients, behind the warm-up and with `select_interval` after it.
     6. *submit*: the windows that close now go to the worker, except for blocks that were submitted in backward.
     7. *publish*: jobs that are due overwrite the host-owned weights, provisional updates of later steps are applied again, selected columns
        are loaded, and device-owned weights are written over them. In place: in the next forward pass (`JobQueue.await_slice`).
     8. *gather*: the ranks exchange their updated weights, as in ZeRO-2.
 
-    Interruptions. `KeyboardInterrupt` may be raised between any two instructions. A `flush` after it gives the exact state of the steps
-    that were sealed. If it has cut a change of the records (`RankState.records`), which takes microseconds, the flush raises `WorkerError`.
+    A `flush` after an interruption gives the exact state of the steps that were sealed; WorkerError: the interruption has cut a change of
+    the records (`RankState.records`), which takes microseconds.
 
     Args:
         parts: components of the step.

@@ -66,8 +66,7 @@ class Submission:
 class SupervisedWorker:
     """A worker that is restarted when a signal kills it: the kernel's out-of-memory killer, an operator, a fault of its own.
 
-    Recovery. All inputs and outputs of jobs are in the arena, which the trainer owns and which outlives workers. After a death:
-
+    Recovery: all inputs and outputs of jobs are in the arena, which the trainer owns and which outlives workers. After a death:
     1. *reap*: wait until the kernel has ended all threads of the dead process, so that none of them writes any more.
     2. *restart*: start a new worker on the same arena.
     3. *resubmit*: submit all jobs and requests without an answer again, unchanged and in order.
