@@ -134,7 +134,7 @@ class LoopSteps:
         self._refuse_without_gradients(call)
         # Who clips twice has clipped to the smaller norm.
         self._norm_of_step = min(float(max_norm), math.inf if self._norm_of_step is None else self._norm_of_step)
-        return self._training.clip()
+        return self._training.gradient_norm()
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -153,7 +153,7 @@ class TrainerCheckpoints:
         if trained is None:
             return
         if self.saves.must_wait:
-            trained.optimizer.training.in_update.pause()
+            trained.training.in_update.pause()
             return
         try:
             self._make_exact()
@@ -179,7 +179,7 @@ class TrainerCheckpoints:
     def _make_exact(self) -> None:
         if (trained := self._checkpoints.trained) is None:
             return
-        if trained.optimizer.training.steps.has_gradients and self.saves.in_batch and not self.ends_with_error:
+        if trained.training.steps.has_gradients and self.saves.in_batch and not self.ends_with_error:
             raise MisconfigurationException(
                 "ZenFlowStrategy: flush must be called between two steps, got a call between backward and a step, whose gradients it would"
                 " drop: call it in `on_train_batch_end`, or behind `optimizer.step` in manual optimization"
@@ -200,7 +200,7 @@ class TrainerCheckpoints:
         self.saves.is_missing = self.saves.must_wait or self.saves.makes_up or self.ends_with_error
         if self.saves.must_wait:
             if (trained := self._checkpoints.trained) is not None:
-                trained.optimizer.training.in_update.resume()
+                trained.training.in_update.resume()
             again = partial(self.module.trainer.save_checkpoint, place_of(path))
             self.saves.wanted.append(partial(again, "optimizer_states" not in checkpoint, storage_options))
             rank_zero_info(

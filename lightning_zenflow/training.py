@@ -174,14 +174,8 @@ class Training:
                 self.flush()
             self.steps.complete()
 
-    def clip(self, max_norm: float | None = None) -> Tensor:
-        """Behind the step's last backward pass: sets the largest norm of this step, or with None leaves it as it is.
-
-        Returns:
-            Norm of the whole gradient before clipping: 0-D float32 on the device.
-        """
-        if max_norm is not None:
-            self.max_norm = max_norm
+    def gradient_norm(self) -> Tensor:
+        """`ZenFlowStep.gradient_norm`, behind the step's last backward pass."""
         self.in_update.end()
         self.complete()
         norm = self.steps.gradient_norm()

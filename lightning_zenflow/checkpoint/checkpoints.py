@@ -192,8 +192,8 @@ class Checkpoints:
             before = error
         trained, place = self.trained, place_of(path)
         if trained is not None:
-            trained.optimizer.flush()
-            if not in_common([trained.optimizer.training.steps.number]):
+            trained.training.flush()
+            if not in_common([trained.training.steps.number]):
                 raise WorkerError(
                     "an exception has interrupted the ranks in different steps: no state is exact; continue from the last checkpoint"
                 )

@@ -9,14 +9,9 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-def world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Number of ranks in a group, None for all; 1 where `torch.distributed` is not in use."""
-    return dist.get_world_size(group) if dist.is_initialized() else 1
-
-
-def rank_in(group: dist.ProcessGroup | None = None) -> int:
-    """Number of this rank in a group, None for all; 0 where `torch.distributed` is not in use."""
-    return dist.get_rank(group) if dist.is_initialized() else 0
+def world_size() -> int:
+    """Number of ranks; 1 where `torch.distributed` is not in use."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def in_common(values: Sequence[T]) -> list[T]:

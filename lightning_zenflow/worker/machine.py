@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zenflow.core.device import runtime_of
-from lightning_zenflow.core.distributed import rank_in, world_size
+from lightning_zenflow.core.distributed import world_size
 
 _ROOT = Path("/")
 """Folder with ``proc`` and ``sys``."""
@@ -65,7 +65,7 @@ def places_on_this_host(place: Place) -> tuple[list[Place], int]:
     if len(places) > 1:
         dist.all_gather_object(places, place)
     neighbours = [(rank, p) for rank, p in enumerate(places) if p is not None and p.host == place.host]
-    return [p for _, p in neighbours], [rank for rank, _ in neighbours].index(rank_in())
+    return [p for _, p in neighbours], [rank for rank, _ in neighbours].index(dist.get_rank() if len(places) > 1 else 0)
 
 
 def cpu_limit() -> float:

@@ -188,8 +188,8 @@ def test_ranks_on_other_hosts_are_no_neighbours(monkeypatch: pytest.MonkeyPatch)
         for rank, host in enumerate("abab")
     ]
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda _: 4)
-    monkeypatch.setattr(dist, "get_rank", lambda _: 3)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
     monkeypatch.setattr(dist, "all_gather_object", lambda gathered, _: gathered.__setitem__(slice(None), places))
     assert places_on_this_host(places[3]) == ([places[1], places[3]], 1)
 
