@@ -22,13 +22,11 @@ from lightning_zenflow.checkpoint.checkpoints import Checkpoints, all_cores, is_
 from lightning_zenflow.config import KEYS, ZenFlowConfig
 from lightning_zenflow.core.errors import Calls, MisconfigurationException, raise_late_read
 from lightning_zenflow.core.process import one_at_a_time
-from lightning_zenflow.deepspeed.config import prepare_deepspeed_config
+from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, read_settings
 from lightning_zenflow.deepspeed.construction import inference_engine, training_engine
-from lightning_zenflow.deepspeed.environment import RankProcess, named_device
+from lightning_zenflow.deepspeed.environment import PlainPrecision, RankProcess, named_device, own_precision
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.parameters import load_whole
-from lightning_zenflow.deepspeed.precision import PlainPrecision, own_precision
-from lightning_zenflow.deepspeed.settings import read_settings
 from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, is_elsewhere, leaving_engines
 from lightning_zenflow.deepspeed.users_objects import refuse_unsupported_module, validate_optimizer
 from lightning_zenflow.fabric_checkpoints import load_all, refuse_optimizer, source_of
@@ -94,7 +92,6 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         self._settings = read_settings(config, options, DeepSpeedStrategy, **keys)
         super().__init__(config=self._settings.deepspeed, **options)
         self.config: dict[str, Any] = prepare_deepspeed_config(self.config)
-        self._settings = self._settings.beside(self.config)
         self.zenflow_config = self._settings.zenflow
         for key, instead in self.belongs_to_the_loop.items():
             if self.config.get(key) not in (None, "auto", 1):

@@ -22,12 +22,10 @@ from lightning_zenflow.checkpoint.saves import Saves
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import Calls, raise_late_read
 from lightning_zenflow.core.process import one_at_a_time
-from lightning_zenflow.deepspeed.config import prepare_deepspeed_config
+from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, read_settings
 from lightning_zenflow.deepspeed.construction import inference_engine, training_engine
-from lightning_zenflow.deepspeed.environment import RankProcess, named_device, refuse_prompt
+from lightning_zenflow.deepspeed.environment import RankProcess, named_device, own_precision, refuse_prompt
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.precision import own_precision
-from lightning_zenflow.deepspeed.settings import read_settings
 from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, is_elsewhere, leaving_engines, refuse_in_training
 from lightning_zenflow.deepspeed.users_objects import configured, refuse_unsupported_module, refuse_unsupported_trainer
 from lightning_zenflow.monitor.callbacks import StallMonitoring, add_monitor
@@ -140,7 +138,6 @@ class TrainerStrategy(_DeepSpeedStrategy):
         )
         super().__init__(config=self._settings.deepspeed, **deepspeed_options)
         self.config = prepare_deepspeed_config(self.config)
-        self._settings = self._settings.beside(self.config)
         self.zenflow_config = self._settings.zenflow
         self._process, self._checkpoints = RankProcess(), Checkpoints()
         self._requests = TrainerCheckpoints(self, self._checkpoints, self.zenflow_config)

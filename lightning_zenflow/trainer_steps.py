@@ -8,8 +8,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from typing_extensions import override
 
 from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.deepspeed.environment import PlainPrecision
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.precision import PlainPrecision
 from lightning_zenflow.training import Training
 
 if TYPE_CHECKING:

@@ -1,9 +1,5 @@
-"""DeepSpeed around a step: configuration, environment, precision, construction, and its optimizers, whose steps are ours.
-`trained_engine` has an engine's life.
-
-`optimizer` has what these have in common, `host_state` their state in host memory and what checkpoints call, `stage_2` and `stage_3` what
-depends on how a stage of ZeRO divides parameters. Private names of DeepSpeed are used in this room and in `checkpoint` only, each with a
-comment that says which and why.
+"""DeepSpeed around a training: configuration, environment, construction of engines, and its optimizers, whose steps are ours. Private names
+of DeepSpeed are used in this room and in `checkpoint` only, each with a comment that says which and why.
 """
 
 import contextlib
@@ -18,11 +14,11 @@ import torch
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
-    """Whether a record of DeepSpeed's import is more than the warning that there is no GPU: Lightning chooses the device, and says so."""
+    # A warning that there is no GPU: Lightning chooses the device, and says so.
     return record.module != "real_accelerator"
 
 
-# DeepSpeed's logger keeps the standard output that it finds on its first import. Standard output is for the results of a user's program.
+# DeepSpeed's logger keeps the standard output that it finds on its first import, which is for the results of a user's program.
 _logger = logging.getLogger("DeepSpeed")
 _logger.addFilter(_is_of_use)
 with contextlib.redirect_stdout(sys.stderr):

@@ -1,20 +1,25 @@
-"""The ``config=`` argument in any of its forms, and the DeepSpeed configuration under ZenFlow: unsupported settings are refused, and those
-that the engine needs are set. Written against DeepSpeed 0.19.8.
+"""What a user gives a strategy: keys of ZenFlow and a DeepSpeed configuration, from a source (`config=`) and from keywords. The DeepSpeed
+configuration under ZenFlow: unsupported settings are refused, and those that the engine needs are set. Written against DeepSpeed 0.19.8.
 
-Sources are a JSON file, an OmegaConf YAML file, a dict, a ``DictConfig`` or a ``ZenFlowConfig``. Each but the last is flat, with keys of
-``ZenFlowConfig``, or a DeepSpeed config, recognised by its keys, with or without a ``zero_optimization.zenflow`` block. Keywords go before.
+A source is a JSON file, an OmegaConf YAML file, a dict, a ``DictConfig`` or a ``ZenFlowConfig``. Each but the last has keys of
+``ZenFlowConfig`` alone, or is a DeepSpeed config, recognised by its keys, with or without a ``zero_optimization.zenflow`` block. Keywords
+take precedence.
 
 The rules are for settings with which the training would be another one without a word; what DeepSpeed refuses is not validated here.
 """
 
 import copy
+import inspect
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+import lightning.pytorch as pl
+import torch
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from omegaconf import DictConfig, OmegaConf
@@ -36,19 +41,81 @@ _DEEPSPEED_KEYS = (
 )  # fmt: skip
 
 
-def resolve_config(config: ConfigSource, overrides: Mapping[str, Any]) -> tuple[ZenFlowConfig, dict[str, Any] | None]:
-    """Reads a config in any of its forms.
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a user has given a strategy."""
+
+    zenflow: ZenFlowConfig
+    """Without what a training changes (`of_one_training`)."""
+    deepspeed: dict[str, Any] | None
+    """The DeepSpeed configuration, if there is one, without keys of ZenFlow."""
+    chooses_buckets: bool
+    """Whether the size of DeepSpeed's buckets is chosen for the model."""
+
+    def config_under(self, config: Mapping[str, Any], trainer: pl.Trainer, precision: str) -> dict[str, Any]:
+        """`prepare_deepspeed_config` with the Trainer's values; logs that there is no clipping where plain DeepSpeed clips."""
+        users = self.deepspeed
+        if users is not None and users.get("gradient_clipping") is None and trainer.gradient_clip_val is None:
+            rank_zero_info(
+                "ZenFlowStrategy does not clip, as nothing sets a norm. Plain DeepSpeed since 0.19.3 clips by a norm of 1.0 then:"
+                " set gradient_clipping to 1.0 for the same, to 0 for none"
+            )
+        # DeepSpeed's throughput log alone reads it. Lightning asks for the training data once more, which not all loaders have.
+        return prepare_deepspeed_config(
+            {"train_micro_batch_size_per_gpu": 1, **config},
+            accumulate_grad_batches=trainer.accumulate_grad_batches,
+            gradient_clip_val=trainer.gradient_clip_val,
+            precision=precision,
+        )
+
+
+def read_settings(config: ConfigSource, options: Mapping[str, Any], lightnings: type[Any], **keys: Any) -> Settings:
+    """Reads and checks the arguments of a strategy. Logs keys of ZenFlow without effect where parameters are in host memory.
 
     Args:
-        config: the source, never modified; None if all keys are keywords.
-        overrides: keys of ``ZenFlowConfig`` given as keywords.
+        config: source of the keys that are absent; None: the environment variable by which Lightning takes a DeepSpeed configuration, if
+            it is set.
+        options: keywords of Lightning's strategy.
+        lightnings: that strategy.
+        **keys: of `ZenFlowConfig`; None: absent.
+
+    Raises:
+        ValueError: a key has a value that is not allowed.
+        MisconfigurationException: a keyword is unknown; `config` cannot be read, or something asks for what ZenFlow does not support.
+    """
+    if config is None:
+        config = os.environ.get(lightnings.DEEPSPEED_ENV_VAR)
+    check_keys(options, (*KEYS, *inspect.signature(lightnings).parameters), "ZenFlowStrategy")
+    zenflow, deepspeed = resolve_config(config, {key: value for key, value in keys.items() if value is not None})
+    refuse_options(options, beside_config=deepspeed is not None)
+    if offloads_parameters(deepspeed or {}) or options.get("offload_parameters"):
+        if unused := zenflow.without_effect_on_host:
+            rank_zero_info(
+                f"ZenFlow: {', '.join(unused)} has no effect with parameters in host memory: nothing is late"
+            )
+        zenflow = zenflow.with_weights_on_host()
+    buckets = _flat(deepspeed or {}).get("zero_optimization.reduce_bucket_size", options.get("reduce_bucket_size"))
+    return Settings(zenflow=zenflow, deepspeed=deepspeed, chooses_buckets=buckets in (None, "auto"))
+
+
+def of_one_training(config: ZenFlowConfig) -> ZenFlowConfig:
+    """The configuration of a training. Runs must repeat where the user asks torch for it; `Trainer(deterministic=...)` does as well."""
+    # Measured memory changes no bit.
+    if not (config.measures and torch.are_deterministic_algorithms_enabled()):
+        return config
+    fixed = config.without_measurements()
+    rank_zero_info(
+        f"ZenFlow: torch's deterministic algorithms are on, so that runs must repeat: update_interval={fixed.update_interval},"
+        f" publish_lag={fixed.publish_lag}, and no measured time changes them. If steps wait for the CPU, set larger values"
+    )
+    return fixed
+
+
+def resolve_config(config: ConfigSource, overrides: Mapping[str, Any]) -> tuple[ZenFlowConfig, dict[str, Any] | None]:
+    """Reads a source of `read_settings`, which stays as it is; `overrides` are keys of ``ZenFlowConfig`` given as keywords.
 
     Returns:
         The validated config, and a copy of the DeepSpeed config without its ``zenflow`` block, or None if the source has none.
-
-    Raises:
-        MisconfigurationException: a file cannot be read; a key is unknown or in the wrong place.
-        ValueError: a value is not allowed.
     """
     # Wrong keywords are not the source's.
     given = ZenFlowConfig(**overrides)
@@ -90,16 +157,14 @@ def _read(config: Any, origin: str) -> dict[str, Any]:
 
 def _split(content: dict[str, Any], origin: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The keys for ``ZenFlowConfig`` and the DeepSpeed config, according to the form of `content`."""
-    is_deepspeeds = any(key in _DEEPSPEED_KEYS for key in content)
-    for key in content:
-        if key in ("zenflow", "deepspeed") or (is_deepspeeds and key in KEYS):
-            raise MisconfigurationException(
-                f"{origin}: {key} must be absent at the top level, got {content[key]!r}: write keys of ZenFlow there without any others, or"
-                " a DeepSpeed config with them in zero_optimization.zenflow"
-            )
-    if not is_deepspeeds:
+    if not any(key in _DEEPSPEED_KEYS for key in content):
         check_keys(content, KEYS, origin)
         return content, None
+    for key in ("zenflow", *KEYS):
+        if key in content:
+            raise MisconfigurationException(
+                f"{origin}: {key} must be absent beside keys of DeepSpeed, got {content[key]!r}: write it into zero_optimization.zenflow"
+            )
     zero = content.get("zero_optimization")
     # With this block, DeepSpeed would start its own ZenFlow.
     block = zero.pop("zenflow", None) if isinstance(zero, dict) else None
@@ -126,11 +191,6 @@ def _only(path: str, required: object, reason: str) -> Rule:
     is_bool = isinstance(required, bool)
     return Rule(path, lambda v: v == required and isinstance(v, bool) == is_bool, f"{required!r} or absent", reason)
 
-
-# Set by Lightning from its Trainer and its data loader, so that "auto" is allowed.
-_SET_BY_LIGHTNING = (
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"
-)  # fmt: skip
 
 _PARTITIONED = "ZenFlow works on ZeRO's partitioned gradients and optimizer states"
 _NEEDS_STAGE_3 = "ZeRO stage 3 has parameters in host memory: set stage to 3"
@@ -193,7 +253,7 @@ def prepare_deepspeed_config(
         config: the user's, without ``zero_optimization.zenflow``, or Lightning's, made from keywords. It is not modified.
         accumulate_grad_batches: this and the others are the Trainer's, if known; the config must agree with them.
         gradient_clip_val: a norm.
-        precision: such as "bf16-mixed".
+        precision: in Lightning's words.
 
     Raises:
         MisconfigurationException: ZenFlow does not support a setting; names the path of the key, its value and the allowed values.
@@ -202,7 +262,13 @@ def prepare_deepspeed_config(
     if "bfloat16" in result:
         # The key's old name; DeepSpeed ignores it beside the new one.
         result.setdefault("bf16", result.pop("bfloat16"))
-    for key in _SET_BY_LIGHTNING:
+    for key in (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    ):
+        # Set by Lightning from its Trainer and its data loader.
         if result.get(key) == "auto":
             del result[key]
     trainer = {"accumulate_grad_batches": accumulate_grad_batches, "gradient_clip_val": gradient_clip_val}
@@ -246,14 +312,8 @@ def offloads_parameters(config: Mapping[str, Any]) -> bool:
 
 
 def refuse_options(options: Mapping[str, Any], *, beside_config: bool) -> None:
-    """Checks keywords of Lightning's strategy.
-
-    Args:
-        options: the keywords.
-        beside_config: whether there is a DeepSpeed config: Lightning does not read most of them then.
-
-    Raises:
-        MisconfigurationException: a keyword asks for another place of states or parameters, or is a key of the config.
+    """Refuses keywords of Lightning's strategy that ask for another place of states or parameters, and those that Lightning does not read
+    because there is a DeepSpeed config (`beside_config`).
     """
     _refuse(options, _OPTION_RULES, "ZenFlowStrategy")
     if beside_config:
@@ -283,8 +343,7 @@ def without(config: Any, dropped: str | None) -> Any:
     """
     if not isinstance(config, Mapping):
         return copy.deepcopy(config)
-    is_dropped = {key: isinstance(value, type(dropped)) and value == dropped for key, value in config.items()}
-    return {key: without(value, dropped) for key, value in config.items() if not is_dropped[key]}
+    return {key: without(value, dropped) for key, value in config.items() if value != dropped}
 
 
 def _refuse(config: Mapping[str, Any], rules: Iterable[Rule], where: str) -> None:
@@ -329,11 +388,7 @@ def _rules(
 
 
 def _prepare_optimizer(optimizer: dict[str, Any]) -> None:
-    """Makes DeepSpeed build torch's class instead of its own, with DeepSpeed's defaults.
-
-    As before, "AdamW" means decoupled weight decay, and so does "Adam" unless ``adam_w_mode`` is false
-    (``engine.get_optimizer_configuration``).
-    """
+    """Makes DeepSpeed build torch's class instead of its own, with DeepSpeed's defaults."""
     params = optimizer.setdefault("params", {})
     if not params.get("torch_adam", False):
         # DeepSpeed's optimizers default to no decay, torch's AdamW to 0.01.

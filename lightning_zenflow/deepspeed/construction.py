@@ -5,6 +5,7 @@ import io
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -24,8 +25,7 @@ def in_place_of_deepspeeds(
 ) -> Iterator[list[Any]]:
     """Makes ``deepspeed.initialize`` build its optimizer with `factory`; an error in the context destroys the optimizer.
 
-    Private: the engine finds its optimizer's class by a name in a module, and has no other extension point. The name is replaced inside
-    this context only.
+    Private: the engine finds its optimizer's class by a name in a module, and has no other extension point.
 
     Args:
         ours: the class of the stage of ZeRO.
@@ -33,16 +33,12 @@ def in_place_of_deepspeeds(
         module: the model that DeepSpeed initialises in this context. Parameters in another memory format (`torch.channels_last`) are
             contiguous from now on.
 
-    Returns:
-        The optimizer, at the end of the context.
+    Yields:
+        A list, which holds the optimizer at the end of the context.
 
     Raises:
         RuntimeError: this version of DeepSpeed builds its optimizer in another way.
     """
-    base, namespace = ours.__bases__[-1], ours.namespace
-    name = base.__name__
-    if vars(namespace).get(name) is not base:
-        raise _unsupported("no name to replace")
     built: list[Any] = []
     note_users_flags(module)
     scalars = _lay_out_for_broadcast(module)
@@ -57,11 +53,14 @@ def in_place_of_deepspeeds(
         built.append(factory(*args, **kwargs))
         return built[-1]
 
-    setattr(namespace, name, build)
     try:
-        yield built
+        with patch.object(ours.namespace, ours.__bases__[-1].__name__, build):
+            yield built
         if not built:
-            raise _unsupported("its engine built another optimizer")
+            raise RuntimeError(
+                f"lightning_zenflow cannot enter DeepSpeed {deepspeed.__version__}, whose engine built another optimizer; it is tested with"
+                " 0.19.8: install that version or a newer lightning-zenflow"
+            )
     except BaseException:
         # The engine failed after it had built its optimizer; no other component holds the worker.
         for unused in built:
@@ -70,7 +69,6 @@ def in_place_of_deepspeeds(
         raise
     finally:
         restore_scalars()
-        setattr(namespace, name, base)
 
 
 def training_engine(
@@ -91,8 +89,8 @@ def training_engine(
 
 @one_at_a_time()
 def inference_engine(module: Module, config: Mapping[str, Any], device: torch.device) -> Any:
-    """DeepSpeed's engine of a model without optimizer, which converts its weights to the precision of the training's configuration and,
-    under stage 3, divides them. Hooks of an engine before are removed; the user's stay.
+    """DeepSpeed's engine of a model without optimizer, whose weights get the precision of the training's configuration and, under stage 3,
+    are divided. Hooks of an engine before are removed; the user's stay.
     """
     remove_hooks(module)
     note_users_flags(module)
@@ -127,10 +125,3 @@ def _lay_out_for_broadcast(module: Module) -> list[Parameter]:
             flat = flat.clone(memory_format=torch.contiguous_format)
         parameter.data = flat.view(parameter.shape or (1,))
     return scalars
-
-
-def _unsupported(what: str) -> RuntimeError:
-    return RuntimeError(
-        f"lightning_zenflow cannot enter DeepSpeed {deepspeed.__version__} ({what}); it is tested with 0.19.8:"
-        " install that version or a newer lightning-zenflow"
-    )

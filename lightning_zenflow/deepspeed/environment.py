@@ -1,15 +1,17 @@
-"""A rank's process around DeepSpeed's engines: the CPU as accelerator, the devices' names, the process group, seeds and variables."""
+"""What Lightning's plugins are around DeepSpeed's engines: the CPU as accelerator, a rank's devices, process group and variables, and the
+precision, with types of weights and batches as under Lightning's other strategies.
+"""
 
 import logging
 import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
@@ -17,20 +19,26 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.utils import groups
 from lightning.fabric.strategies import DeepSpeedStrategy as FabricsStrategy
 from lightning.pytorch.strategies import DeepSpeedStrategy as TrainersStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.nn import Module
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
+from lightning_zenflow.core.autocast import complete_autocast
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.process import one_at_a_time, refuse_inherited_group, variables
 
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import DeepSpeedPrecision
+else:
+    # Lightning has this class three times, for Fabric and for each of its Trainers: each front's is a subclass of one of them.
+    DeepSpeedPrecision = object
+
 Strategy: TypeAlias = FabricsStrategy | TrainersStrategy
 """Lightning's."""
-
-CPU = torch.device("cpu")
-"""The device of every rank on a CPU: `module.to` with an index would give weights other memory."""
-
-_SEED = "PL_GLOBAL_SEED"
-"""Lightning's variable for the seed of `seed_everything`."""
 
 
 class CpuAccelerator(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed has no type information
@@ -58,7 +66,8 @@ def use_cpu_accelerator() -> None:
 
 
 def refuse_prompt(n_ranks: int) -> None:
-    """Refuses several ranks in a notebook or at Python's prompt, which Lightning recognises so, too."""
+    """Refuses several ranks in a notebook or at Python's prompt."""
+    # As Lightning recognises them.
     if hasattr(sys, "ps1") or bool(sys.flags.interactive):
         # Lightning's own error advises a strategy that does not offload.
         raise MisconfigurationException(
@@ -75,8 +84,8 @@ def named_devices(devices: Sequence[torch.device] | None) -> list[torch.device]:
 
 
 def named_device(device: torch.device) -> torch.device:
-    """A rank's device by the name that its tensors have."""
-    return CPU if device.type == "cpu" else device
+    """A rank's device by the name that its tensors have: `module.to` with a CPU's index would give weights other memory."""
+    return torch.device("cpu") if device.type == "cpu" else device
 
 
 class RankProcess:
@@ -91,16 +100,13 @@ class RankProcess:
 
     @one_at_a_time()
     def set_up(self, strategy: Strategy, lightnings: ModuleType, set_up: Callable[[], None], *, is_alone: bool) -> None:
-        """Prepares accelerator and process group.
+        """Prepares accelerator and process group of a strategy.
 
         Args:
-            strategy: whose environment is set up.
+            strategy: the front's.
             lightnings: module of Lightning with the strategies that it extends.
             set_up: the method of its base class.
             is_alone: whether there is one rank, which has all batches and whose seeds are as under ``strategy="auto"``.
-
-        Raises:
-            RuntimeError: this process was forked from one with a process group.
         """
         refuse_inherited_group()
         # With several ranks, Lightning's launcher reads from them in a further fit that the other ranks have been started.
@@ -134,14 +140,11 @@ class RankProcess:
 @contextmanager
 def _as_one_device(log: str) -> Iterator[None]:
     """Context in which Lightning sets up the group of a single rank without seeding again, which its strategies for one device do not, and
-    without a line in the log; its later advice on several devices is not shown.
-
-    Args:
-        log: its name.
+    without a line in the `log`; its later advice on several devices is not shown.
     """
-    advice = r"It is recommended to use `self\.log\(.*, sync_dist=True\)`"
-    warnings.filterwarnings("ignore", advice)
-    seed = os.environ.pop(_SEED, None)
+    warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*, sync_dist=True\)`")
+    # Of `seed_everything`.
+    seed = os.environ.pop("PL_GLOBAL_SEED", None)
     logger, says_nothing = logging.getLogger(log), lambda record: False
     logger.addFilter(says_nothing)
     try:
@@ -149,4 +152,69 @@ def _as_one_device(log: str) -> Iterator[None]:
     finally:
         logger.removeFilter(says_nothing)
         if seed is not None:
-            os.environ[_SEED] = seed
+            os.environ["PL_GLOBAL_SEED"] = seed
+
+
+_types: MutableMapping[Tensor, torch.dtype] = WeakTensorKeyDictionary()
+"""Of parameters and buffers that are float32 for as long as their module is trained."""
+
+
+def restore_types(module: Module) -> None:
+    """Gives parameters and buffers of a module the types that they had before `convert_module`, after training."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if (before := _types.get(tensor)) is not None:
+            tensor.data = tensor.data.to(before)
+            del _types[tensor]
+
+
+class PlainPrecision(DeepSpeedPrecision):
+    """Leaves what a model gets, and gives, as it is with "32-true": float64 stays float64."""
+
+    @override
+    def convert_module(self, module: Module) -> Module:
+        """With "32-true", buffers and frozen parameters keep their types; trained ones become float32, as their master weights are, and
+        so do those with a fraction that are in one module with them, and buffers of 16 bits there, until `restore_types`.
+        """
+        if self.precision != "32-true":
+            return super().convert_module(module)
+        others = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.dtype != torch.float32]
+        trained = {parameter for _, parameter in others}
+        for part in module.modules():
+            own = [p for p in part.parameters(recurse=False) if p.is_floating_point()]
+            if not trained.isdisjoint(own):
+                # Parametrizations are modules of their own.
+                buffers = part.buffers(recurse=isinstance(part, ParametrizationList))
+                for tensor in (*own, *(b for b in buffers if b.dtype in (torch.bfloat16, torch.float16))):
+                    _types.setdefault(tensor, tensor.dtype)
+                    tensor.data = tensor.data.float()
+        if others:
+            rank_zero_info(
+                f"ZenFlow: {len(others)} trained parameters are float32 in training with precision='32-true', {others[0][0]} the first;"
+                " freeze them to keep their types, or set another precision"
+            )
+        return module
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return data if self.precision == "32-true" else super().convert_input(data)
+
+    @override
+    def forward_context(self) -> AbstractContextManager[None]:
+        """With mixed precision `torch.autocast`, which Fabric's plugin lacks; weights have 16 bits, and buffers their own types."""
+        if "mixed" not in self.precision:
+            return super().forward_context()
+        dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
+        complete_autocast(device := get_accelerator().device_name())
+        return torch.autocast(device, dtype=dtype, cache_enabled=False)
+
+
+def own_precision(plugin: Any, ours: type[Any]) -> Any:
+    """The plugin that a strategy has for Lightning's or the user's (or None); `ours`: subclass of Lightning's precision for DeepSpeed."""
+    lightnings: type[Any] = ours.__bases__[-1]
+    if not isinstance(plugin, lightnings | None):
+        raise MisconfigurationException(
+            f"ZenFlowStrategy: a precision plugin must be a {lightnings.__name__}, got {type(plugin).__name__}: set `precision`"
+            " instead, without a plugin"
+        )
+    # A user's own subclass stays.
+    return ours(plugin.precision) if plugin is not None and type(plugin) is lightnings else plugin

@@ -12,13 +12,11 @@ from torch.optim import Optimizer
 
 from lightning_zenflow.core.errors import Calls, MisconfigurationException
 from lightning_zenflow.core.process import one_at_a_time, threads
-from lightning_zenflow.deepspeed.config import set_bucket_size
+from lightning_zenflow.deepspeed.config import Settings, of_one_training, set_bucket_size
 from lightning_zenflow.deepspeed.construction import in_place_of_deepspeeds
-from lightning_zenflow.deepspeed.environment import Strategy
+from lightning_zenflow.deepspeed.environment import Strategy, restore_types
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.precision import restore_types
 from lightning_zenflow.deepspeed.removal import Released, make_whole, pickled_as_before, release
-from lightning_zenflow.deepspeed.settings import Settings, of_one_training
 from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
 from lightning_zenflow.deepspeed.users_objects import UsersOptimizer
