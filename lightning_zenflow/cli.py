@@ -1,12 +1,20 @@
-"""The command `lightning-zenflow`: `doctor`, and `estimate` with the formulas of docs/estimate.md, which need no torch."""
+"""The command `lightning-zenflow`: `estimate`, with the formulas of docs/estimate.md, and `doctor`, what this machine has.
+
+`doctor` imports what it needs itself: torch takes seconds, which `estimate` does without.
+"""
 
 import argparse
 import math
+import platform
+import resource
+import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from statistics import median
 from typing import Any, NamedTuple, cast
 
+import psutil
 from omegaconf import OmegaConf
 from tabulate import tabulate
 
@@ -47,9 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     setup, runs = parser.parse_args(arguments), True
     try:
         if setup.command == "doctor":
-            # Here, because it imports torch, which takes seconds.
-            from lightning_zenflow.doctor import examine
-
             text, runs = examine()
         else:
             keys = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(setup.keys)))
@@ -127,3 +132,49 @@ def as_text(costs: dict[UpdateSchedule, Cost]) -> str:
         f"{table}\n\nGPU: one, without activations. Host: all ranks of one. d2h, h2d, CPU: one rank, a step.\n"
         "The CPU's work hides behind backward where d = 0, and behind the whole step where d > 0."
     )
+
+
+def examine() -> tuple[str, bool]:
+    """A table of what this machine has, for issues too, and whether its worker runs; takes some seconds."""
+    import torch
+
+    from lightning_zenflow.worker.machine import free_host_memory, read_place, worker_cores
+
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    place, free = read_place(torch.device("cuda", 0) if gpus else torch.device("cpu")), free_host_memory()
+    limit = "" if place.cpu_limit == math.inf else f"; a control group grants {place.cpu_limit:g} CPUs"
+    memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    rows = {
+        "versions": ", ".join(f"{name} {version(name)}" for name in ("lightning-zenflow", "lightning", "deepspeed")),
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, Python {platform.python_version()}",
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "cores": f"{psutil.cpu_count(logical=False)} physical, {psutil.cpu_count()} logical; of this process"
+        f" {len(place.allowed)}, of the GPU's NUMA node {len(place.gpu_cores) or 'unknown'}{limit}",
+        "memory": f"{psutil.virtual_memory().total / 1e9:.1f} GB, {free.n_bytes / 1e9:.1f} GB free ({free.limit})",
+        "memlock": "unlimited" if memlock == resource.RLIM_INFINITY else f"{memlock / 1e9:.3g} GB",
+    }
+    rows |= {f"GPU {i}": f"{gpu.name}, {gpu.total_memory / 1e9:.1f} GB" for i, gpu in enumerate(gpus)}
+    if not gpus:
+        rows["GPU"] = "none: training runs on the CPU, for tests and small models"
+    reserved_share = ZenFlowConfig().pt_reserved_cores_perc
+    cores = worker_cores("auto", places=[place], index=0, reserved_share=reserved_share).cores
+    try:
+        rows["worker"], runs = f"{triad(cores):.1f} GB/s of host memory on cores {cores}", True
+    except RuntimeError as error:
+        rows["worker"], runs = f"training cannot start: {error}", False
+    return str(tabulate(rows.items(), tablefmt="plain", disable_numparse=True)), runs
+
+
+def triad(cores: Sequence[int]) -> float:
+    """Memory bandwidth in GB/s by STREAM's triad, in the worker's own benchmark on these cores; RuntimeError if that does not run."""
+    from lightning_zenflow.native import worker_executable
+    from lightning_zenflow.worker.process import worker_environment
+
+    command = [str(worker_executable()), "--bench", ",".join(map(str, cores))]
+    try:
+        done = subprocess.run(command, env=worker_environment(), capture_output=True, text=True, timeout=120)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeError(f"the worker's benchmark did not end: {error}") from error
+    if done.returncode != 0:
+        raise RuntimeError(f"the worker's benchmark failed with status {done.returncode}: {done.stderr.strip()}")
+    return median(map(float, done.stdout.split()))

@@ -28,9 +28,9 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from benchmarks.common.command_line import CommandLine
 from benchmarks.common.provenance import with_origin
 from benchmarks.common.results import markdown, report
+from lightning_zenflow.cli import triad as measure_triad
 from lightning_zenflow.core.partition import Slice, build_partition
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, step_word
-from lightning_zenflow.doctor import triad as measure_triad
 from lightning_zenflow.native import TILE_ELEMENTS, Tentative
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
 from lightning_zenflow.worker.process import JobMessage, Worker

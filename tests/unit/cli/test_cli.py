@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zenflow import doctor
+from lightning_zenflow import native
 from lightning_zenflow.cli import Cost, as_text, costs, main
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Slice, build_partition
@@ -161,7 +161,7 @@ def test_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     for fact in (torch.__version__, "logical; of this process", "GB free", "GB/s of host memory on cores"):
         assert fact in out
     assert "cannot start" not in out
-    monkeypatch.setattr(doctor, "worker_executable", lambda: "/no/worker")
+    monkeypatch.setattr(native, "worker_executable", lambda: "/no/worker")
     assert main(["doctor"]) == 1
     assert "training cannot start: the worker's benchmark did not end" in capsys.readouterr().out
     monkeypatch.setenv("LIGHTNING_ZENFLOW_HOST_GIB", "many")
