@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_zenflow.config import ZenFlowConfig
-    from lightning_zenflow.monitor.callbacks import StallMonitor
+    from lightning_zenflow.stall_monitor import StallMonitor
     from lightning_zenflow.strategy import ZenFlowStrategy
 
 __all__ = ["StallMonitor", "ZenFlowConfig", "ZenFlowStrategy"]
 
 _MODULES = {
-    "StallMonitor": "lightning_zenflow.monitor.callbacks",
+    "StallMonitor": "lightning_zenflow.stall_monitor",
     "ZenFlowConfig": "lightning_zenflow.config",
     "ZenFlowStrategy": "lightning_zenflow.strategy",
 }

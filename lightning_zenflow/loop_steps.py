@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_zenflow.core.errors import Calls, MisconfigurationException
 from lightning_zenflow.deepspeed.trained_engine import TrainedEngine
-from lightning_zenflow.monitor.summary import StepMeter
+from lightning_zenflow.stall_monitor import StepMeter
 
 
 # Private: Lightning's base class of what `fabric.no_backward_sync` calls; strategies have no other way to provide it.

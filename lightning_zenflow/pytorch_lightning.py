@@ -17,7 +17,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from lightning_zenflow import register
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import catch_as
-from lightning_zenflow.monitor.callbacks import StallMonitoring
+from lightning_zenflow.stall_monitor import StallMonitoring
 from lightning_zenflow.trainer import TrainerStrategy
 from lightning_zenflow.trainer_steps import TrainerPrecision
 

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from lightning_zenflow.monitor.callbacks import StallMonitor
+from lightning_zenflow.stall_monitor import StallMonitor
 from lightning_zenflow.trainer import TrainerStrategy
 from lightning_zenflow.trainer_steps import TrainerPrecision
 

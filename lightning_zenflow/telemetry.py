@@ -1,4 +1,4 @@
-"""Waits of the training thread and the device by cause, byte counts, and a snapshot of all counters, of one rank."""
+"""Waits of one rank's training thread and device by cause, byte counts, and a snapshot of all counters."""
 
 import time
 from collections import defaultdict, deque
@@ -37,24 +37,22 @@ _WATCHED = 16
 
 
 class Telemetry:
-    """Clocks and byte counts of one rank. The training thread alone writes them, in every component that waits, works or copies; monitors
-    read them between steps.
+    """Clocks and byte counts of one rank, since the start. The training thread alone writes them, in every component that waits, works or
+    copies; monitors read them between steps.
 
     A CUDA device executes asynchronously, so a wait of the training thread is not always a wait of the device. The device's share is the
     time between two events: the first is recorded before the wait and reached when the work enqueued so far is done, the second is
     recorded after the wait. Elapsed times are read without synchronisation, once the device has reached both.
-
-    Args:
-        device: the training device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._runtime = runtime_of(device)
-        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self.host_s = 0.0
+        """Seconds of waiting of the training thread."""
         self._device_seconds: defaultdict[str, float] = defaultdict(float)
         self._events: deque[tuple[str, Event, Event]] = deque()
         self.worker_busy_s = 0.0
-        """Seconds of computation of the worker since the start."""
+        """Seconds of computation of the worker."""
         self.steps = 0
         """Optimizer steps."""
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
@@ -65,7 +63,7 @@ class Telemetry:
         """Steps with a flush behind them because the user had written weights in place shortly before."""
         self.worker_restarts = 0
         """Restarts of a worker that a signal had killed."""
-        # Bytes since the start. On a CPU device: bytes that would cross PCIe beside a GPU.
+        # On a CPU device: bytes that would cross PCIe beside a GPU.
         self.d2h_bytes = 0
         """Device to host: gradients, their sums over micro-batches, clip factors and step numbers, state of device-owned entries."""
         self.h2d_bytes = 0
@@ -89,13 +87,8 @@ class Telemetry:
             )
 
     @property
-    def seconds(self) -> dict[str, float]:
-        """Seconds of waiting of the training thread since the start, by cause."""
-        return dict(self._seconds)
-
-    @property
     def device_seconds(self) -> dict[str, float]:
-        """Seconds since the start that the device was idle because of a wait, by cause."""
+        """Seconds that the device was idle because of a wait, by cause."""
         self._add_reached()
         return dict(self._device_seconds)
 
@@ -116,7 +109,7 @@ class Telemetry:
                 yield
         finally:
             seconds = 1e-9 * (time.perf_counter_ns() - begin_ns)
-            self._seconds[cause] += seconds
+            self.host_s += seconds
             if before is None:
                 self._device_seconds[cause] += seconds
             else:
@@ -129,15 +122,15 @@ class Telemetry:
             self._device_seconds[cause] += 1e-3 * before.elapsed_time(after)
 
 
-_COUNTED = (
-    "steps host_stall_s worker_busy_s followed_steps in_backward_jobs late_jobs steps_in_backward corrected_steps"
-)
-"""Fields of a reading that are counts."""
+_TOTALS = (
+    "steps", "host_stall_s", "worker_busy_s", "followed_steps", "in_backward_jobs", "late_jobs", "steps_in_backward", "corrected_steps"
+)  # fmt: skip
+"""Fields of a reading that `since` counts from the earlier one on, beside `device_stall_s`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Snapshot of a rank's counters. Fields in `_s` and counts are totals since the start."""
+    """Snapshot of a rank's counters, since the start."""
 
     steps: int
     host_stall_s: float
@@ -162,11 +155,16 @@ class Reading:
     owned_norm_share: float | None
     """Share of the gradient's squared norm in device-owned columns, 0 to 1; None until measured."""
 
+    @property
+    def late_share(self) -> float | None:
+        """Share of the late jobs in those submitted in backward; None without any."""
+        return self.late_jobs / self.in_backward_jobs if self.in_backward_jobs else None
+
     def since(self, before: "Reading") -> "Reading":
         """This reading with times and counts from an earlier one on, and waits for every cause. Skipped steps and restarts stay those since
         the start.
         """
-        changes: dict[str, Any] = {name: getattr(self, name) - getattr(before, name) for name in _COUNTED.split()}
+        changes: dict[str, Any] = {name: getattr(self, name) - getattr(before, name) for name in _TOTALS}
         now, then = self.device_stall_s, before.device_stall_s
         changes["device_stall_s"] = {cause: now.get(cause, 0.0) - then.get(cause, 0.0) for cause in CAUSES}
         return replace(self, **changes)

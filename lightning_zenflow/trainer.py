@@ -28,7 +28,7 @@ from lightning_zenflow.deepspeed.environment import RankProcess, named_device, o
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, is_elsewhere, leaving_engines, refuse_in_training
 from lightning_zenflow.deepspeed.users_objects import configured, refuse_unsupported_module, refuse_unsupported_trainer
-from lightning_zenflow.monitor.callbacks import StallMonitoring, add_monitor
+from lightning_zenflow.stall_monitor import StallMonitoring, add_monitor
 from lightning_zenflow.trainer_checkpoints import TrainerCheckpoints
 from lightning_zenflow.trainer_steps import TrainerPrecision, TrainerSteps
 

@@ -70,7 +70,7 @@ class StepParts:
         telemetry, jobs = self.rank.telemetry, self.jobs
         return Reading(
             steps=telemetry.steps,
-            host_stall_s=sum(telemetry.seconds.values()),
+            host_stall_s=telemetry.host_s,
             device_stall_s=telemetry.device_seconds,
             worker_busy_s=telemetry.worker_busy_s,
             worker_restarts=telemetry.worker_restarts,

@@ -23,8 +23,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
 from harness import fit
 from lightning_zenflow import StallMonitor, ZenFlowStrategy, telemetry
-from lightning_zenflow.monitor.callbacks import tensorboard_layout
-from lightning_zenflow.monitor.summary import METRICS
+from lightning_zenflow.stall_monitor import METRICS, tensorboard_layout
 from models import LinearLossModule
 from networks import SmallNet
 from side_by_side import Net

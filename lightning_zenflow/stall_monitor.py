@@ -1,20 +1,31 @@
-"""Times and metrics of a training's steps, and its summary in two lines and one of advice, for the Trainer's loop and Fabric's.
-
-docs/tuning.md lists `METRICS`; a test compares both with what a training logs.
+"""What users see of `telemetry`: metrics of steps, a summary in two lines and one of advice, for the Trainer's loop and Fabric's, and the
+Trainer's callback that logs them. Nothing here changes how a step runs.
 """
 
 import math
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
 
 from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.schedule import HIDDEN, SMALL_STALL
 from lightning_zenflow.telemetry import CAUSES, Cause, Reading
 
 if TYPE_CHECKING:
     from lightning_zenflow.training import Training
+
+    _Callback = pl.Callback
+else:
+    # Lightning has this class twice, for each of its Trainers: each front's is a subclass of one of them.
+    _Callback = object
 
 _Formula = Callable[[Reading, float], float]
 """Of a metric, from `Reading.since` and the seconds between the two readings; NaN: not known yet."""
@@ -28,8 +39,6 @@ def _waits(*causes: Cause) -> _Formula:
 def _percent(share: float | None) -> float:
     return math.nan if share is None else 100 * share
 
-
-_WORKER: tuple[Cause, ...] = ("publish_wait", "slot", "correction")
 
 METRICS: dict[str, _Formula] = {
     "zenflow/stall/device_percent": _waits(*CAUSES),
@@ -45,29 +54,27 @@ METRICS: dict[str, _Formula] = {
     "zenflow/overlap/worker_busy_percent": lambda run, seconds: 100 * run.worker_busy_s / seconds,
     "zenflow/overlap/update_interval_steps": lambda run, _: run.update_interval,
     "zenflow/overlap/publish_lag_steps": lambda run, _: run.publish_lag,
-    "zenflow/overlap/late_blocks_percent": lambda run, _: (
-        100 * run.late_jobs / run.in_backward_jobs if run.in_backward_jobs else math.nan
-    ),
+    "zenflow/overlap/late_blocks_percent": lambda run, _: _percent(run.late_share),
     "zenflow/overlap/clip_prediction_error_percent": lambda run, _: _percent(run.factor_error),
     "zenflow/selection/device_squared_norm_percent": lambda run, _: _percent(run.owned_norm_share),
 }
-"""Metric -> formula; docs/tuning.md has their meaning. Milliseconds, percent, steps; one without a unit is a count."""
+"""Metric -> formula; docs/tuning.md has their meaning, and a test compares both with what a training logs."""
 
 
 def interval_metrics(before: Reading, now: Reading, *, seconds: float) -> dict[str, float]:
-    """Metrics, by name in `METRICS`, of the one or more steps between two readings, which took `seconds` > 0.
-
-    Metrics that are not known yet are missing.
-    """
+    """The metrics that are known, by name in `METRICS`, of the one or more steps between two readings, which took `seconds` > 0."""
     run = now.since(before)
     assert run.steps > 0 and seconds > 0
     values = {name: formula(run, seconds) for name, formula in METRICS.items()}
     return {name: float(value) for name, value in values.items() if math.isfinite(value)}
 
 
-_MANY_SKIPPED = 0.02
+_WORKER: tuple[Cause, ...] = ("publish_wait", "slot", "correction")
 
+# Shares of the steps that are worth advice.
+_MANY_SKIPPED = 0.02
 _MANY_AT_END = 0.1
+_MANY_FOLLOWED = 0.1
 
 _SHOWN = 0.01
 """Smallest share of a step that is worth words."""
@@ -87,22 +94,19 @@ _REMEDIES: dict[str, str] = {
 class StepMeter:
     """Measures the steps of a training, from its own construction on. It never synchronises the device.
 
-    Args:
-        optimizer: source of the counters.
-
     Attributes:
         step_s: duration of each step so far: waits included, pauses excluded.
-        end_ns: end of the last step.
     """
 
     def __init__(self, training: "Training") -> None:
         self.step_s = array("d")
         self._training = training
-        self._n_read = 0
-        self._last_read = self._before = training.parts.read_counters()
-        self._steps_before, self._n_first = self._before.steps, 0
+        reading = training.parts.read_counters()
+        self._steps_before = reading.steps
+        # Readings, each with the number of steps before it: of the last metrics, and of the summary, which leaves out the first steps.
+        self._last = self._begin = reading, 0
         self._pause_ns: int | None = None
-        self.end_ns = time.perf_counter_ns()
+        self._end_ns = time.perf_counter_ns()
 
     def end_step(self) -> None:
         """Takes the time since the last call: of a step, or of the several of a batch, each an equal part. That of a step without
@@ -112,12 +116,10 @@ class StepMeter:
         n = self._training.telemetry.steps - self._steps_before - len(self.step_s)
         if n == 0:
             return
-        now_ns = time.perf_counter_ns()
-        self.step_s.extend([1e-9 * (now_ns - self.end_ns) / n] * n)
-        self.end_ns = now_ns
-        if self._n_first == 0:
-            # The summary averages over the steps behind the first ones.
-            self._n_first, self._before = n, self._training.parts.read_counters()
+        before_ns, self._end_ns = self._end_ns, time.perf_counter_ns()
+        self.step_s.extend([1e-9 * (self._end_ns - before_ns) / n] * n)
+        if self._begin[1] == 0:
+            self._begin = self._training.parts.read_counters(), n
 
     def pause(self) -> None:
         """Excludes what follows, such as validation, from the step that is being measured."""
@@ -128,42 +130,41 @@ class StepMeter:
         """Ends a pause, if there is one."""
         if self._pause_ns is not None:
             # The flush before validation is a stall of training.
-            self.end_ns += self._ns_without_waits() - self._pause_ns
+            self._end_ns += self._ns_without_waits() - self._pause_ns
             self._pause_ns = None
 
     def metrics(self) -> dict[str, float]:
         """The metrics of the steps since the last call, by name in `METRICS`; none if no step with gradients has ended since."""
-        now = self._training.parts.read_counters()
-        if now.steps == self._last_read.steps:
+        (before, n), now = self._last, self._training.parts.read_counters()
+        if now.steps == before.steps:
             return {}
-        before, self._last_read = self._last_read, now
-        seconds = sum(self.step_s[self._n_read :])
-        self._n_read = len(self.step_s)
-        return interval_metrics(before, self._last_read, seconds=seconds)
+        self._last = now, len(self.step_s)
+        return interval_metrics(before, now, seconds=sum(self.step_s[n:]))
 
     def averages(self) -> dict[str, float]:
         """As `metrics`, of all steps that the summary is about."""
-        now, step_s = self._training.parts.read_counters(), self.step_s[self._n_first :]
-        return interval_metrics(self._before, now, seconds=sum(step_s)) if step_s else {}
+        before, n = self._begin
+        if len(self.step_s) == n:
+            return {}
+        return interval_metrics(before, self._training.parts.read_counters(), seconds=sum(self.step_s[n:]))
 
     def summary(self) -> str | None:
         """Times, waits and advice; None before the second call of `end_step`."""
-        if len(self.step_s) == self._n_first:
+        before, n = self._begin
+        if len(self.step_s) == n:
             return None
-        now, config = self._training.parts.read_counters(), self._training.config
-        in_place = self._training.parts.rank.in_place
-        return summary(self.step_s[self._n_first :], self._before, now, config, in_place=in_place)
+        parts = self._training.parts
+        now, config, in_place = parts.read_counters(), self._training.config, parts.rank.in_place
+        return summary(self.step_s[n:], before, now, config, in_place=in_place)
 
     def _ns_without_waits(self) -> int:
-        return time.perf_counter_ns() - round(1e9 * sum(self._training.telemetry.seconds.values()))
+        return time.perf_counter_ns() - round(1e9 * self._training.telemetry.host_s)
 
 
 def summary(
     step_s: Sequence[float], before: Reading, now: Reading, config: ZenFlowConfig, *, in_place: bool = False
 ) -> str:
-    """Formats the summary and, where something limits, the advice, from the durations of the steps between two readings: all but the first
-    ones, which compile and allocate memory.
-    """
+    """The summary and, where something limits, the advice, from the durations of the steps between two readings."""
     n, seconds = len(step_s), sum(step_s)
     run = now.since(before)
     busy_s, waits = run.worker_busy_s, sum(run.device_stall_s.values()) / seconds
@@ -173,8 +174,8 @@ def summary(
     if busy_s > _SHOWN * seconds and (waited_s < _FEW * busy_s or waited_s >= SMALL_STALL * seconds):
         work += f", {max(0.0, 1.0 - waited_s / busy_s):.0%} hidden"
     details = [work, f"update_interval={now.update_interval}, publish_lag={now.publish_lag}"]
-    if run.in_backward_jobs and waits > _SHOWN:
-        details.append(f"{run.late_jobs / run.in_backward_jobs:.1%} of the blocks late")
+    if run.late_share is not None and waits > _SHOWN:
+        details.append(f"{run.late_share:.1%} of the blocks late")
     if speculates(run, config):
         in_time = run.steps_in_backward - run.corrected_steps
         details.append(
@@ -207,16 +208,16 @@ def advice(
     """The largest limit that the user can do something about, and its remedy, in a line; None if waits are negligible.
 
     Args:
-        run: between two readings (`Reading.since`).
+        run: `Reading.since`.
         config: what is `auto` is not advised.
-        seconds: time between them.
+        seconds: time of the steps of `run`.
         skipped: share of the steps whose gradient was not finite.
         in_place: whether parameters are in host memory, and no weights may be late.
     """
     if skipped > _MANY_SKIPPED:
         return f"{skipped:.0%} of the steps were skipped: their gradient was not finite. Lower the learning rate, or look for NaN."
     remedies = _REMEDIES | dict.fromkeys(_WORKER, _of_worker(run, config, seconds, in_place=in_place))
-    if run.followed_steps > _MANY_AT_END * run.steps:
+    if run.followed_steps > _MANY_FOLLOWED * run.steps:
         remedies["flush"] = "completing updates, as weights are written in place: write them in fewer steps"
     for cause, waited_s in sorted(run.device_stall_s.items(), key=lambda item: item[1], reverse=True):
         if waited_s < SMALL_STALL * seconds:
@@ -245,3 +246,121 @@ def _of_worker(run: Reading, config: ZenFlowConfig, seconds: float, *, in_place:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.1f}"
+
+
+class StallMonitoring(_Callback):
+    """Logs stall, overlap and selection metrics through the trainer's loggers, every `log_every_n_steps` steps.
+
+    `ZenFlowStrategy` adds one unless `stall_monitor` is false. docs/tuning.md lists all metrics. They are those of rank zero; the callback
+    does nothing on other ranks. It never synchronises the device, whose times are read a step or more later. At the end of fit, averages
+    go to `trainer.callback_metrics`, after `log_every_n_steps` steps or more.
+
+    Args:
+        progress_bar: show the device's idle time in percent in the progress bar.
+        summary: log times, waits and a line of advice at the end of fit.
+        summary_from: smallest number of steps of a fit with a summary; at least 2, as its averages leave out the first one. The strategy's
+            own monitor has 50: fewer say nothing about a training, and programs that fit many times would repeat it.
+    """
+
+    tensorboard_logger: ClassVar[type[Any]]
+    """Of the same package as the callback's base class."""
+
+    def __init__(self, *, progress_bar: bool = True, summary: bool = True, summary_from: int = 2) -> None:
+        self._progress_bar = progress_bar
+        self._summary_from = summary_from if summary else math.inf
+        self._meter: StepMeter | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        # Before the strategy's own set-up: after an error it has the arena of the fit before.
+        self._meter = None
+        rank_zero_training(trainer)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        training = rank_zero_training(trainer)
+        self._meter = None if training is None else StepMeter(training)
+        for logger in trainer.loggers if self._meter is not None else []:
+            if isinstance(logger, self.tensorboard_logger):
+                logger.experiment.add_custom_scalars(tensorboard_layout())
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if self._meter is None:
+            return
+        self._meter.end_step()
+        # None behind the micro-batches that end no step.
+        if trainer.global_step % _log_interval(trainer) or not (metrics := self._meter.metrics()):
+            return
+        for logger in trainer.loggers:
+            # Lightning logs a step's own metrics under the same number, counted from 0.
+            logger.log_metrics(metrics, step=trainer.global_step - 1)
+        if self._progress_bar and trainer.progress_bar_callback is not None:
+            # Not by `log`, which makes it one of `trainer.callback_metrics` as well, the model's own results.
+            trainer.progress_bar_metrics["stall_%"] = metrics["zenflow/stall/device_percent"]
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._meter is not None:
+            self._meter.pause()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._meter is not None:
+            self._meter.resume()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._meter is None:
+            return
+        n = len(self._meter.step_s)
+        if n >= min(_log_interval(trainer), self._summary_from):
+            # Not before: the callbacks that monitor the model's own results would find them there.
+            of_fit = self._meter.averages().items()
+            trainer.callback_metrics.update(
+                {name: torch.tensor(value, dtype=torch.float32, device="cpu") for name, value in of_fit}
+            )
+        if n >= self._summary_from and (said := self._meter.summary()):
+            rank_zero_info(said)
+        self._meter = None
+
+
+class StallMonitor(StallMonitoring, pl.Callback):  # noqa: D101
+    __doc__ = StallMonitoring.__doc__
+
+    tensorboard_logger = TensorBoardLogger
+
+
+def add_monitor(trainer: pl.Trainer, kind: type[StallMonitoring]) -> None:
+    """Adds the strategy's own monitor to a Trainer, unless the user has given one."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # one of Trainer's connectors sets it
+    if not any(isinstance(callback, StallMonitoring) for callback in callbacks):
+        # First: at the end it would be behind the checkpoint callbacks, which Lightning keeps last.
+        callbacks.insert(0, kind(summary_from=50))
+
+
+def tensorboard_layout() -> dict[str, dict[str, list[Any]]]:
+    """The page *Custom Scalars*: a chart for each metric, in groups; for `SummaryWriter.add_custom_scalars`."""
+    # TensorBoard has one colour for each run: two metrics in a chart would look alike. Tags are regular expressions.
+    return {
+        f"ZenFlow {group}": {name: ["Multiline", [f"^{name}$"]] for name in METRICS if name.split("/")[1] == group}
+        for group in ("stall", "overlap", "selection")
+    }
+
+
+def _log_interval(trainer: pl.Trainer) -> float:
+    interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # one of Trainer's connectors sets it
+    return interval if interval > 0 else math.inf
+
+
+def rank_zero_training(trainer: pl.Trainer) -> "Training | None":
+    """The training on rank zero, whose numbers are shown; None before the first fit, and on all other ranks."""
+    strategy: Any = trainer.strategy  # strategies are above this layer
+    if not hasattr(strategy, "zenflow_optimizer"):
+        raise MisconfigurationException(
+            f"StallMonitor: strategy must be ZenFlowStrategy, got {type(strategy).__name__}; remove the callback or change the strategy"
+        )
+    if not trainer.is_global_zero or strategy.zenflow_optimizer is None:
+        return None
+    training: Training = strategy.zenflow_optimizer.training
+    return training
