@@ -1,7 +1,5 @@
-"""The keys of ZenFlow. Each stands once, as a field of `ZenFlowConfig`: type, default, allowed values, unit, effect on numbers and meaning.
-
-Derived from the fields: validation, the keywords of `ZenFlowStrategy` (which a test compares), the table in docs/configuration.md
-(``python -m docs.configuration``) and the comparison of a checkpoint's configuration with that of the run that loads it.
+"""The keys of ZenFlow. Each stands once, as a field of `ZenFlowConfig`, from which validation, the table in docs/configuration.md
+(``python -m docs.configuration``) and the comparison of a checkpoint's configuration are derived.
 """
 
 import difflib
@@ -181,17 +179,10 @@ class ZenFlowConfig(BaseModel):
         return [name for name in given if getattr(self, name) not in (0, "auto")]
 
     def with_weights_on_host(self) -> Self:
-        """This configuration where the weights are in host memory and the worker writes them in place: S = 1, d = 0.
-
-        What is late would need weights on the device, for columns that it owns and for provisional updates, or a second copy.
-
-        Raises:
-            ValueError: a key asks for late weights.
-        """
+        """This configuration where the worker writes the weights in place, in host memory; ValueError if a key asks for late ones."""
         not_late: dict[str, Any] = {"update_interval": 1, "publish_lag": 0}
         for name, value in not_late.items():
-            given = getattr(self, name)
-            if name in self.model_fields_set and given not in (value, "auto"):
+            if (given := getattr(self, name)) not in (value, "auto"):
                 raise ValueError(
                     f"ZenFlowConfig: {name} must be {value!r} or 'auto' where parameters are in host memory, got {given!r}; leave it out:"
                     " every step then ends with AdamW's weights, and nothing is approximated"
@@ -200,9 +191,7 @@ class ZenFlowConfig(BaseModel):
         return self.model_copy(update={**not_late, "clip_prediction": self.clip_prediction is True})
 
     def numeric_values(self) -> dict[str, Any]:
-        """The values that losses and weights depend on, not how they were said, nor those without effect under the schedule; a run
-        continues bit for bit only with the same ones.
-        """
+        """The values that losses and weights depend on, whatever their wording; a run continues bit for bit only with the same ones."""
         said = {name: getattr(self, name) for name, key in KEYS.items() if key["changes_numbers"]}
         intervals, lags, has_columns = self.update_intervals, self.publish_lags, self.owned_ratio > 0
         return {
@@ -219,16 +208,14 @@ class ZenFlowConfig(BaseModel):
 
     @property
     def update_intervals(self) -> list[int]:
-        """Windows S that may be used, ascending: `update_interval`, or for "auto" powers of two up to `max_update_interval`; where nothing
-        overlaps, a longer window would hide no more.
-        """
+        """Windows S that may be used, ascending. Where nothing overlaps, a longer one would hide no more."""
         if self.update_interval != "auto":
             return [self.update_interval]
         return [1 << i for i in range(self.max_update_interval.bit_length() if self.overlap_step else 1)]
 
     @property
     def publish_lags(self) -> list[int]:
-        """Publish lags d that may be used, ascending: `publish_lag`, or those of "auto", or 0 where `overlap_step` is false."""
+        """Publish lags d that may be used, ascending."""
         if not self.overlap_step:
             return [0]
         return list(range(LARGEST_LAG + 1)) if self.publish_lag == "auto" else [self.publish_lag]
@@ -292,11 +279,7 @@ def allowed_values(schema: Mapping[str, Any]) -> str:
 
 
 def check_keys(keys: Iterable[object], known: Collection[str], where: str) -> None:
-    """Refuses unknown keys.
-
-    Raises:
-        MisconfigurationException: names the first one, the nearest known one and `where` it is, such as a file and a section.
-    """
+    """Refuses unknown keys; `where` they are, such as a file and a section, is for the error."""
     for key in (key for key in keys if key not in known):
         # "topk_ratio" is near to "ratio", and something else.
         near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.7)
