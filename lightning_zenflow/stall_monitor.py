@@ -279,8 +279,10 @@ class StallMonitoring(_Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         training = rank_zero_training(trainer)
-        self._meter = None if training is None else StepMeter(training)
-        for logger in trainer.loggers if self._meter is not None else []:
+        if training is None:
+            return
+        self._meter = StepMeter(training)
+        for logger in trainer.loggers:
             if isinstance(logger, self.tensorboard_logger):
                 logger.experiment.add_custom_scalars(tensorboard_layout())
 

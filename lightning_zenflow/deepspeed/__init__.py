@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -34,10 +35,8 @@ def _compile_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Private: every engine asks whether its optimizer is Muon, whose module compiles functions where it is imported: seconds of a first fit.
-_compile, deepspeed.runtime.compiler.compile = deepspeed.runtime.compiler.compile, lambda: _compile_when_called
-import deepspeed.runtime.zero.muon.original_muon  # noqa: E402
-
-deepspeed.runtime.compiler.compile = _compile
+with patch.object(deepspeed.runtime.compiler, "compile", lambda: _compile_when_called):
+    import deepspeed.runtime.zero.muon.original_muon
 # From torch 2.13 on it warns of the names by which DeepSpeed's stage 3 calls collectives, in every step.
 warnings.filterwarnings(
     "ignore", r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated", FutureWarning

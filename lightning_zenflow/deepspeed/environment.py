@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import ModuleType
@@ -40,9 +40,12 @@ else:
 Strategy: TypeAlias = FabricsStrategy | TrainersStrategy
 """Lightning's."""
 
+CPU = torch.device("cpu")
+"""The device of every rank on a CPU: `module.to` with an index would give weights other memory."""
+
 
 class CpuAccelerator(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed has no type information
-    """DeepSpeed's CPU accelerator without its shared-memory collectives, which serve inference only and need a compiler and a minute."""
+    """DeepSpeed's CPU accelerator without what needs more than torch."""
 
     @override
     def is_fp16_supported(self) -> bool:
@@ -56,6 +59,7 @@ class CpuAccelerator(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed has no
 
     @override
     def create_op_builder(self, op_name: str) -> Any:
+        """None for shared-memory collectives, which serve inference only and need a compiler and a minute."""
         return None if op_name == "ShareMemCommBuilder" else super().create_op_builder(op_name)
 
 
@@ -76,16 +80,9 @@ def refuse_prompt(n_ranks: int) -> None:
         )
 
 
-def named_devices(devices: Sequence[torch.device] | None) -> list[torch.device]:
-    """The devices of a host's ranks. Lightning leaves CPU devices without index; its check, like DeepSpeed's, expects the local rank."""
-    devices = devices or []
-    is_cpu = all(device.type == "cpu" for device in devices)
-    return [torch.device("cpu", rank) for rank in range(len(devices))] if is_cpu else list(devices)
-
-
 def named_device(device: torch.device) -> torch.device:
-    """A rank's device by the name that its tensors have: `module.to` with a CPU's index would give weights other memory."""
-    return torch.device("cpu") if device.type == "cpu" else device
+    """A rank's device by the name that its tensors have."""
+    return CPU if device.type == "cpu" else device
 
 
 class RankProcess:
@@ -117,7 +114,10 @@ class RankProcess:
         group = groups._WORLD_GROUP
         if group is not None and group not in distributed_c10d._world.pg_map:
             groups._release_process_group_references()
-        strategy.parallel_devices = named_devices(strategy.parallel_devices)
+        devices = strategy.parallel_devices or []
+        if all(device.type == "cpu" for device in devices):
+            # Lightning leaves them without index; its check, like DeepSpeed's, expects the local rank.
+            strategy.parallel_devices = [torch.device("cpu", rank) for rank in range(len(devices))]
         if strategy.root_device.type == "cpu":
             use_cpu_accelerator()
             # Lightning's `DeepSpeedStrategy` only refuses the CPU.
