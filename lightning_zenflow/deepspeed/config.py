@@ -87,7 +87,10 @@ def read_settings(config: ConfigSource, options: Mapping[str, Any], lightnings: 
         config = os.environ.get(lightnings.DEEPSPEED_ENV_VAR)
     check_keys(options, (*KEYS, *inspect.signature(lightnings).parameters), "ZenFlowStrategy")
     zenflow, deepspeed = resolve_config(config, {key: value for key, value in keys.items() if value is not None})
-    refuse_options(options, beside_config=deepspeed is not None)
+    _refuse(options, _OPTION_RULES, "ZenFlowStrategy")
+    if deepspeed is not None:
+        instead = "beside a DeepSpeed config (of `config` or of PL_DEEPSPEED_CONFIG_PATH) write the setting into it"
+        _refuse(options, (_only(k, None, instead) for k in options if k not in _BESIDE_CONFIG), "ZenFlowStrategy")
     if offloads_parameters(deepspeed or {}) or options.get("offload_parameters"):
         if unused := zenflow.without_effect_on_host:
             rank_zero_info(
@@ -309,16 +312,6 @@ def offloads_parameters(config: Mapping[str, Any]) -> bool:
     values = _flat(config)
     by_old_name = bool(values.get("zero_optimization.cpu_offload_param"))
     return by_old_name or values.get("zero_optimization.offload_param.device") == "cpu"
-
-
-def refuse_options(options: Mapping[str, Any], *, beside_config: bool) -> None:
-    """Refuses keywords of Lightning's strategy that ask for another place of states or parameters, and those that Lightning does not read
-    because there is a DeepSpeed config (`beside_config`).
-    """
-    _refuse(options, _OPTION_RULES, "ZenFlowStrategy")
-    if beside_config:
-        instead = "beside a DeepSpeed config (of `config` or of PL_DEEPSPEED_CONFIG_PATH) write the setting into it"
-        _refuse(options, (_only(k, None, instead) for k in options if k not in _BESIDE_CONFIG), "ZenFlowStrategy")
 
 
 def set_bucket_size(config: dict[str, Any], model: Module) -> None:

@@ -12,11 +12,12 @@ import pytest
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig as DeepSpeedZenFlowConfig
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 
 from lightning_zenflow.config import KEYS, ZenFlowConfig
-from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, refuse_options, resolve_config
+from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, read_settings, resolve_config
 
 ZERO = {"stage": 2, "contiguous_gradients": True, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
 RESULT = {
@@ -177,15 +178,16 @@ def test_stages() -> None:
 
 
 def test_keywords_of_lightning_that_it_would_ignore() -> None:
-    refuse_options({"stage": 3, "offload_optimizer_device": "cpu", "remote_device": None}, beside_config=False)
-    refuse_options({"stage": None, "remote_device": None, "logging_level": 30}, beside_config=True)
+    beside: dict[str, Any] = {"bf16": {}}
+    read_settings(None, {"stage": 3, "offload_optimizer_device": "cpu", "remote_device": None}, DeepSpeedStrategy)
+    read_settings(beside, {"stage": None, "remote_device": None, "logging_level": 30}, DeepSpeedStrategy)
     for option, value in (("stage", 3), ("offload_parameters", False), ("loss_scale", 128.0)):
         must = f"ZenFlowStrategy: {option} must be None or absent, got {value}: beside a DeepSpeed config .* write the setting into it"
         with pytest.raises(MisconfigurationException, match=must):
-            refuse_options({option: value}, beside_config=True)
+            read_settings(beside, {option: value}, DeepSpeedStrategy)
     for option in ("offload_optimizer_device", "offload_params_device"):
         with pytest.raises(MisconfigurationException, match=f"{option} must be 'cpu' or absent, got 'nvme'"):
-            refuse_options({option: "nvme"}, beside_config=False)
+            read_settings(None, {option: "nvme"}, DeepSpeedStrategy)
 
 
 @pytest.mark.parametrize(
