@@ -64,11 +64,10 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
     _restore_from_bit16_weights: Callable[[], None]
 
     def __init__(self, *args: Any, training: Training, users: UsersOptimizer | None, **kwargs: Any) -> None:
-        # Before DeepSpeed's constructor, which calls `_start_training`, and gives the user's optimizer other parameters.
+        # Before DeepSpeed's constructor, which calls `_start_training`.
         self.training, self._destroyed, self._is_behind_step = training, False, False
         (given,) = (argument for argument in args if isinstance(argument, Optimizer))
         self.users = UsersOptimizer(given) if users is None else users
-        self.users.begin()
         self.reordered, self.sleep = ReorderedStates(training), Sleep(training)
         try:
             super().__init__(*args, **kwargs)

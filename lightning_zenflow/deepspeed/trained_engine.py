@@ -65,13 +65,13 @@ class TrainedEngine:
     ) -> None:
         self.zenflow, device = of_one_training(settings.zenflow), strategy.root_device
         self.released: list[Released] = []
-        self._users = None if optimizer is None else UsersOptimizer(optimizer)
         frozen: dict[str, Tensor] = {}
         if optimizer is not None:
             named = {id(p): (name, p) for name, p in model.named_parameters()}
             optimized = [[named[id(p)] for p in group["params"]] for group in optimizer.param_groups]
             frozen = {name: p for of_group in optimized for name, p in of_group if not p.requires_grad}
             self.order = [[name for name, _ in of_group] for of_group in optimized]
+        self._users = None if optimizer is None else UsersOptimizer(optimizer)
         with ExitStack() as undo:
             if self._users is not None:
                 undo.callback(self._users.give_back, has_trained=False)
@@ -86,9 +86,6 @@ class TrainedEngine:
             if device.type == "cpu":
                 self.ending.callback(threads.begin())
                 torch.set_num_threads(min(resources.cores.trainer_threads, torch.get_num_threads()))
-            for group in [] if optimizer is None else optimizer.param_groups:
-                # DeepSpeed takes the type of the first one for that of the training, and drops frozen ones, such as quantised weights.
-                group["params"].sort(key=lambda p: not p.requires_grad)
             if settings.chooses_buckets:
                 set_bucket_size(strategy.config or {}, model)
             kind: type[ZenFlowOptimizer] = ZenFlowZero3Optimizer if strategy.zero_stage_3 else ZenFlowZeroOptimizer

@@ -50,18 +50,17 @@ class UsersOptimizer:
     Attributes:
         given: the optimizer.
         optimizer: the same; behind `give_back` another one, with the groups and the state of the training, which saves read.
-        params: parameters of the module in each group; from `begin` on.
+        params: parameters of the module in each group, frozen ones last.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         if optimizer.state or optimizer in _trained:
             rank_zero_warn(NEW_MOMENTS)
         self.given = self.optimizer = optimizer
-        self._order = self._present()
-        self._is_read = False
-
-    def begin(self) -> None:
-        """Notes the groups, before DeepSpeed's optimizer gives them other parameters."""
+        self._order, self._is_read = self._present(), False
+        for group in optimizer.param_groups:
+            # DeepSpeed takes the type of the first one for that of the training, and drops frozen ones, such as quantised weights.
+            group["params"].sort(key=lambda p: not p.requires_grad)
         self.params = self._present()
 
     def take(self) -> None:
@@ -204,17 +203,13 @@ def refuse_features(zero_optimizer: Any, of_stage: Mapping[str, bool]) -> None:
 
 
 def refuse_unsupported_trainer(trainer: Any, lightning: ModuleType, *, in_pieces: bool) -> None:
-    """Refuses an option of the Trainer, or a callback that cannot work with a DeepSpeed optimizer, before it changes the model.
+    """Refuses callbacks that cannot work with a DeepSpeed optimizer, before they change the model.
 
     Args:
         trainer: the Trainer.
         lightning: its package.
         in_pieces: whether it is stage 3.
     """
-    if (algorithm := trainer.gradient_clip_algorithm) not in (None, "norm"):
-        raise MisconfigurationException(
-            f"ZenFlowStrategy: gradient_clip_algorithm must be 'norm', got {str(algorithm.value)!r}, which is not implemented"
-        )
     kinds = lightning.callbacks
     refused = {
         kinds.LearningRateFinder: (
