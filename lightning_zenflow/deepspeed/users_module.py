@@ -313,8 +313,8 @@ _pickled: list[list[set[Any]]] = []
 
 @contextmanager
 def pickled_as_before(parts: Iterable[Module | Tensor]) -> Iterator[None]:
-    """Context of a training, in which Python's `copyreg` has a function for the types of `parts` (`_reduce`): whoever pickles one of them,
-    the user, a checkpoint with a module among its hyperparameters, `copy.deepcopy`, gets it without what DeepSpeed has added.
+    """Context in which Python's `copyreg` has a function for the types of `parts` (`_reduce`): whoever pickles or copies one of them, the
+    user's code or a checkpoint with a module among its hyperparameters, gets it without what DeepSpeed has added.
 
     * A module: without DeepSpeed's hooks and attributes. It has twins of divided parameters.
     * A parameter: a twin, with its own elements and the user's attributes only. Under stage 3 it is whole where the parameter is gathered
