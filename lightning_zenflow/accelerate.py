@@ -33,8 +33,8 @@ from lightning_zenflow.core.errors import Calls, MisconfigurationException
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, resolve_config, without
 from lightning_zenflow.deepspeed.environment import use_cpu_accelerator
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.removal import remove_hooks
 from lightning_zenflow.deepspeed.trained_engine import TrainedEngine
+from lightning_zenflow.deepspeed.users_module import remove_hooks
 from lightning_zenflow.fabric import ZenFlowStrategy
 
 _VARIABLE = "ACCELERATE_USE_DEEPSPEED"

@@ -26,8 +26,8 @@ from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, read_se
 from lightning_zenflow.deepspeed.construction import inference_engine, training_engine
 from lightning_zenflow.deepspeed.environment import PlainPrecision, RankProcess, named_device, own_precision
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.parameters import load_whole
 from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, is_elsewhere, leaving_engines
+from lightning_zenflow.deepspeed.users_module import load_whole
 from lightning_zenflow.deepspeed.users_objects import refuse_unsupported_module, validate_optimizer
 from lightning_zenflow.fabric_checkpoints import load_all, refuse_optimizer, source_of
 from lightning_zenflow.loop_steps import LoopSteps, MicroBatches

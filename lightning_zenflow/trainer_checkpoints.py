@@ -32,7 +32,7 @@ from lightning_zenflow.checkpoint.single_file import SavedFile, WholeState
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.deepspeed.parameters import is_in_pieces, load_whole
+from lightning_zenflow.deepspeed.users_module import is_in_pieces, load_whole
 
 
 class TrainerCheckpoints:

@@ -4,7 +4,6 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_zenflow.between_steps.full_state import FullState
-from lightning_zenflow.between_steps.taken_gradients import TakenGradients
-from lightning_zenflow.between_steps.weights_in_update import WeightsInUpdate
-from lightning_zenflow.between_steps.written_weights import FOLLOWED, WrittenWeights
+from lightning_zenflow.between_steps.uses import FOLLOWED, TakenGradients, WeightsInUpdate, WrittenWeights
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.distributed import raise_together
@@ -45,23 +42,16 @@ class Training:
         config: configuration.
         resources: cores and memory of the rank.
         calls: what the front's user calls, for messages.
-        frozen: parameters of the user's optimizer that cannot be trained, by name, since they were frozen at setup.
+        frozen: parameters of the user's optimizer that were frozen at setup and cannot be trained, by name.
 
     Attributes:
         config, calls: as given.
         max_norm: largest norm of the whole gradient after clipping; also of a step that is complete already. 0: no clipping. Infinity: no
             clipping, which backward passes do not rely on.
         in_backward: whether a backward pass of the front is under way.
-        parts: components of this rank, from `start` on, as all that follow.
-        telemetry: stall clock and copied bytes.
-        steps: the rank's steps and their state.
-        host_state: AdamW's state in the arena.
-        full_state: weights and moments of single parameters.
-        written: what notices that the user writes weights.
-        taken: what stands in `parameter.grad`.
-        in_update: what refuses uses of weights between backward and step.
-        slice_of: for each trained parameter of which this rank has a part, the number of its slice.
-        shapes_by_group: for each parameter group of the user's optimizer the shapes of its whole parameters that are trained, by name.
+        parts, telemetry, steps, host_state, full_state, written, taken, in_update: components of this rank, from `start` on.
+        slice_of: for each trained parameter of which this rank has a part, the number of its slice; from `start` on.
+        shapes_by_group: for each parameter group of the user's optimizer the shapes of its whole trained parameters, by name.
     """
 
     def __init__(
@@ -76,42 +66,30 @@ class Training:
         self._process = os.getpid()
 
     def start(self, part: RankPart, engine: Engine) -> None:
-        """Makes the arena, which takes the place of the engine's memory, and starts the worker; all ranks call it together.
-
-        Raises:
-            MisconfigurationException: this or another host has too little memory.
-            WorkerError: the worker could not be started.
-        """
+        """Makes the arena, which takes the place of the engine's memory, and starts the worker; all ranks call it together."""
         self.parts, self.host_state = parts, host_state = build(self.config, part, self._resources)
         self._worker, self.telemetry = parts.rank.worker, parts.rank.telemetry
         self._engine, self._optimizer = engine, part.optimizer
         self.shapes_by_group = [{name: part.shapes[name] for name in group} for group in part.groups]
-        named = dict(chain.from_iterable(group.items() for group in part.groups))
-        names = {p: name for name, p in named.items()}
-        in_order = list(names)
+        in_order = list(part.parameters.values())
         self.slice_of = {in_order[s.parameter]: number for number, s in enumerate(parts.rank.partition.slices)}
         self.steps = ZenFlowStep(
             self.config,
             parts,
-            Freezing(parts.rank.partition, named),
+            Freezing(parts.rank.partition, part.parameters),
             read_inputs=self._read_inputs,
             gather_weights=self._gather_weights,
         )
-        of_parameters = names, part.shapes, part.piece_of
-        self.full_state = FullState(self.steps, parts, host_state.states, *of_parameters, flush=self.flush)
-        numels = [shape.numel() for shape in part.shapes.values()]
-        self.taken = TakenGradients(names, self.calls)
-        self.written = WrittenWeights(self.steps, parts, names, numels, part.piece_of, self.calls)
-        self.in_update = WeightsInUpdate(parts.rank.weights, names, part.piece_of, self.calls)
+        self.full_state = FullState(self.steps, parts, host_state.states, part, flush=self.flush)
+        self.taken = TakenGradients(self.full_state.names, self.calls)
+        self.written = WrittenWeights(self.steps, parts, part, self.calls)
+        self.in_update = WeightsInUpdate(parts.rank.weights, part, self.calls)
         # The engine's start needs up to 6 bytes a parameter more than a step, which `HostRuntime.has_room` would count for ever.
         runtime_of(parts.rank.device).forget_peak()
 
     def before_forward(self) -> None:
-        """Before a forward pass in training: makes the state exact after an interrupted step, and follows what the user's code has done
-        since the last step to gradients, weights and, before the first backward pass of a step, `requires_grad`.
-
-        Raises:
-            MisconfigurationException: what was done cannot be followed; or a parameter that was frozen at setup is not any more.
+        """Before a forward pass in training: makes the state exact after an interrupted step, and takes over what the user's code has done
+        to gradients, weights and, before the first backward pass of a step, `requires_grad`; or refuses what it has done.
         """
         self._follow_dropped()
         self._engine.refuse_use()
@@ -130,11 +108,7 @@ class Training:
             self.steps.follow_freezing()
 
     def before_backward(self, *, last: bool) -> None:
-        """Before a backward pass, of the step's last micro-batch or not; otherwise as `before_forward`.
-
-        Raises:
-            MisconfigurationException: a backward pass of the user's own, or gradients of the step before.
-        """
+        """As `before_forward`, before a backward pass, of the step's last micro-batch or not; refuses gradients of other passes."""
         self.before_forward()
         if self.steps.micro_batches == 0:
             self.taken.refuse_accumulation()
@@ -146,11 +120,7 @@ class Training:
         self.steps.begin_backward(last=last)
 
     def receive(self, slice_index: int, gradient: Tensor, *, last: bool) -> None:
-        """`ZenFlowStep.receive`.
-
-        Raises:
-            MisconfigurationException: the gradient is of a backward pass that is the user's own.
-        """
+        """`ZenFlowStep.receive`."""
         if not self.in_backward:
             raise other_backward(self.calls)
         self.steps.receive(slice_index, gradient, last=last)
@@ -158,9 +128,7 @@ class Training:
             self.written.note_arrival(self.parts.rank.partition.slices[slice_index].parameter)
 
     def end_backward(self) -> None:
-        """Behind a backward pass, when all gradients are taken: puts marks in their place; weights are not to be used where updates are
-        under way.
-        """
+        """Behind a backward pass, when all gradients are taken: marks them, and refuses uses of weights where updates are under way."""
         self.in_backward = False
         self.taken.mark()
         if not self.steps.is_complete:
@@ -188,10 +156,6 @@ class Training:
         Args:
             asks_finite: whether the host needs to know if the step has changed weights, and waits for the device.
             refuses_unused: whether the step must have used every parameter. A collective then.
-
-        Raises:
-            MisconfigurationException: a step without a backward pass; weights were written; or the step did not use a parameter.
-            WorkerError: training has ended.
         """
         self._follow_dropped()
         if self.steps.micro_batches == 0:
@@ -246,14 +210,14 @@ class Training:
             )
         self._engine.join_reads()
         self.in_update.end()
-        # What is written to exact weights, a flush leaves as it is: the next forward pass looks for it.
+        # A flush leaves writes to exact weights as they are: the next forward pass looks for them.
         if changes := not self.steps.is_exact:
             self.written.look()
             self.written.begin_updates()
         try:
             self.steps.flush()
         except WorkerError:
-            # The caller may be ending with an error of its own, and nothing else would end the worker.
+            # The caller may end with another error, and nothing else would end the worker.
             self.end(keep_state=False)
             raise
         if has_written := self.written.take_over():
@@ -306,7 +270,7 @@ class Training:
 
         Args:
             keep_state: whether master weights and moments stay readable for as long as the engine's tensors live, after a regular end of
-                the worker; if not, the worker is killed. None: they stay if they are exact.
+                the worker; if not, the worker is killed. None: if they are exact.
         """
         worker, rank = self._worker, self.parts.rank
         if keep_state is None:

@@ -168,7 +168,7 @@ def _keep_given(optimizer: Any, trainer: Any, config: Any, args: TrainingArgumen
     if isinstance(scheduler, AcceleratedScheduler | DummyScheduler):
         scheduler = None
     if has_trained := isinstance(optimizer, AcceleratedOptimizer):
-        has_steps, optimizer = optimizer.optimizer.training.steps.number > 0, optimizer.optimizer.groups.given
+        has_steps, optimizer = optimizer.optimizer.training.steps.number > 0, optimizer.optimizer.users.given
     params = {block: blocks[block].setdefault("params", {}) for block in ("optimizer", "scheduler") if block in blocks}
     kind, optimizers = blocks.get("scheduler", {}).get("type"), "Trainer(optimizers=...)"
     for block, name, is_given in (

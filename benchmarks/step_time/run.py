@@ -26,7 +26,7 @@ from benchmarks.step_time.models import COLUMNS, ROWS, SimulatedAccelerator, Tim
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.deepspeed.config import offloads_parameters
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.parameters import whole_shape
+from lightning_zenflow.deepspeed.users_module import whole_shape
 
 Device = Literal["simulated", "cpu", "cuda"]
 

@@ -9,26 +9,25 @@ from torch import Tensor
 
 from lightning_zenflow.core.partition import Slice
 from lightning_zenflow.core.saved_tensors import with_own_storage
+from lightning_zenflow.offload.engine import RankPart
 from lightning_zenflow.offload.run_state import StepParts
 from lightning_zenflow.offload.step import ZenFlowStep
 from lightning_zenflow.worker.moments import Moment
 
 
 class FullState:
-    """Reads and writes the state of one parameter on all ranks, in the arena. All methods are collective.
+    """Reads and writes the state of one parameter on all ranks, in the arena. Methods are collective where they do not say otherwise.
 
     Args:
         step: the rank's step.
         parts: its components.
         states: `HostState.states`.
-        names: of all parameters that are trained, in the order in which `Slice.parameter` counts them.
-        shapes: of the whole parameters, by name.
-        piece_of: this rank's piece of a parameter that the ranks divide, with padding; None: all parameters are whole.
+        part: of its parameters.
         flush: makes the arena exact.
 
     Attributes:
-        parameters: the parameters by name, in the same order.
-        names, shapes: as above.
+        parameters, shapes: those of `part`.
+        names: of the parameters.
     """
 
     def __init__(
@@ -36,33 +35,24 @@ class FullState:
         step: ZenFlowStep,
         parts: StepParts,
         states: Mapping[str | None, Moment],
-        names: Mapping[Tensor, str],
-        shapes: Mapping[str, torch.Size],
-        piece_of: Callable[[Tensor], Tensor] | None,
+        part: RankPart,
         *,
         flush: Callable[[], None],
     ) -> None:
         self._step, self._parts, self._states = step, parts, states
-        self._piece_of, self._flush = piece_of, flush
-        self.names, self.shapes = names, shapes
-        self.parameters: dict[str, Any] = {name: p for p, name in names.items()}
+        self._piece_of, self._flush = part.piece_of, flush
+        self.parameters: dict[str, Any] = part.parameters
+        self.names, self.shapes = {p: name for name, p in self.parameters.items()}, part.shapes
         in_order = list(self.parameters)
         self._slices = {in_order[s.parameter]: (index, s) for index, s in enumerate(parts.rank.partition.slices)}
 
     def read(self, name: str, optim_state_key: str | None = None) -> Tensor:
-        """Exact state of a parameter after the last step; waits for updates that are pending.
+        """Exact state of a parameter after the last step, [*shape of the parameter] float32, on its device; waits for pending updates.
+        RuntimeError between the last backward pass of a step and the step, and as of `flush`.
 
         Args:
             name: of the parameter.
             optim_state_key: None: the weight; "exp_avg" or "exp_avg_sq": a moment.
-
-        Returns:
-            [*shape of the parameter] float32, on the parameter's device.
-
-        Raises:
-            ValueError: there is no state of this name.
-            RuntimeError: the backward pass of a step's last micro-batch has begun, and the step has not been done.
-            WorkerError: training was interrupted, and the exact state is lost.
         """
         state = self._exact(name, optim_state_key)
         return self._whole(name, lambda _, s: state.read(s.begin, s.numel))
@@ -79,9 +69,8 @@ class FullState:
         return with_own_storage(part.view(shape)) if s.numel == shape.numel() else None
 
     def write(self, name: str, value: Tensor, optim_state_key: str | None = None) -> None:
-        """Replaces the state of a parameter by `value`, of its shape and any type. Other arguments and errors are those of `read`.
-
-        Training goes on with it; the model shows it with the next publish of its blocks, at most S + d steps later.
+        """Replaces the state of a parameter by `value`, of its shape and any type; otherwise as `read`. The model shows a weight with the
+        next publish of its blocks, at most S + d steps later.
         """
         state = self._exact(name, optim_state_key)
         if value.shape != (shape := self.shapes[name]):
@@ -92,13 +81,8 @@ class FullState:
         self._step.state_written()
 
     def gradient(self, name: str) -> Tensor:
-        """Gradient of the whole step, averaged over the ranks; before clipping, times the loss scale. Waits for the device.
-
-        Returns:
-            [*shape of the parameter] float32, on the parameter's device; zero where the step did not use the parameter.
-
-        Raises:
-            ValueError: there is no gradient at this time.
+        """Gradient of the whole step, averaged over the ranks; before clipping, times the loss scale. Waits for the device. [*shape of the
+        parameter] float32, on its device; zero where the step did not use the parameter.
         """
         if not self._step.has_gradients:
             raise ValueError(
@@ -114,9 +98,7 @@ class FullState:
         )
 
     def shown(self) -> list[str]:
-        """Names of the parameters that, right after a flush, show this rank's part of the master weights and no weights of the user's. No
-        collective.
-        """
+        """Names of the parameters that show, right after a flush, this rank's part of the master weights. No collective."""
         names = []
         for name, p in self.parameters.items():
             if name in self._slices:
@@ -130,7 +112,7 @@ class FullState:
         return names
 
     def _exact(self, name: str, key: str | None) -> Moment:
-        """A state by its key, exact; `name` is for the error. Errors are those of `read`."""
+        """A state by its key, exact."""
         # The same on every rank. A flush would drop the step's gradients.
         if self._step.is_complete:
             raise RuntimeError(
@@ -143,7 +125,7 @@ class FullState:
         return self._states[key]
 
     def _whole(self, name: str, part: Callable[[int, Slice], Tensor]) -> Tensor:
-        """Puts together what the ranks hold of a parameter."""
+        """Adds what the ranks hold of a parameter."""
         shape, rank = self.shapes[name], self._parts.rank
         # NCCL takes the rank's device only, which the parameter has left when training has ended.
         flat = torch.zeros(shape.numel(), dtype=torch.float32, device=rank.device)

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lightning_zenflow.core.distributed import all_agree, raise_together
 from lightning_zenflow.core.forks import new_pages
-from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
+from lightning_zenflow.core.saved_tensors import DiskCopies
 from lightning_zenflow.worker.machine import free_host_memory
 
 _log = logging.getLogger(__name__)

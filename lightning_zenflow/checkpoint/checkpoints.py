@@ -25,11 +25,11 @@ from lightning_zenflow.checkpoint.single_file import FILE_KEY, WholeState
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.distributed import in_common, raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.saved_tensors import DiskCopies
 from lightning_zenflow.deepspeed.environment import Strategy
-from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.removal import as_in_training, pickled_as_before
 from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, is_elsewhere
+from lightning_zenflow.deepspeed.users_module import as_in_training, pickled_as_before
 from lightning_zenflow.worker.machine import allowed_cores
 from lightning_zenflow.worker.process import WorkerError
 

@@ -18,9 +18,9 @@ from typing_extensions import override
 from lightning_zenflow.checkpoint.loading import load_together
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
+from lightning_zenflow.core.saved_tensors import DiskCopies
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.parameters import further_names, is_in_pieces
+from lightning_zenflow.deepspeed.users_module import further_names, is_in_pieces
 
 AVERAGED = "averaged_state_dict"
 """Key of the averaged weights, which Lightning's `WeightAveraging` saves in the place of the model's."""

@@ -18,7 +18,7 @@ from lightning_zenflow.checkpoint.single_file import COUNTS, SavedFile, restore_
 from lightning_zenflow.core.distributed import all_agree, raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.parameters import is_in_pieces, load_pieces, load_whole, whole_shape
+from lightning_zenflow.deepspeed.users_module import is_in_pieces, load_pieces, load_whole, whole_shape
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY, difference_of
 from lightning_zenflow.worker.process import WorkerError
 

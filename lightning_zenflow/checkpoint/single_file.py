@@ -32,9 +32,9 @@ from torch import Tensor
 from lightning_zenflow.checkpoint.files import refusal, refuse_other_version
 from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.deepspeed.flat_buffers import DiskCopies, parts_on_disk
+from lightning_zenflow.core.saved_tensors import DiskCopies, parts_on_disk
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.parameters import further_names, is_divided, is_in_pieces
+from lightning_zenflow.deepspeed.users_module import further_names, is_divided, is_in_pieces
 from lightning_zenflow.deepspeed.users_objects import REQUIRED_OPTIONS
 from lightning_zenflow.offload.host_state import MOMENTS
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY

@@ -1,8 +1,14 @@
-"""Tensors as files of torch have them: parts of buffers with storages of their own, and moments of fewer bits, which every reader of a file
-gets as float32.
+"""Tensors as files of torch have them: parts of buffers with storages of their own, copies whose memory is on the disk, and moments of
+fewer bits, which every reader of a file gets as float32.
 """
 
+import mmap
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
 from operator import methodcaller
+from pathlib import Path
 from typing import Any, SupportsIndex
 from weakref import WeakValueDictionary
 
@@ -26,6 +32,48 @@ def with_own_storage(part: Tensor) -> Tensor:
         own = _ranges[at] = storage[begin * itemsize : end * itemsize]
     alone = torch.empty(0, dtype=part.dtype, device=part.device).set_(own, 0, part.shape, part.stride())
     return alone.requires_grad_(part.requires_grad)
+
+
+class DiskCopies:
+    """Memory of one save's copies: mapped files without a name, in `folder`, of which the page cache may give memory back to others."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._mapped: list[tuple[mmap.mmap, range]] = []
+
+    def zeros(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[numel], zeros, on the disk; OSError if that is full."""
+        if numel == 0:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        with tempfile.TemporaryFile(dir=self._folder) as file:
+            # A write to a page that a full disk has no place for would end the process.
+            os.posix_fallocate(file.fileno(), 0, dtype.itemsize * numel)
+            # By the descriptor: others who may write in the folder could put another file in the place of one with a name.
+            memory = mmap.mmap(file.fileno(), 0)
+        copied = torch.frombuffer(memory, dtype=dtype)
+        self._mapped.append((memory, range(copied.data_ptr(), copied.data_ptr() + copied.nbytes)))
+        return copied
+
+    def has(self, address: int) -> bool:
+        """Whether an address is in one of the copies."""
+        return any(address in addresses for _, addresses in self._mapped)
+
+    def free(self) -> None:
+        """Gives the space back to the disk; all elements are zeros from now on. Errors of a save, and a cycle that torch's code for files
+        leaves until a collection, refer to the copies. May be called again.
+        """
+        for memory, _ in self._mapped:
+            # Where a file system has no holes, the collection frees it.
+            with suppress(OSError):
+                memory.madvise(mmap.MADV_REMOVE)
+        self._mapped.clear()
+
+
+def parts_on_disk(disk: DiskCopies, shapes: Mapping[str, torch.Size], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors on the disk, all in one file: each file takes a descriptor."""
+    sizes = [shape.numel() for shape in shapes.values()]
+    parts = zip(shapes.items(), torch.split(disk.zeros(sum(sizes), dtype), sizes), strict=True)
+    return {name: with_own_storage(part.view(shape)) for (name, shape), part in parts}
 
 
 def saved_as_float32(moment: Tensor) -> Tensor:

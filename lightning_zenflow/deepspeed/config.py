@@ -28,7 +28,7 @@ from torch.nn import Module
 from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.schedule import bucket_size
-from lightning_zenflow.deepspeed.parameters import whole_shape
+from lightning_zenflow.deepspeed.users_module import whole_shape
 from lightning_zenflow.deepspeed.users_objects import REQUIRED_OPTIONS
 
 ConfigSource: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | DictConfig | ZenFlowConfig | None

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_zenflow.core.process import one_at_a_time
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.removal import note_users_flags, remove_hooks
+from lightning_zenflow.deepspeed.users_module import note_users_flags, remove_hooks
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_zenflow.core.device import Stream
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.deepspeed.parameters import is_divided
+from lightning_zenflow.deepspeed.users_module import is_divided
 
 _PROPERTIES = "dtype", "device", "shape", "is_cuda", "layout", "requires_grad", "_version"
 _WITHOUT_ELEMENTS = frozenset(
@@ -29,8 +29,8 @@ _WITHOUT_ELEMENTS = frozenset(
 
 
 class Piece(Tensor):
-    """A rank's piece of a parameter in host memory, as DeepSpeed's `ds_tensor`: every function that may read or write its elements first
-    waits for the worker's updates of it. So stale weights are never read, however they are fetched.
+    """A rank's piece of a parameter in host memory, as DeepSpeed's `ds_tensor`: what may read or write its elements first waits for
+    the worker's updates of it.
     """
 
     before_use: Callable[[], None]
@@ -63,7 +63,7 @@ def _pieces_in(values: Any) -> Iterable[Piece]:
 
 class Fetched:
     """Handle, as DeepSpeed's, of parameters that one rank copies to the device, or uses where they are. DeepSpeed's own makes the host wait
-    for the whole stream of the fetches, prefetches of other modules included; `fetch_sub_module` orders a module's stream behind it anyway.
+    for the stream of all fetches; `fetch_sub_module` orders a module's stream behind it anyway.
     """
 
     def __init__(self, parameters: Iterable[Any]) -> None:
@@ -81,10 +81,9 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
     """DeepSpeed's coordinator of fetches. Its trace of a step ends where a module uses other parameters than before: what the user's code
     first reads in a late step becomes an external parameter of the module at work, which DeepSpeed does not expect.
 
-    With parameters in host memory, prefetches do not wait for weights that the worker has not written, while others could be fetched and
-    modules could run: their gathers begin where the weights are needed, or as soon as they are written. All ranks gather in the same order,
-    but their workers are not equally fast. So several ranks fetch a parameter where it is needed for the first time after a step, one rank
-    as soon as it is written.
+    With parameters in host memory, a prefetch does not wait for weights that the worker has not written. All ranks gather in the same
+    order, but their workers are not equally fast: so the gather begins, with several ranks, where the parameter is needed for the first
+    time after a step, with one rank as soon as it is written.
 
     Private: takes over the state of DeepSpeed's, which is new, and its names, which begin with the name of the class. Each parameter in the
     registry is INFLIGHT, has a handle, None where its gather has not begun, and is counted as available.
@@ -123,7 +122,7 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
         self._needed: frozenset[Any] = frozenset()  # now
 
     def weights_change(self) -> None:
-        """Notes that the worker writes all weights anew: a step has ended."""
+        """Notes that a step has ended, and the worker writes all weights anew."""
         self._fetched.clear()
 
     @property

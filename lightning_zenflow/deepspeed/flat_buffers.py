@@ -1,23 +1,22 @@
 """ZeRO's flat buffers: the order of their parameters, by which each rank's share is spread over the depth of the model; the position of the
-parameters in them; and copies of what all ranks have, by the runs of elements that two layouts have in common.
+parameters in them; and copies between ranks, by the runs of elements that two layouts have in common.
 """
 
-import mmap
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
-from pathlib import Path
+from itertools import groupby, product
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Self
 
 from lightning_zenflow.core.partition import Slice, group_begins
-from lightning_zenflow.core.saved_tensors import with_own_storage
+from lightning_zenflow.core.saved_tensors import DiskCopies
+from lightning_zenflow.offload.host_state import MOMENTS
+from lightning_zenflow.training import Training
+from lightning_zenflow.worker.moments import CodedMoment
 
 _LARGE = 1 / 8
 """Of a rank's share. Parameters larger than this are placed first: beside one, a rank takes fewer of the others."""
@@ -30,11 +29,9 @@ _CHUNK = 1 << 24
 
 
 def balanced_order(numels: Sequence[int], n_ranks: int) -> list[int]:
-    """Order of a flat buffer that is cut into equal parts, so that every rank gets gradients from the beginning of backward to its end.
-
-    In the module's order, a rank's gradients arrive in one n-th of backward, and its worker has no more time than that. Here parameters are
-    dealt out in backward's order, each to the rank that is then filled least, as a part of its room. Most stay whole: the equal cut moves
-    the ends of the ranks' parts by less than a parameter.
+    """Order of a flat buffer that is cut into equal parts, so that every rank gets gradients from the beginning of backward to its end, and
+    not in one n-th of backward, the time that its worker had then. Parameters are dealt out in backward's order, each to the rank that is
+    filled least, as a part of its room. Most stay whole: the equal cut moves the ends of the ranks' parts by less than a parameter.
 
     Args:
         numels: elements of each parameter, in the module's order, the reverse of which gradients are expected in.
@@ -112,12 +109,8 @@ class Layout:
 
 
 def slices_of(layouts: Sequence[Layout], shapes: Mapping[str, Sequence[int]], rank: int) -> list[Slice]:
-    """Slices of a rank's partition, ascending. `Slice.param_group` counts the layouts, each of which is of a flat partition.
-
-    Args:
-        layouts: of all flat partitions.
-        shapes: of the whole parameters by name, in the order in which `Slice.parameter` counts them.
-        rank: the rank.
+    """Slices of a rank's partition, ascending. `Slice.param_group` counts the layouts, of all flat partitions, and `Slice.parameter` the
+    shapes, of the whole parameters by name.
     """
     numbers = {name: number for number, name in enumerate(shapes)}
     begins = group_begins([layout.partition_numel for layout in layouts])
@@ -193,52 +186,50 @@ def copy_parts(
         del saved, theirs
 
 
-class DiskCopies:
-    """Memory of one save's copies: files without a name, mapped, of which the page cache may give memory back to others.
+class ReorderedStates:
+    """Copies of this rank's flat partitions for saves to folders, where DeepSpeed's files cannot have the arena's memory: states in another
+    order, and moments without views. On the disk, since they would take as much memory as the states.
 
-    Args:
-        folder: on the file system that is to hold the files.
+    Attributes:
+        copies: during a save for each flat partition copies of the states, the moments last; None: DeepSpeed reads the arena.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._mapped: list[tuple[mmap.mmap, range]] = []
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._reserved: list[list[Tensor]] | None = None
+        self.copies: list[list[Tensor]] | None = None
 
-    def zeros(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[numel], zeros, on the disk.
+    def reserve(self, disk: DiskCopies, layouts: Sequence[Layout], saved_layouts: Sequence[Layout]) -> None:
+        """Takes the disk space of a save, or raises OSError; the next step is `gather`."""
+        self._reserved = None
+        is_reordered = saved_layouts != layouts
+        if is_reordered or isinstance(self._training.host_state.states[MOMENTS[0]], CodedMoment):
+            n_states = is_reordered + len(MOMENTS)
+            self._reserved = [[disk.zeros(layout.partition_numel) for _ in range(n_states)] for layout in saved_layouts]
 
-        Raises:
-            OSError: the disk is full.
-        """
-        if numel == 0:
-            return torch.empty(0, dtype=dtype, device="cpu")
-        with tempfile.TemporaryFile(dir=self._folder) as file:
-            # A write to a page that a full disk has no place for would end the process.
-            os.posix_fallocate(file.fileno(), 0, dtype.itemsize * numel)
-            # By the descriptor: others who may write in the folder could put another file in the place of one with a name.
-            memory = mmap.mmap(file.fileno(), 0)
-        copied = torch.frombuffer(memory, dtype=dtype)
-        self._mapped.append((memory, range(copied.data_ptr(), copied.data_ptr() + copied.nbytes)))
-        return copied
+    def gather(self, layouts: Sequence[Layout], saved_layouts: Sequence[Layout]) -> None:
+        """Makes `copies` of the exact state; all ranks call it together."""
+        copies, self._reserved = self._reserved, None
+        if copies is not None:
+            self._training.flush()
+            for number, (of_partition, *of_layouts) in enumerate(zip(copies, layouts, saved_layouts, strict=True)):
+                self._copy(number, of_partition, *of_layouts)
+        self.copies = copies
 
-    def has(self, address: int) -> bool:
-        """Whether an address is in one of the copies."""
-        return any(address in addresses for _, addresses in self._mapped)
-
-    def free(self) -> None:
-        """Gives the space back to the disk; all elements are zeros from now on. May be called again.
-
-        Who has an error of a save refers to the copies, and torch's code for files leaves a cycle that does, until a collection.
-        """
-        for memory, _ in self._mapped:
-            # Where a file system has no holes, the collection frees it.
-            with suppress(OSError):
-                memory.madvise(mmap.MADV_REMOVE)
-        self._mapped.clear()
-
-
-def parts_on_disk(disk: DiskCopies, shapes: Mapping[str, torch.Size], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Tensors on the disk, all in one file: each file takes a descriptor."""
-    sizes = [shape.numel() for shape in shapes.values()]
-    parts = zip(shapes.items(), torch.split(disk.zeros(sum(sizes), dtype), sizes), strict=True)
-    return {name: with_own_storage(part.view(shape)) for (name, shape), part in parts}
+    def _copy(self, number: int, copies: Sequence[Tensor], source: Layout, target: Layout) -> None:
+        """Copies the last states of a flat partition, of which all ranks have parts, into the order of `target`."""
+        rank_state = self._training.parts.rank
+        group = rank_state.group
+        device, begin, rank = rank_state.device, rank_state.partition.group_begins[number], dist.get_rank(group)
+        states = list(self._training.host_state.states.values())[-len(copies) :]
+        # The order is that of all ranks, so that none waits for one that waits for it.
+        for run, (state, to) in product(runs(source, target), zip(states, copies, strict=True)):
+            if rank == run.source_rank:
+                values = state.read(begin + run.source_begin, run.numel)
+                if rank != run.target_rank:
+                    dist.send(values.to(device, torch.float32), group=group, group_dst=run.target_rank)
+            if rank == run.target_rank:
+                if rank != run.source_rank:
+                    values = torch.empty(run.numel, dtype=torch.float32, device=device)
+                    dist.recv(values, group=group, group_src=run.source_rank)
+                to.narrow(0, run.target_begin, run.numel).copy_(values)

@@ -18,14 +18,14 @@ from typing_extensions import override
 
 from lightning_zenflow.core.device import Stream, runtime_of
 from lightning_zenflow.core.errors import MisconfigurationException, other_backward
+from lightning_zenflow.core.saved_tensors import DiskCopies
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, read_hyperparameters
-from lightning_zenflow.deepspeed.flat_buffers import DiskCopies, Layout, slices_of
-from lightning_zenflow.deepspeed.parameters import whole_shape
-from lightning_zenflow.deepspeed.removal import in_pieces, restore_process
-from lightning_zenflow.deepspeed.saved_state import SavedState
+from lightning_zenflow.deepspeed.flat_buffers import Layout, ReorderedStates, slices_of
 from lightning_zenflow.deepspeed.sleep import Sleep
-from lightning_zenflow.deepspeed.users_groups import UsersGroups
+from lightning_zenflow.deepspeed.users_module import in_pieces, restore_process, whole_shape
+from lightning_zenflow.deepspeed.users_objects import UsersOptimizer
 from lightning_zenflow.offload.engine import RankPart
+from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 from lightning_zenflow.training import Training
 from lightning_zenflow.worker.process import WorkerError
 
@@ -35,18 +35,17 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
     DeepSpeed's of that stage, says where the weights lie and routes the reduced gradients.
 
     DeepSpeed keeps its part: flat model weights, gradient buckets and their reduction, checkpoint format, the engine around it. Its fp32
-    partitions and AdamW's moments live in the arena that the worker shares, so DeepSpeed's own checkpoint code sees them as they are.
-    Gradients and steps go to `training`.
+    partitions and AdamW's moments are in the arena, where DeepSpeed's own checkpoint code reads them. Gradients and steps go to `training`.
 
     Args:
         *args: as DeepSpeed's.
         training: what the constructor starts.
+        users: the user's optimizer; None: the DeepSpeed configuration has one.
         **kwargs: as DeepSpeed's.
 
     Attributes:
-        training: as given.
-        groups: parameter groups of the user's optimizer.
-        saved: what saves and loads of folders need.
+        training, users: as given.
+        reordered: what saves of folders copy.
         sleep: memory that has left the device.
     """
 
@@ -64,32 +63,34 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
     _update_scale: Callable[[bool], None]
     _restore_from_bit16_weights: Callable[[], None]
 
-    def __init__(self, *args: Any, training: Training, **kwargs: Any) -> None:
-        # Before DeepSpeed's constructor, which calls `_start_training`, and gives the user's optimizer other parameters.
+    def __init__(self, *args: Any, training: Training, users: UsersOptimizer | None, **kwargs: Any) -> None:
+        # Before DeepSpeed's constructor, which calls `_start_training`.
         self.training, self._destroyed, self._is_behind_step = training, False, False
-        (users,) = (argument for argument in args if isinstance(argument, Optimizer))
-        self.groups, self.saved, self.sleep = UsersGroups(users), SavedState(training), Sleep(training)
+        (given,) = (argument for argument in args if isinstance(argument, Optimizer))
+        self.users = UsersOptimizer(given) if users is None else users
+        self.reordered, self.sleep = ReorderedStates(training), Sleep(training)
         try:
             super().__init__(*args, **kwargs)
-            self.groups.take()
+            self.users.take()
         except BaseException:
             if not training.closed:
                 training.end(keep_state=False)
             raise
         # Lightning's `LearningRateMonitor` reads them, as from torch's.
-        self.defaults = dict(users.defaults)
+        self.defaults = dict(given.defaults)
         full_state = training.full_state
+        # Private: what `deepspeed.utils.safe_get_full_fp32_param` and the like call; under stage 3 only the gradient's. DeepSpeed's own
+        # read views of the arena, which may be some updates behind.
         for name, added in full_state.parameters.items():
-            # Private: with the first, `safe_get_full_grad` calls the second, whatever stands in `parameter.grad`.
+            # With the first, `safe_get_full_grad` calls the second, whatever stands in `parameter.grad`.
             added._hp_grad, added.get_full_hp_grad = True, partial(full_state.gradient, name)
+            added.get_full_hp_param = partial(full_state.read, name)
+            added.set_full_hp_param = partial(full_state.write, name)
+            added.set_full_hp_grad = partial(full_state.refuse_gradient, name)
 
     def _start_training(self, **of_stage: Any) -> None:
-        """Replaces DeepSpeed's host buffers by the arena and starts the worker.
-
-        Args:
-            **of_stage: what `RankPart` has besides.
-        """
-        trained = [list(filter(is_optimized_parameter, of_group)) for of_group in self.groups.users]
+        """Replaces DeepSpeed's host buffers by the arena and starts the worker; `of_stage` is what `RankPart` has besides."""
+        trained = [list(filter(is_optimized_parameter, of_group)) for of_group in self.users.params]
         groups = [{self.param_names[p]: p for p in of_group} for of_group in trained]
         parameters = {name: p for group in groups for name, p in group.items()}
         shapes = {name: whole_shape(p) for name, p in parameters.items()}
@@ -122,7 +123,7 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
         """Refuses training while memory is away, and behind a further parameter group."""
         if self.sleep.away:
             self.sleep.refuse()
-        if len(self.optimizer.param_groups) > len(self.groups.users):
+        if len(self.optimizer.param_groups) > len(self.users.params):
             self.add_param_group({})
 
     def refuse_other_backward(self) -> None:
@@ -144,7 +145,7 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
         """See `Engine`."""
 
     def refuse_moved(self) -> None:
-        """Refuses weights that are not in the flat buffers any more, where updates reach them; pieces are moved by DeepSpeed only."""
+        """Refuses weights that have left the flat buffers, where updates reach them. Pieces are moved by DeepSpeed only."""
 
     @property
     @abstractmethod
@@ -153,12 +154,12 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
 
     @property
     def saved_layouts(self) -> Sequence[Layout]:
-        """The same in checkpoints, which have DeepSpeed's."""
+        """The same in checkpoints: DeepSpeed's."""
         return self.layouts
 
     def reserve(self, disk: DiskCopies) -> None:
-        """`SavedState.reserve`."""
-        self.saved.reserve(disk, self.layouts, self.saved_layouts)
+        """`ReorderedStates.reserve`."""
+        self.reordered.reserve(disk, self.layouts, self.saved_layouts)
 
     def flush(self) -> None:
         """`Training.flush`, after which DeepSpeed's checkpoint code reads the exact state."""
@@ -171,7 +172,7 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
 
     @override
     def report_ipg_memory_usage(self, *_: Any, **__: Any) -> None:
-        """Nothing: DeepSpeed's reports are switched off, and it writes their text for each gradient all the same."""
+        """Nothing: DeepSpeed formats this report for each gradient, also where reports are switched off."""
 
     @override
     def exit_backward(self) -> None:
@@ -181,13 +182,7 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """One optimizer step (`Training.step`), and the bookkeeping that DeepSpeed and torch expect of it. Without gradients since the last
-        one, nothing.
-
-        Raises:
-            MisconfigurationException: there is a closure, or the memory of a weight was replaced; and as of `Training.step`.
-            WorkerError: training has ended.
-        """
+        """One optimizer step (`Training.step`), and the bookkeeping that DeepSpeed and torch expect of it."""
         if closure is not None:
             raise MisconfigurationException(
                 "optimizer.step must have no closure where the optimizer is DeepSpeed's own, got one: take `self.optimizers()`"
@@ -229,11 +224,7 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
 
     @property
     def state(self) -> Any:
-        """The state of the user's optimizer, when training has ended.
-
-        Raises:
-            MisconfigurationException: in training, when the worker has it.
-        """
+        """The state of the user's optimizer, when training has ended; in training, when the worker has it, MisconfigurationException."""
         if not self.training.closed:
             raise MisconfigurationException(
                 "ZenFlowStrategy: optimizer.state must not be used in training, when the worker has AdamW's moments: read and replace them"
@@ -245,7 +236,7 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As DeepSpeed's, and drops the gradients that no step has used."""
         if self._is_behind_step:
-            # DeepSpeed's engine calls it behind each step. Under torch gradients stay until the user's code removes them.
+            # By DeepSpeed's engine. Under torch gradients stay until the user's code removes them.
             self._is_behind_step = False
             return
         self.training.drop_gradients()
@@ -267,9 +258,6 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
             device: the CPU.
             pin_memory: whether the host memory is page-locked.
             non_blocking: has no effect: memory is free when the call returns.
-
-        Raises:
-            MisconfigurationException: a step has all of its gradients and has not been done.
         """
         if not self.sleep.away:
             self.refuse_moved()
@@ -280,10 +268,7 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
 
     @override
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Ends `offload_states`; training goes on as behind a flush. Where the device has no room, the call can be repeated.
-
-        `non_blocking` has no effect.
-        """
+        """Ends `offload_states` (`Sleep.wake`); `non_blocking` has no effect."""
         super().reload_states()
         self.sleep.wake()
 
@@ -291,8 +276,11 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's state with exact master weights and moments, and what else continues this run bit for bit."""
         self.flush()
-        with self.groups.as_deepspeeds():
-            return self.saved.complete(super().state_dict(), self.state_key)
+        with self.users.as_deepspeeds():
+            state: dict[str, Any] = super().state_dict()
+            state[self.state_key] = self.training.host_state.as_saved(state[self.state_key], self.reordered.copies)
+            state[CHECKPOINT_KEY] = self.training.state_dict()
+            return state
 
     @override
     def load_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -304,10 +292,12 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
         )
 
     def load_partitions(self, saved: Mapping[str, Any], *, optimizer_states: bool) -> None:
-        """Continues from this rank's state in a folder, right after a flush; all ranks call it together.
+        """Continues from this rank's state in a folder, right after a flush; all ranks call it together. Behind a state of another
+        configuration or of other ranks, nothing is device-owned until the first step has selected columns.
 
         Args:
-            saved: as of `SavedState.load`, and "attributes" of DeepSpeed's optimizer.
+            saved: "attributes" of DeepSpeed's optimizer; "partitions": for each flat partition master weights and moments,
+                [partition_numel], any type; what else `Training.load` has.
             optimizer_states: whether the optimizer's state is loaded, and not only weights.
         """
         attributes = saved["attributes"]
@@ -315,7 +305,8 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
             # One that is fixed is that of the configuration; another precision has another one.
             if "loss_scale" not in name or (attributes["loss_scaler"].dynamic and self.loss_scaler.dynamic):
                 setattr(self, name, value)
-        self.saved.load(saved, optimizer_states=optimizer_states)
+        self.training.host_state.load(saved["partitions"], moments=optimizer_states)
+        self.training.continue_from(saved if optimizer_states else None)
 
     def reset_master_from_model(self) -> None:
         """Makes the model's weights, loaded from elsewhere right after a flush, the master weights; moments stay."""
@@ -328,15 +319,15 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Context in which DeepSpeed saves the exact state, behind `reserve`; entered and left by all ranks together."""
-        self.saved.gather(self.layouts, self.saved_layouts)
+        self.reordered.gather(self.layouts, self.saved_layouts)
         try:
             yield
         finally:
-            self.saved.copies = None
+            self.reordered.copies = None
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Context in which a state is loaded, entered and left by all ranks together; not while weights have left the device."""
+        """Context of a load, entered and left by all ranks together; not while weights have left the device."""
         self.sleep.refuse()
         try:
             yield
@@ -361,7 +352,7 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
         if not training.closed:
             training.end()
         if not self._destroyed:
-            self.groups.leave()
+            self.users.leave()
             self._destroyed = True
             super().destroy()
             # The strategy outlives the training, and a module refers to it.

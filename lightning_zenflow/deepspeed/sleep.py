@@ -11,16 +11,13 @@ from torch import Tensor, UntypedStorage
 
 from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.deepspeed.parameters import is_divided
+from lightning_zenflow.deepspeed.users_module import is_divided
 from lightning_zenflow.training import Training
 
 
 class Sleep:
     """Memory of one training that has left the device. Storages stay, without memory: all views of them, which DeepSpeed and the components
-    of the step hold, are valid again when the storages have memory again, at other addresses. An interrupted `begin` is undone by `wake`.
-
-    Args:
-        training: the training.
+    of the step hold, are valid again when the storages have memory again, at other addresses. `wake` also undoes an interrupted `begin`.
 
     Attributes:
         away: what has left.
@@ -35,17 +32,7 @@ class Sleep:
         self._undo: list[Callable[[], None]] = []
 
     def begin(self, include: Iterable[OffloadStateTypeEnum] | None) -> set[OffloadStateTypeEnum]:
-        """Flushes, and refuses training until `wake`; all ranks call it together.
-
-        Args:
-            include: as of DeepSpeed's `offload_states`.
-
-        Returns:
-            What leaves the device now.
-
-        Raises:
-            MisconfigurationException: a step has all of its gradients and has not been done.
-        """
+        """Flushes, and refuses training until `wake`; returns what of `include` leaves the device now. All ranks call it together."""
         steps = self._training.steps
         if steps.is_complete and not steps.was_interrupted:
             raise MisconfigurationException(
@@ -59,14 +46,12 @@ class Sleep:
         return new
 
     def release(self, new: set[OffloadStateTypeEnum], parameters: Iterable[Any], *, pin_memory: bool) -> None:
-        """Frees the memory of what leaves, behind DeepSpeed's own part.
-
-        Weights, frozen ones included, are in host memory then (under stage 3 the pieces) and can be read and written there. Master weights
-        and moments always are. Buffers of the module stay on the device, and what has the size of a row or a column.
+        """Frees the memory of what leaves, behind DeepSpeed's own part. All weights, under stage 3 all pieces, are in host memory then, and
+        can be read and written there. Buffers of the module stay on the device, and what has the size of a row or a column.
 
         Args:
-            new: result of `begin`; "lp_params": weights and the state of device-owned columns. Sums over micro-batches leave with any.
-            parameters: of the module.
+            new: result of `begin`.
+            parameters: all of the module.
             pin_memory: whether the host memory is page-locked.
         """
         parts = self._training.parts
@@ -86,7 +71,7 @@ class Sleep:
         get_accelerator().empty_cache()
 
     def wake(self) -> None:
-        """Ends it, behind DeepSpeed's own part; training goes on as behind a flush. Where the device has no room, this can be repeated."""
+        """Ends it, behind DeepSpeed's own part; training goes on as behind a flush. If the device has no room, it can be called again."""
         for storage, copy in self._storages.values():
             storage.resize_(copy.nbytes)
             storage.copy_(copy.untyped_storage())

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import deepspeed.comm as dist
@@ -21,7 +20,6 @@ from lightning_zenflow.deepspeed.flat_buffers import Layout, balanced_order
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.users_objects import refuse_features
 from lightning_zenflow.offload.host_state import MOMENTS
-from lightning_zenflow.training import Training
 
 
 class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no type information
@@ -48,19 +46,12 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
     nccl_start_alignment_factor: int
     allgather_bucket_size: int
 
-    def __init__(self, *args: Any, training: Training, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._is_round_robin = bool(kwargs.get("round_robin_gradients", False))
         # The order of the flat buffers is that of `_round_robin_reorder`.
-        super().__init__(*args, training=training, **{**kwargs, "round_robin_gradients": True})
+        super().__init__(*args, **{**kwargs, "round_robin_gradients": True})
         # Private: DeepSpeed links the moments to the parameters after its own first step; ours exist already.
         self._lazy_init_hp_params_optimizer_state()
-        # Private: what `deepspeed.utils.safe_get_full_fp32_param` and the like call. DeepSpeed's read views of the arena, which may be some
-        # updates behind, and become None when the optimizer is destroyed.
-        full_state = training.full_state
-        for name, added in full_state.parameters.items():
-            added.get_full_hp_param = partial(full_state.read, name)
-            added.set_full_hp_param = partial(full_state.write, name)
-            added.set_full_hp_grad = partial(full_state.refuse_gradient, name)
 
     @override
     def _round_robin_reorder(
@@ -109,10 +100,7 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
 
     @override
     def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
-        """Reduces a bucket, and orders what fills it again, on whatever stream, behind the copies of its gradients to the host.
-
-        A gradient that is too large for a bucket has memory of its own, which its copies keep.
-        """
+        """Reduces a bucket, and orders what fills it again, on whatever stream, behind the copies of its gradients to the host."""
         rank = self.training.parts.rank
         runtime, d2h = runtime_of(rank.device), rank.d2h
         if self.overlap_comm and self.reduction_stream is not None:
@@ -175,7 +163,7 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        state, copies = super().state_dict(), self.saved.copies
+        state, copies = super().state_dict(), self.reordered.copies
         if copies is not None and len(copies[0]) > len(MOMENTS):
             # Private: cuts off the padding.
             masters = self._get_groups_without_padding([masters for masters, *_ in copies])
@@ -217,7 +205,7 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         return self._layouts_of(self._plain_groups())
 
     def _layouts_of(self, groups: Sequence[Sequence[Tensor]]) -> list[Layout]:
-        """Layout of each parameter group, if its flat buffer has the parameters in the order of `groups`."""
+        """Layout of each parameter group, with the parameters in the order of `groups`."""
         return [
             Layout.of_partitions({self.param_names[p]: p.numel() for p in g}, [0] * len(g), partition_numel=numel)
             for g, numel in zip(groups, self.partition_size, strict=True)

@@ -23,7 +23,7 @@ from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.deepspeed.fetch import FetchCoordinator, Fetched, Offload, Piece
 from lightning_zenflow.deepspeed.flat_buffers import Layout
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.removal import in_pieces
+from lightning_zenflow.deepspeed.users_module import in_pieces
 from lightning_zenflow.deepspeed.users_objects import check_inputs_of_leaf_modules, refuse_features_of_stage_3
 
 _REDUCE_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
@@ -39,11 +39,12 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
     """ZeRO stage 3 under ZenFlow: each rank has a piece of every parameter, and its optimizer state.
 
     DeepSpeed gathers the weights of a module before it runs and drops them after it. What is published goes to the rank's pieces, so no
-    gather ends a step; parameters that DeepSpeed keeps gathered, because they are small, are gathered again.
+    gather ends a step; small parameters, which DeepSpeed keeps gathered, are gathered again. With `offload_param` the pieces are in host
+    memory: in the arena, where the worker writes them and DeepSpeed fetches them, behind the worker's answers (`Piece`). When training
+    ends the pieces move to memory of their own.
 
-    With `offload_param` the pieces are in host memory: in the arena, where the worker writes them and DeepSpeed fetches them
-    (`JobsInFlight`). The worker's answers are awaited there (`Piece`), not at the end of a step. When training ends the pieces move to
-    memory of their own.
+    Private: DeepSpeed's constructor calls `initialize_ds_offload`, `_create_param_groups_fp16_flat_cpu_memory` (with `offload_param`),
+    `_setup_for_real_optimizer` and `create_reduce_and_remove_grad_hooks`, in this order.
     """
 
     namespace = stage3_module
@@ -76,11 +77,16 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
         return Offload(**options)
 
     @override
-    def _setup_for_real_optimizer(self) -> None:
-        """Makes the state, without DeepSpeed's buffers for gradients in host memory: 4 and 2 bytes a parameter.
+    def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
+        """Makes the memory to which each group's pieces move first; not page-locked, since torch would keep it when they move on."""
+        self.param_groups_fp16_flat_cpu_memory = [
+            torch.empty(sum(p.partition_numel() for p in group["params"]), dtype=self.dtype, device="cpu")
+            for group in self.trainable_param_groups
+        ]
 
-        Private: what DeepSpeed's constructor calls behind the division of the parameters.
-        """
+    @override
+    def _setup_for_real_optimizer(self) -> None:
+        """Makes the state, without DeepSpeed's buffers for gradients in host memory: 4 and 2 bytes a parameter."""
         refuse_features_of_stage_3(self)
         # Private: copies the weights to `fp32_partitioned_groups_flat`.
         self._create_fp32_partitions()
@@ -110,21 +116,8 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
             bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=self.training.parts.rank.device)
 
     @override
-    def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
-        """Makes the memory to which each group's pieces move first; not page-locked, since torch would keep it when they move on.
-
-        Private: what DeepSpeed's constructor calls with `offload_param`.
-        """
-        self.param_groups_fp16_flat_cpu_memory = [
-            torch.empty(sum(p.partition_numel() for p in group["params"]), dtype=self.dtype, device="cpu")
-            for group in self.trainable_param_groups
-        ]
-
-    @override
     def _create_fp32_partitions(self) -> None:
-        """Makes the flat partitions that the optimizer has as parameters; with `offload_param` they are the weights until `HostState`
-        copies them to the arena, where DeepSpeed would make two copies in float32.
-        """
+        """With `offload_param` the flat partitions are the weights until `HostState` copies them to the arena, and no copies in float32."""
         if not self.offload_param:
             super()._create_fp32_partitions()
             return
@@ -132,15 +125,19 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
         for group in self.optimizer.param_groups:
             group["params"] = []
 
+    @override
+    def create_reduce_and_remove_grad_hooks(self) -> None:
+        """As DeepSpeed's, and what it does not check."""
+        super().create_reduce_and_remove_grad_hooks()
+        # Private: DeepSpeed's list of those that `destroy` removes.
+        self._leaf_module_hooks += check_inputs_of_leaf_modules(self.module)
+
     def _release_weights(self) -> None:
         """Frees DeepSpeed's copy of the weights in host memory."""
         self._use_memory_of([_without_memory(flat) for flat in self.fp16_partitioned_groups_flat])
 
     def _page_lock_frozen(self) -> None:
-        """Makes the pieces of parameters that are never trained as fast to fetch as the others, in memory of their own.
-
-        One after the other, so that they take no more memory than before, when the host's free memory was checked.
-        """
+        """Page-locks the pieces of parameters that are never trained, one after the other: the host's free memory has been checked."""
         arena, trained = self.training.parts.rank.arena, self.training.full_state.names
         for parameter in self.module.parameters():
             if parameter not in trained and parameter.ds_tensor.device.type == "cpu":
@@ -167,7 +164,7 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
         return index is None or self.training.parts.jobs.is_written(index)
 
     def _use_memory_of(self, flats: Sequence[Tensor]) -> None:
-        """Makes other memory that of this rank's pieces; drops the one before, DeepSpeed's."""
+        """Makes this the memory of the rank's pieces; drops the one before."""
         self.fp16_partitioned_groups_flat = [flat.detach() for flat in flats]
         # Private: DeepSpeed's flat copy in host memory of each parameter group.
         self.param_groups_fp16_flat_cpu_memory = []
@@ -201,15 +198,6 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
                 parameter.data = parameter.data.clone()
 
     @override
-    def create_reduce_and_remove_grad_hooks(self) -> None:
-        """As DeepSpeed's, and what it does not check.
-
-        Private: what DeepSpeed's constructor calls to register hooks, and its list of those that `destroy` removes.
-        """
-        super().create_reduce_and_remove_grad_hooks()
-        self._leaf_module_hooks += check_inputs_of_leaf_modules(self.module)
-
-    @override
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Tensor]) -> None:
         """Routes this rank's pieces of reduced gradients, on the stream of the reduction, before their bucket is reused."""
         rank, last = self.training.parts.rank, self.is_gradient_accumulation_boundary()
@@ -230,8 +218,8 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
                 # One that is too large for the bucket was allocated on the training stream.
                 runtime.keep_for(runtime.current_stream(), parameter.grad)
             parameter.grad = None
-        # The pieces may lie in the bucket, which is filled again on this stream alone, or be freed for it to use again. DeepSpeed makes the
-        # host wait for it two buckets later, which bounds the memory of gradients on their way. The training stream does not wait.
+        # The pieces may lie in the bucket, which is filled again on this stream, or be freed for it to use again. DeepSpeed makes the host
+        # wait for it two buckets later, which bounds the memory of gradients on their way. The training stream does not wait.
         rank.d2h.join()
 
     @override
@@ -255,8 +243,8 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
 
     @property
     def fetches(self) -> Stream | None:
-        """Stream on which DeepSpeed gathers weights; None where the device does not run behind the host. Writes to the pieces are ordered
-        behind fetches that no module has waited for, which a wrong prediction may leave.
+        """Stream on which DeepSpeed gathers weights; None where the device does not run behind the host. After a wrong prediction there may
+        be fetches that no module has waited for: writes to the pieces are ordered behind them.
         """
         # Private.
         stream: Stream | None = self.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
@@ -268,10 +256,9 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
 
     @override
     def gather_weights(self) -> None:
-        """Drops gathered weights of before, gathers those anew that stay gathered, and orders later fetches behind the new ones.
-
-        DeepSpeed's stream of fetches never waits for the training stream: its own step makes the host wait for the device. One rank uses
-        its pieces in place. Those in host memory are gathered where they are used next, since the worker may not have written them.
+        """Drops gathered weights, gathers those anew that stay gathered, and orders later fetches behind the new weights: DeepSpeed's
+        stream of fetches never waits for the training stream, since its own step makes the host wait for the device. One rank uses its
+        pieces in place. Those in host memory are gathered where they are used next, since the worker may not have written them.
         """
         if self.training.closed:
             return
@@ -311,8 +298,8 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
 
     @contextmanager
     def _gathered_afterwards(self) -> Iterator[None]:
-        """Context in which DeepSpeed saves or loads, which may fail on some ranks only: the weights that stay gathered are gathered again
-        at its end, which all ranks reach.
+        """Context of a save or a load, which may fail on some ranks only: the weights that stay gathered are gathered again at its end,
+        which all ranks reach.
         """
         self._gathers_afterwards = True
         try:
@@ -341,27 +328,28 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
             Layout.of_pieces({self.param_names[p]: p.ds_numel for p in g}, n_ranks=n_ranks) for g in self.fp16_groups
         ]
 
-    # What DeepSpeed's functions call for a parameter; None is the answer for one that was frozen at setup. Otherwise as `FullState`.
+    # What DeepSpeed's functions call for a parameter.
+
+    def _of(self, param: Any, method: Callable[..., Tensor | None], *args: Any) -> Tensor | None:
+        """A method of `FullState`; None, DeepSpeed's answer, for a parameter that was frozen at setup."""
+        name = self.training.full_state.names.get(param)
+        return None if name is None else method(name, *args)
 
     @override
     def get_full_hp_param(self, param: Any, optim_state_key: str | None = None) -> Tensor | None:
-        name = self.training.full_state.names.get(param)
-        return None if name is None else self.training.full_state.read(name, optim_state_key)
+        return self._of(param, self.training.full_state.read, optim_state_key)
 
     @override
     def set_full_hp_param(self, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
-        if (name := self.training.full_state.names.get(param)) is not None:
-            self.training.full_state.write(name, value, optim_state_key)
+        self._of(param, self.training.full_state.write, value, optim_state_key)
 
     @override
     def get_fp32_grad_for_param(self, param: Any) -> Tensor | None:
-        name = self.training.full_state.names.get(param)
-        return None if name is None else self.training.full_state.gradient(name)
+        return self._of(param, self.training.full_state.gradient)
 
     @override
     def set_fp32_grad_for_param(self, value: Tensor, param: Any) -> None:
-        if (name := self.training.full_state.names.get(param)) is not None:
-            self.training.full_state.refuse_gradient(name, value)
+        self._of(param, self.training.full_state.refuse_gradient, value)
 
     set_local_grad_for_param = set_fp32_grad_for_param
 

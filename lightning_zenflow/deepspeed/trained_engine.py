@@ -16,9 +16,9 @@ from lightning_zenflow.deepspeed.config import Settings, of_one_training, set_bu
 from lightning_zenflow.deepspeed.construction import in_place_of_deepspeeds
 from lightning_zenflow.deepspeed.environment import Strategy, restore_types
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.removal import Released, make_whole, pickled_as_before, release
 from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
+from lightning_zenflow.deepspeed.users_module import Released, make_whole, pickled_as_before, release
 from lightning_zenflow.deepspeed.users_objects import UsersOptimizer
 from lightning_zenflow.offload.build import rank_resources
 from lightning_zenflow.training import Training
@@ -63,16 +63,16 @@ class TrainedEngine:
     ) -> None:
         self.zenflow, device = of_one_training(settings.zenflow), strategy.root_device
         self.released: list[Released] = []
-        self._users_optimizer = None if optimizer is None else UsersOptimizer(optimizer)
         frozen: dict[str, Tensor] = {}
         if optimizer is not None:
             named = {id(p): (name, p) for name, p in model.named_parameters()}
             optimized = [[named[id(p)] for p in group["params"]] for group in optimizer.param_groups]
             frozen = {name: p for of_group in optimized for name, p in of_group if not p.requires_grad}
             self.order = [[name for name, _ in of_group] for of_group in optimized]
+        self._users = None if optimizer is None else UsersOptimizer(optimizer)
         with ExitStack() as undo:
-            if self._users_optimizer is not None:
-                undo.callback(self._users_optimizer.give_back, has_trained=False)
+            if self._users is not None:
+                undo.callback(self._users.give_back, has_trained=False)
             resources = rank_resources(
                 self.zenflow,
                 device,
@@ -84,14 +84,13 @@ class TrainedEngine:
             if device.type == "cpu":
                 self.ending.callback(threads.begin())
                 torch.set_num_threads(min(resources.cores.trainer_threads, torch.get_num_threads()))
-            for group in [] if optimizer is None else optimizer.param_groups:
-                # DeepSpeed takes the type of the first one for that of the training, and drops frozen ones, such as quantised weights.
-                group["params"].sort(key=lambda p: not p.requires_grad)
             if settings.chooses_buckets:
                 set_bucket_size(strategy.config or {}, model)
             kind: type[ZenFlowOptimizer] = ZenFlowZero3Optimizer if strategy.zero_stage_3 else ZenFlowZeroOptimizer
             self.training = Training(self.zenflow, resources, calls, frozen)
-            with in_place_of_deepspeeds(kind, partial(kind, training=self.training), model) as optimizers:
+            with in_place_of_deepspeeds(
+                kind, partial(kind, training=self.training, users=self._users), model
+            ) as optimizers:
                 self.engine = build()
             undo.pop_all()
         self.optimizer: ZenFlowOptimizer = optimizers[0]
@@ -108,10 +107,10 @@ class TrainedEngine:
 
     def give_back(self) -> None:
         """Gives the user's optimizer back, behind the end of the worker; saves go on with what it had in training."""
-        users, self._users_optimizer = self._users_optimizer, None
+        users, self._users = self._users, None
         if users is not None:
-            has_trained = self.training.steps.number > 0
-            self.optimizer.optimizer = self.optimizer.groups.optimizer = users.give_back(has_trained=has_trained)
+            users.give_back(has_trained=self.training.steps.number > 0)
+            self.optimizer.optimizer = users.optimizer
 
     def drop_state(self) -> None:
         """Frees the optimizer's state when nothing saves it any more."""

@@ -1,10 +1,12 @@
-"""What the user gives, module, callbacks and optimizer: checks that ZenFlow and DeepSpeed can train it, each of which raises
-`MisconfigurationException`, and says why; and the optimizer's groups and state before and after the training.
+"""What the user gives: the optimizer, before, in and after a training; and checks of optimizer, module, Trainer and DeepSpeed's features,
+each of which raises `MisconfigurationException` where ZenFlow or DeepSpeed cannot train.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from types import ModuleType
 from typing import Any
 from weakref import WeakSet
@@ -22,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.step_inputs import name_of, place_of, read_hyperparameters
-from lightning_zenflow.deepspeed.parameters import is_in_pieces, whole_shape
+from lightning_zenflow.deepspeed.users_module import is_in_pieces, whole_shape
 
 _SUPPORTED: tuple[type[Optimizer], ...] = (torch.optim.AdamW, torch.optim.Adam, DeepSpeedCPUAdam, FusedAdam)
 
@@ -39,29 +41,73 @@ _trained: "WeakSet[Optimizer]" = WeakSet()
 
 
 class UsersOptimizer:
-    """The user's optimizer, which has DeepSpeed's state while it trains, and its own order of parameters and no state before and after.
+    """The user's optimizer. In training its groups have the module's parameters, and in `as_deepspeeds` DeepSpeed's flat partitions, the
+    keys of the state. After training they have the parameters in the user's order again, and there is no state.
 
     Args:
         optimizer: before DeepSpeed's set-up.
+
+    Attributes:
+        given: the optimizer.
+        optimizer: the same; behind `give_back` another one, with the groups and the state of the training, which saves read.
+        params: parameters of the module in each group, frozen ones last.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         if optimizer.state or optimizer in _trained:
             rank_zero_warn(NEW_MOMENTS)
-        self._optimizer = optimizer
-        self._params = [list(group["params"]) for group in optimizer.param_groups]
+        self.given = self.optimizer = optimizer
+        self._order, self._is_read = self._present(), False
+        for group in optimizer.param_groups:
+            # DeepSpeed takes the type of the first one for that of the training, and drops frozen ones, such as quantised weights.
+            group["params"].sort(key=lambda p: not p.requires_grad)
+        self.params = self._present()
 
-    def give_back(self, *, has_trained: bool) -> Optimizer:
-        """Ends the training, in which there was a step or not; returns another optimizer that has what saves read, groups and state."""
-        users = self._optimizer
-        in_saves = _InSaves([dict(group) for group in users.param_groups], users.defaults)
-        in_saves.state = users.state
-        for group, params in zip(users.param_groups, self._params, strict=True):
+    def take(self) -> None:
+        """Gives the groups the module's parameters, behind DeepSpeed's set-up."""
+        self._deepspeeds = self._present()
+        self._set(self.params)
+        self._reading = self.optimizer.register_state_dict_pre_hook(self._refuse_reading)
+
+    @contextmanager
+    def as_deepspeeds(self) -> Iterator[None]:
+        """Context in which the groups have DeepSpeed's flat partitions, the keys of the state, and the state may be read."""
+        self._is_read = True
+        self._set(self._deepspeeds)
+        try:
+            yield
+        finally:
+            self._set(self.params)
+            self._is_read = False
+
+    def leave(self) -> None:
+        """Ends the training of DeepSpeed's optimizer, which knows nothing of groups that the user has added in it."""
+        self._reading.remove()
+        del self.optimizer.param_groups[len(self.params) :]
+
+    def give_back(self, *, has_trained: bool) -> None:
+        """Gives the user's optimizer back, with a step of it or without."""
+        self.optimizer = _InSaves([dict(group) for group in self.given.param_groups], self.given.defaults)
+        self.optimizer.state = self.given.state
+        for group, params in zip(self.given.param_groups, self._order, strict=True):
             group["params"] = params
-        users.state = defaultdict(dict)
+        self.given.state = defaultdict(dict)
         if has_trained:
-            _trained.add(users)
-        return in_saves
+            _trained.add(self.given)
+
+    def _present(self) -> list[list[Tensor]]:
+        return [list(group["params"]) for group in self.optimizer.param_groups]
+
+    def _set(self, of_groups: Sequence[Sequence[Tensor]]) -> None:
+        for group, params in zip(self.optimizer.param_groups, of_groups, strict=True):
+            group["params"] = list(params)
+
+    def _refuse_reading(self, _: Optimizer) -> None:
+        if not self._is_read:
+            raise MisconfigurationException(
+                "ZenFlowStrategy: state_dict of the optimizer from configure_optimizers must not be called in training, when the worker has"
+                " AdamW's moments: save a checkpoint, or read them with `deepspeed.utils.safe_get_full_optimizer_state`"
+            )
 
 
 class _InSaves(Optimizer):
@@ -69,14 +115,10 @@ class _InSaves(Optimizer):
 
 
 def validate_optimizer(optimizer: Optimizer, module: Module) -> None:
-    """Accepts exactly the classes whose update ZenFlow implements. Subclasses are refused, since they may compute another update.
-
-    Args:
-        optimizer: from `configure_optimizers`.
-        module: the model that it trains.
+    """Accepts exactly the classes whose update ZenFlow implements; subclasses may compute another one.
 
     Raises:
-        MisconfigurationException: its class, an option of a parameter group or a parameter is not supported.
+        MisconfigurationException: the class, an option of a parameter group or a parameter is not supported.
         ValueError: a hyperparameter is out of range.
     """
     kind = type(optimizer)
@@ -123,9 +165,6 @@ def configured(module: pl.LightningModule, lightning: ModuleType, *, in_config: 
         module: the user's.
         lightning: the Trainer's package.
         in_config: whether the DeepSpeed configuration has a scheduler.
-
-    Raises:
-        MisconfigurationException: there is no optimizer, or there are several, or it is not supported.
     """
     # Private: calls the user's method.
     made = lightning.core.optimizer
@@ -148,11 +187,8 @@ def configured(module: pl.LightningModule, lightning: ModuleType, *, in_config: 
 
 
 def refuse_features(zero_optimizer: Any, of_stage: Mapping[str, bool]) -> None:
-    """Refuses features that only DeepSpeed's engine knows of; the rules of the configuration have been applied before.
-
-    Args:
-        zero_optimizer: DeepSpeed's.
-        of_stage: whether a feature is present, by its name, of those for which the stages of ZeRO have names of their own.
+    """Refuses features that only DeepSpeed's engine knows of, behind the rules of the configuration. Those in `of_stage` have names of the
+    stage's own: by the feature, whether it is present.
     """
     features = {
         **of_stage,
@@ -167,40 +203,32 @@ def refuse_features(zero_optimizer: Any, of_stage: Mapping[str, bool]) -> None:
 
 
 def refuse_unsupported_trainer(trainer: Any, lightning: ModuleType, *, in_pieces: bool) -> None:
-    """Refuses an option of the Trainer, or a callback that cannot work with a DeepSpeed optimizer, before it changes the model.
+    """Refuses callbacks that cannot work with a DeepSpeed optimizer, before they change the model.
 
     Args:
         trainer: the Trainer.
         lightning: its package.
-        in_pieces: whether each rank will have only its pieces of the weights (stage 3).
+        in_pieces: whether it is stage 3.
     """
-    if (algorithm := trainer.gradient_clip_algorithm) not in (None, "norm"):
-        raise MisconfigurationException(
-            f"ZenFlowStrategy: gradient_clip_algorithm must be 'norm', got {str(algorithm.value)!r}, which is not implemented"
-        )
     kinds = lightning.callbacks
-    for callback in trainer.callbacks:
-        absent = f"{type(callback).__name__} must be absent"
-        refused = {
-            kinds.LearningRateFinder: (
-                "LearningRateFinder and `Tuner.lr_find` put a scheduler of their own on a torch optimizer, which DeepSpeed's is not: find"
-                " the learning rate with another strategy and a model that fits, such as Trainer(strategy='auto')"
-            ),
-            kinds.BaseFinetuning: (
-                f"{absent}: it adds parameter groups in mid-run, and the ranks divide all of them at set-up; give"
-                " `configure_optimizers` all parameters, and set their `requires_grad` in `on_train_epoch_start`"
-            ),
-            kinds.StochasticWeightAveraging: (
-                f"{absent}: it replaces the weights of a torch optimizer; use `WeightAveraging`"
-            ),
-        }
-        if in_pieces:
-            refused[kinds.WeightAveraging] = (
-                f"{absent} with stage=3: it averages whole weights, and each rank has only its pieces; use stage=2"
-            )
-        for kind, reason in refused.items():
-            if isinstance(callback, kind):
-                raise MisconfigurationException(f"ZenFlowStrategy: {reason}")
+    refused = {
+        kinds.LearningRateFinder: (
+            ", and `Tuner.lr_find` not be called: they put a scheduler of their own on a torch optimizer, which DeepSpeed's is not; find"
+            " the learning rate with another strategy and a model that fits, such as Trainer(strategy='auto')"
+        ),
+        kinds.BaseFinetuning: (
+            ": it adds parameter groups in mid-run, and the ranks divide all of them at set-up; give `configure_optimizers` all parameters,"
+            " and set their `requires_grad` in `on_train_epoch_start`"
+        ),
+        kinds.StochasticWeightAveraging: ": it replaces the weights of a torch optimizer; use `WeightAveraging`",
+    }
+    if in_pieces:
+        refused[kinds.WeightAveraging] = (
+            " with stage=3: it averages whole weights, and each rank has only its pieces; use stage=2"
+        )
+    for callback, (kind, reason) in product(trainer.callbacks, refused.items()):
+        if isinstance(callback, kind):
+            raise MisconfigurationException(f"ZenFlowStrategy: {type(callback).__name__} must be absent{reason}")
 
 
 def refuse_unsupported_module(module: Module) -> None:
@@ -258,9 +286,8 @@ def refuse_features_of_stage_3(zero_optimizer: Any) -> None:
 
 
 def check_inputs_of_leaf_modules(module: Module) -> list[RemovableHandle]:
-    """Hooks that refuse inputs of leaf modules (`set_z3_leaf_modules`) with which DeepSpeed would take gradients before they are computed.
-
-    It takes them when those of the positional arguments are there; torch calls its hook at once where none of these needs one.
+    """Hooks that refuse inputs of leaf modules (`set_z3_leaf_modules`) with which DeepSpeed would take gradients before they are computed:
+    torch calls DeepSpeed's hook for the gradients of the positional arguments at once where none of these needs one.
     """
     leaves = ((name, part) for name, part in module.named_modules() if z3_leaf_module(part))
     return [part.register_forward_pre_hook(partial(_refuse_input_without_gradient, name)) for name, part in leaves]

@@ -43,6 +43,11 @@ class RankPart:
     group: dist.ProcessGroup | None
     """Data-parallel ranks; None: this one alone, without `torch.distributed`."""
 
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Those of all groups."""
+        return {name: p for group in self.groups for name, p in group.items()}
+
 
 class Engine(Protocol):
     """What a training asks of the optimizer around it."""

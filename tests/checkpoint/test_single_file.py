@@ -24,7 +24,7 @@ from harness import EVERYTHING, Case, fit, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.checkpoint.files import CheckpointError
 from lightning_zenflow.checkpoint.single_file import FILE_KEY
-from lightning_zenflow.deepspeed.flat_buffers import DiskCopies
+from lightning_zenflow.core.saved_tensors import DiskCopies
 from models import LinearLossModule
 from networks import SmallNet
 from same_bits import assert_same_tensors

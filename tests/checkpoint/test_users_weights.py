@@ -21,7 +21,7 @@ from typing_extensions import override
 from callbacks import At
 from harness import fit, make_trainer, weights_of
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.deepspeed.parameters import whole_shape
+from lightning_zenflow.deepspeed.users_module import whole_shape
 from models import LinearLossModule
 from networks import Perceptron, SmallNet
 from side_by_side import LATE

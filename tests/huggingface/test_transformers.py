@@ -29,7 +29,7 @@ from transformers import (
 
 import sft
 from accelerate_loops import EXACT, LATE, Net, new_process
-from lightning_zenflow.deepspeed.parameters import is_in_pieces
+from lightning_zenflow.deepspeed.users_module import is_in_pieces
 from lightning_zenflow.transformers import ZenFlowTrainer
 from rank_processes import free_port
 from same_bits import assert_same_tensors

@@ -31,8 +31,8 @@ from fabric_runs import launch, set_up, train_step
 from harness import PLACES, Case, fit, make_trainer
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.deepspeed.removal import make_whole
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
+from lightning_zenflow.deepspeed.users_module import make_whole
 from lightning_zenflow.deepspeed.users_objects import UsersOptimizer
 from lightning_zenflow.worker.machine import HOST_MEMORY
 from networks import TiedNet
@@ -263,8 +263,8 @@ def test_pieces_stay_where_whole_weights_find_no_room_or_a_rank_is_alone(monkeyp
         n_bytes = sum(p.ds_numel * p.element_size() for p in parameters)
         for together, room in ((False, 2.0), (True, 1.9)):
             with monkeypatch.context() as patch:
-                patch.setattr("lightning_zenflow.deepspeed.removal.dist.get_world_size", lambda *_: 2)
-                patch.setattr("lightning_zenflow.deepspeed.removal.all_agree", bool)
+                patch.setattr("lightning_zenflow.deepspeed.users_module.dist.get_world_size", lambda *_: 2)
+                patch.setattr("lightning_zenflow.deepspeed.users_module.all_agree", bool)
                 patch.setenv(HOST_MEMORY, str(room * n_bytes / 2**30))
                 make_whole(trainer.lightning_module, ranks_on_host=2, together=together)
             looked.append([p.numel() for p in parameters] == before)

@@ -19,7 +19,7 @@ from typing_extensions import override
 from callbacks import After, At
 from harness import Case, fit, make_trainer
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.deepspeed.removal import pickled_as_before
+from lightning_zenflow.deepspeed.users_module import pickled_as_before
 from rank_processes import run_on_ranks
 from same_bits import assert_same_tensors
 

@@ -20,7 +20,7 @@ from callbacks import Act, At
 from fabric_runs import set_up
 from harness import PLACES, Case, fit, snapshot
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.between_steps.written_weights import WrittenWeights
+from lightning_zenflow.between_steps.uses import WrittenWeights
 from models import OneGroup
 from networks import SmallNet
 from rank_processes import run_each

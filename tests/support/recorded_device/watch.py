@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter
 from typing_extensions import override
 
 from lightning_zenflow import ZenFlowStrategy, native
-from lightning_zenflow.between_steps import written_weights
+from lightning_zenflow.between_steps import uses
 from lightning_zenflow.core.device import RUNTIMES
 from lightning_zenflow.deepspeed import environment
 from lightning_zenflow.native import Tentative
@@ -296,7 +296,7 @@ def recorded_device(*, events_are_reached: bool = False, memory_limit: float = m
         # Private: where Lightning, with several ranks, makes the host wait for the device before each batch, which would order everything.
         stack.enter_context(patch.object(_TrainingEpochLoop, "_broadcast_sigterm_tensor", lambda _: None))
         # In first steps the host waits for the device to look for the user's writes, which would order everything.
-        stack.enter_context(patch.object(written_weights, "FOLLOWED", 0))
+        stack.enter_context(patch.object(uses, "FOLLOWED", 0))
         # Private: where torch puts the objects of a collective; with NCCL alone on the rank's GPU.
         stack.enter_context(patch.object(distributed_c10d, "_get_object_coll_device", lambda _=None: str(DEVICE)))
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_zenflow.core.saved_tensors import with_own_storage
+from lightning_zenflow.core.saved_tensors import DiskCopies, with_own_storage
 from lightning_zenflow.deepspeed import flat_buffers
-from lightning_zenflow.deepspeed.flat_buffers import DiskCopies, Layout, balanced_order, runs
+from lightning_zenflow.deepspeed.flat_buffers import Layout, balanced_order, runs
 from processes import open_files
 
 Places = dict[tuple[str, int], tuple[int, int]]

@@ -1,7 +1,9 @@
-"""A module without DeepSpeed: pickled and copied in training as it is without, and after training as it was before, with whole weights in
-memory of its own.
+"""The user's module: its parameters as stage 3 divides them; loaded; after training as it was before, with whole weights in memory of its
+own; and pickled and copied in training as without DeepSpeed.
 
 Private names of DeepSpeed's that are removed: `_OF_MODULES`, `_OF_PARAMETERS`, what begins with `ds_` on parameters, and hooks.
+Those of a divided parameter: `ds_shape` (of the whole), `ds_tensor` (this rank's piece, flat, with padding), `ds_process_group` (of the
+ranks that share it), `partition_numel` (elements of a piece) and `partition`, which drops gathered weights.
 """
 
 import copyreg
@@ -28,7 +30,6 @@ from torch.nn import Module
 
 from lightning_zenflow.core.distributed import all_agree
 from lightning_zenflow.core.saved_tensors import with_own_storage
-from lightning_zenflow.deepspeed.parameters import is_divided, piece_of
 from lightning_zenflow.worker.machine import free_host_memory
 
 _OF_MODULES = (
@@ -64,6 +65,74 @@ Released = Mapping[Any, dict[str, Any]]
 """Attributes that DeepSpeed's code for saving reads, by the parameter that they were taken from."""
 
 
+def is_divided(parameter: Any) -> bool:
+    """Whether stage 3 has divided a parameter."""
+    return hasattr(parameter, "ds_tensor")
+
+
+def is_in_pieces(module: Module) -> bool:
+    """Whether stage 3 has divided the module's parameters."""
+    return any(map(is_divided, module.parameters()))
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """Shape of a parameter, also of one of which this rank has a piece only."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+def further_names(module: Module) -> dict[str, str]:
+    """Further names of the parameters that have several, each with the first."""
+    firsts: dict[int, str] = {}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: first for name, p in named if (first := firsts.setdefault(id(p), name)) != name}
+
+
+def piece_of(whole: Tensor, parameter: Any) -> Tensor:
+    """This rank's piece of a parameter, [elements of a piece]: a part of `whole`, or a copy with zeros as padding."""
+    numel, flat = parameter.partition_numel(), whole.reshape(-1)
+    begin = min(dist.get_rank(group=parameter.ds_process_group) * numel, flat.numel())
+    part = flat[begin : begin + numel]
+    return part if part.numel() == numel else torch.cat([part, part.new_zeros(numel - part.numel())])
+
+
+@torch.no_grad()
+def load_pieces(module: Module, states: Mapping[str, Any], pieces: Mapping[str, Tensor], *, strict: bool) -> None:
+    """`Module.load_state_dict` of a divided module; drops what is gathered of it.
+
+    Args:
+        module: the module.
+        states: buffers and extra state; of parameters only the names matter.
+        pieces: this rank's piece of each parameter that is to be loaded, [elements of a piece], any type.
+        strict: whether `states` must have exactly the module's names.
+    """
+    parameters: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
+    # A parameter is loaded from itself: torch compares the names.
+    module.load_state_dict({name: parameters.get(name, value) for name, value in states.items()}, strict=strict)
+    for name, piece in pieces.items():
+        parameters[name].partition()
+        parameters[name].ds_tensor.copy_(piece)
+
+
+def load_whole(module: Module, states: Mapping[str, Any], *, strict: bool) -> None:
+    """`Module.load_state_dict`, also of a divided module, of which each rank takes its pieces."""
+    if not is_in_pieces(module):
+        module.load_state_dict(states, strict=strict)
+        return
+    named: Any = module.named_parameters()
+    pieces = {}
+    for name, p in named:
+        if name not in states:
+            continue
+        if tuple(states[name].shape) != tuple(p.ds_shape):
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(module).__name__}: size mismatch for {name}: the shape must be"
+                f" {list(p.ds_shape)}, got {list(states[name].shape)}"
+            )
+        pieces[name] = piece_of(states[name], p)
+    load_pieces(module, states, pieces, strict=strict)
+
+
 def note_users_flags(module: Module) -> None:
     """Notes what is the user's own of a module, before DeepSpeed sets it up."""
     _users_leaves.update(m for m in module.modules() if _LEAF in vars(m))
@@ -72,12 +141,12 @@ def note_users_flags(module: Module) -> None:
 @torch.no_grad()
 def make_whole(model: Module, *, ranks_on_host: int, together: bool) -> None:
     """Makes the weights whole that stage 3 has divided, one parameter after the other: of one rank where they are, views of its pieces; of
-    several in host memory, if that has room for those of all ranks. The next step is `release`; without it no one may use the module.
+    several in host memory, if that has room for those of all ranks. `release` must follow before any use of the module.
 
     Args:
         model: the module, or DeepSpeed's engine of it.
         ranks_on_host: number of ranks on this host.
-        together: whether all ranks call it, which then exchange weights. If not, those of several ranks stay divided.
+        together: whether all ranks call it, and exchange weights. If not, those of several ranks stay divided.
     """
     divided: list[Any] = [p for p in _module(model).parameters() if is_divided(p)]
     # An exception in DeepSpeed's construction, which moves the pieces, may lose them.
@@ -108,8 +177,8 @@ def make_whole(model: Module, *, ranks_on_host: int, together: bool) -> None:
 
 @torch.no_grad()
 def release(model: Module) -> Released:
-    """Ends DeepSpeed's engine of a module and removes what it has added to it; gives each parameter memory of its own, where it has a part
-    of a flat buffer. A module whose weights are in host memory is there as a whole. One that is divided over ranks (`make_whole`) stays so.
+    """Ends DeepSpeed's engine of a module and removes what it has added to it; parameters in a flat buffer get memory of their own. If a
+    weight is in host memory, all of the module moves there. A module that is divided over ranks (`make_whole`) stays so.
 
     Args:
         model: the module, or DeepSpeed's engine of it.
@@ -236,8 +305,7 @@ def _remove_hooks_in(attributes: Mapping[str, Any]) -> None:
 
 
 _twins: "WeakValueDictionary[int, Tensor]" = WeakValueDictionary()
-"""Of divided parameters, by their identity: one that two modules share is pickled once. A pickler keeps them until its end."""
-
+"""`_twin` of parameters, by their identity: one that two modules share is pickled once. A pickler keeps them until its end."""
 
 _pickled: list[list[set[Any]]] = []
 """Of each `pickled_as_before`: types, and addresses of storage objects."""
@@ -245,11 +313,15 @@ _pickled: list[list[set[Any]]] = []
 
 @contextmanager
 def pickled_as_before(parts: Iterable[Module | Tensor]) -> Iterator[None]:
-    """Context in which modules and parameters of the types of `parts` are pickled without what DeepSpeed has added to them; under stage 3
-    with whole weights. Modules are copied so as well. Parameters, and tensors in their memory such as those of a `state_dict`, are pickled
-    with their own elements only.
+    """Context in which Python's `copyreg` has a function for the types of `parts` (`_reduce`): whoever pickles or copies one of them, the
+    user's code or a checkpoint with a module among its hyperparameters, gets it without what DeepSpeed has added.
 
-    Python's registry of such functions has a place for each type, which is free again at the end of the last such context, in any order.
+    * A module: without DeepSpeed's hooks and attributes. It has twins of divided parameters.
+    * A parameter: a twin, with its own elements and the user's attributes only. Under stage 3 it is whole where the parameter is gathered
+      or there is one rank; otherwise RuntimeError.
+    * A tensor in a parameter's memory, as in a `state_dict`: with its own elements only, and not those of the flat buffer.
+
+    A type's place in the registry is free again at the end of the last such context, in any order.
     """
     parts = list(parts)
     parameters: list[Any] = [p for p in parts if isinstance(p, Tensor) and _names_on(p)]
@@ -300,11 +372,7 @@ def _reduce(theirs: Callable[[Any], Any] | None, part: Module | Tensor) -> Any:
 
 
 def _twin(parameter: Any) -> Any:
-    """A parameter of the same elements, without DeepSpeed's attributes.
-
-    Raises:
-        RuntimeError: other ranks have pieces of it.
-    """
+    """A parameter of the same elements, without DeepSpeed's attributes; RuntimeError where other ranks have pieces of it."""
     names = _names_on(parameter)
     if not names:
         return parameter

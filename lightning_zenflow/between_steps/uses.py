@@ -1,0 +1,393 @@
+"""Uses of weights and gradients by the user's code between two steps: weights that are written in place become master weights, as under a
+torch optimizer; gradients that backward has taken, and weights of which some are updated already, must not be used.
+"""
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils._pytree import tree_leaves  # private: torch's own way to look at arguments of `__torch_dispatch__`
+from typing_extensions import Self, override
+
+from lightning_zenflow.core.device import AsyncHostCopy
+from lightning_zenflow.core.errors import Calls, MisconfigurationException
+from lightning_zenflow.offload.engine import RankPart
+from lightning_zenflow.offload.run_state import StepParts
+from lightning_zenflow.offload.step import ZenFlowStep
+
+FOLLOWED = 16
+"""Steps after the start, and after each write, in which writes through `parameter.data` are looked for in every one."""
+
+
+class WrittenWeights:
+    """Notices writes to a model's weights by torch's counters of writes in place: neither our own writes nor DeepSpeed's gathers change
+    those of the parameters, and of the pieces only the end of `GatheredParameters` does. Writes through `parameter.data` change no counter.
+    Sums find them, behind flushes and `FOLLOWED` steps, in which the host waits for the device, and behind one step in 32 others, in which
+    they are refused when the device is there. All ranks call all methods together.
+
+    In the order of a step: `begin_updates` where updates begin, `note_arrival` for each gradient from there on, `refuse` before the step,
+    `note` behind it. Before the next step's first pass, and before each flush, `look` copies what differs from what was noted; right after
+    the flush, `take_over` makes the copies the master weights.
+
+    Args:
+        steps: the rank's steps.
+        parts: their components.
+        part: of their parameters.
+        calls: the front's.
+    """
+
+    def __init__(self, steps: ZenFlowStep, parts: StepParts, part: RankPart, calls: Calls) -> None:
+        self._steps, self._jobs, self._rank = steps, parts.jobs, parts.rank
+        self._calls, self._piece_of = calls, part.piece_of
+        self._names, self._parameters = list(part.parameters), list(part.parameters.values())
+        self._numels = [shape.numel() for shape in part.shapes.values()]
+        self._slices = {s.parameter: s for s in parts.rank.partition.slices}
+        self._followed_until, self._found = 0, False
+        self._kept = dict[int, Tensor]()
+        self._compared: tuple[AsyncHostCopy, set[int]] | None = None
+        self.note()
+
+    @property
+    def follows_step(self) -> bool:
+        """Whether the last step was one of the `FOLLOWED` behind a write: a flush behind it makes what the next write meets exact."""
+        return self._steps.number <= self._followed_until
+
+    def note(self, *, behind_step: bool = False) -> None:
+        """Takes what the model shows now for our own, behind a step and its gather, or behind a flush."""
+        step = self._steps.number
+        if not behind_step:
+            self.note_gather()
+        self._is_followed = not behind_step or step <= max(self._followed_until, FOLLOWED)
+        # Knuth's multiplicative hash of the step's number, to meet what is written in every n-th step.
+        is_sampled = step * 2654435761 % 2**32 < 2**27
+        # In place, counters of pieces tell.
+        sums = not self._rank.in_place and (self._is_followed or is_sampled)
+        self._sums = self._sum() if sums else None
+
+    def note_pass(self) -> None:
+        """Takes what the model shows behind a backward pass that is not the step's last for our own: what is put back is no write."""
+        if self._sums is None and not self._rank.in_place:
+            self._sums = self._sum()
+
+    def note_gather(self) -> None:
+        """Takes the counters as our own, while our own updates change weights."""
+        self._counters, self._arrived = self._read_counters(), set[int]()
+        self.begin_updates()
+
+    def note_arrival(self, number: int) -> None:
+        """Notes that updates in backward may write a parameter from here on; autograd refuses to use it then (`raise_late_read`)."""
+        self._arrived.add(number)
+        torch.autograd.graph.increment_version(self._parameters[number])
+
+    def begin_updates(self) -> None:
+        """Notes that our own updates change weights from here on, until `note`."""
+        self._sums = None
+
+    @property
+    def _shows_exact(self) -> bool:
+        """Whether the model's weights were those of all steps before the user's write."""
+        schedule = self._jobs.schedule
+        # Behind a change of the schedule, gradients may be late from before.
+        nothing_late = self._jobs.shows_exact and (schedule.update_interval, schedule.publish_lag) == (1, 0)
+        return self._steps.is_exact or nothing_late
+
+    def look(self) -> bool:
+        """Copies what the user has written since `note`, before a flush overwrites it, or refuses it; returns whether there is something
+        for `take_over`, on any rank.
+        """
+        found, on_any_rank = self._counted(), self._found
+        # Between passes only what differs has been written.
+        between_passes = self._steps.micro_batches > 0
+        if self._sums is not None:
+            differs = self._sum() != self._sums
+            if self._is_followed or found:
+                with self._rank.telemetry.measure("flush"):
+                    if self._rank.group is not None:
+                        dist.all_reduce(
+                            any_differs := differs.any().int(), op=dist.ReduceOp.MAX, group=self._rank.group
+                        )
+                        on_any_rank |= bool(any_differs)
+                    changed = self._numbers(differs)
+                    if between_passes and found - changed:
+                        self._counters = self._read_counters()
+                    found = changed if between_passes else found | changed
+            else:
+                self._compared = AsyncHostCopy(differs), found
+        if self._compared is not None and self._compared[0].arrived:
+            (copy, seen), self._compared = self._compared, None
+            if unseen := self._numbers(copy.read()) - seen:
+                self._refuse(
+                    unseen,
+                    "through `parameter.data`, which goes unnoticed behind most steps: write to the parameter itself,"
+                    " under `torch.no_grad()`",
+                )
+        if found and not self._shows_exact:
+            self._refuse(
+                found,
+                "in place while updates of it are pending: call the strategy's `flush()` before the first write, or set"
+                " update_interval=1 and publish_lag=0",
+            )
+        # An interruption may cut the copies: a flush must not take what is missing for noticed.
+        self._kept |= {n: self._weights(n).to("cpu", copy=True) for n in self._slices.keys() & found}
+        self._found = bool(found) or on_any_rank
+        if self._found:
+            self._followed_until = self._steps.number + FOLLOWED
+        if found:
+            self.note_gather()
+        return self._found
+
+    @torch.no_grad()
+    def take_over(self) -> bool:
+        """Makes what `look` has copied the model's weights and, where the elements differ, the master weights; right after a flush. Returns
+        whether there was something, on any rank.
+        """
+        for number, theirs in self._kept.items():
+            s = self._slices[number]
+            master = self._rank.arena.master.narrow(0, s.begin, s.numel)
+            master.copy_(torch.where(theirs == master.to(theirs.dtype), master, theirs.to(master.dtype)))
+            self._weights(number).copy_(theirs)
+        found, self._found, self._kept = self._found, False, {}
+        return found
+
+    def refuse(self) -> None:
+        """Refuses writes between backward and step, when updates are under way."""
+        if found := self._counted():
+            self._refuse(found, f"between backward and step: write it {self._calls.write}")
+
+    def _counted(self) -> set[int]:
+        """Numbers of the parameters whose counters have changed."""
+        counters = self._read_counters()
+        if counters == self._counters:
+            return set()
+        written, kept = (
+            {i for i, (now, before) in enumerate(zip(*both, strict=True)) if now != before}
+            for both in zip(counters, self._counters, strict=True)
+        )
+        # An arrival counts one, unless an interruption has come before.
+        written -= {i for i in self._arrived if counters[0][i] == self._counters[0][i] + 1}
+        if self._piece_of is None:
+            return written
+        # The last rank's pieces are padding only.
+        pieces = {i: self._piece_of(self._parameters[i]).numel() for i in kept}
+        missed = all(numel * (self._rank.n_ranks - 1) >= self._numels[i] for i, numel in pieces.items())
+        if lost := written - kept or (kept if missed else set()):
+            instead = (
+                "in `deepspeed.zero.GatheredParameters(..., modifier_rank=0)`, and some rank must not have padding only"
+            )
+            self._refuse(lost, f"under stage=3 but {instead}, or with `deepspeed.utils.safe_set_full_fp32_param`")
+        return kept
+
+    def _read_counters(self) -> tuple[list[int], list[int]]:
+        counter = attrgetter("_version")  # private: torch's
+        pieces = [] if self._piece_of is None else [counter(self._piece_of(p)) for p in self._parameters]
+        return list(map(counter, self._parameters)), pieces
+
+    def _refuse(self, numbers: set[int], how: str) -> None:
+        self.note_gather()  # once: what saves on the exception flushes
+        name = self._names[min(numbers)]
+        raise MisconfigurationException(f"{self._calls.front}: {name} must not be written {how}")
+
+    def _numbers(self, differs: Tensor) -> set[int]:
+        return {number for number, other in zip(self._slices, differs.tolist(), strict=True) if other}
+
+    def _weights(self, number: int) -> Tensor:
+        s = self._slices[number]
+        return self._rank.weights_at(s.param_group, s.begin, s.numel)
+
+    def _sum(self) -> Tensor:
+        """Sum of the bits of each slice: [slices] int32 on the device."""
+        sums = [torch.zeros((), dtype=torch.int32, device=self._rank.device)]
+        for weights in map(self._weights, self._slices):
+            # A CPU adds 32 bits at the speed of memory, others 50 times slower.
+            is_aligned = (weights.storage_offset() | weights.numel()) * weights.itemsize % 4 == 0
+            sums.append(weights.view(torch.int32 if is_aligned else torch.int16).sum(dtype=torch.int32))
+        return torch.stack(sums)[1:]
+
+
+def _instead(calls: Calls) -> str:
+    return (
+        f"under {calls.front} gradients are taken in backward: read them with `deepspeed.utils.safe_get_full_grad` {calls.read}; change"
+        f" them in backward, with `parameter.register_hook(lambda gradient: ...)`; clip them by `{calls.clip}`; drop those of a whole step"
+        " with `optimizer.zero_grad()`; to leave a parameter as it is, call `parameter.requires_grad_(False)` before the forward pass; for"
+        " the gradient of an input, call `torch.autograd.grad(loss, input)`, which leaves weights alone"
+    )
+
+
+class TakenGradient(Tensor):
+    """Of the shape and type of a parameter's gradient, with memory for one element; refuses to be read or changed."""
+
+    _calls: Calls
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor, calls: Calls) -> Self:
+        """The one for parameters of this shape, type and device."""
+        # Private: torch's constructor of subclasses that see operations.
+        taken: Self = Tensor._make_subclass(cls, parameter.detach().new_zeros(()).expand(parameter.shape))
+        taken._calls = calls
+        return taken
+
+    # Functions of torch go on to `__torch_dispatch__`; what compiles a module may look at shapes and types.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's documentation has it
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]  # torch's has no `func`
+        """Refuses every operation."""
+        (taken, *_) = (t for t in tree_leaves((args, kwargs)) if isinstance(t, cls))
+        taken._refuse()
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise MisconfigurationException(
+            f"`parameter.grad` must not be used between backward and `zero_grad`: {_instead(self._calls)}"
+        )
+
+    # What torch refuses in its own name, or answers without an operation.
+    tolist = numpy = storage = map_ = __array__ = __reduce_ex__ = __format__ = _refuse
+    __bool__ = __float__ = __int__ = __index__ = _refuse
+
+
+class TakenGradients:
+    """`TakenGradient` in the parameters that are trained, as long as torch would have gradients there."""
+
+    def __init__(self, names: Mapping[Tensor, str], calls: Calls) -> None:
+        self._names, self._calls = names, calls
+        self._of_shape: dict[torch.Size, TakenGradient] = {}
+        self._are_put = False
+
+    def mark(self) -> None:
+        """Puts them into the parameters, after a backward pass."""
+        # First: `clear` after an interruption removes what has been put in.
+        self._are_put = True
+        for p in self._names:
+            # Under stage 3 parameters have another shape where they are gathered.
+            if p.shape not in self._of_shape:
+                self._of_shape[p.shape] = TakenGradient(p, self._calls)
+            p.grad = self._of_shape[p.shape]
+
+    def clear(self) -> None:
+        """Removes them, before a backward pass and at the end of training."""
+        if self._are_put:
+            for p in self._names:
+                p.grad = None
+            # Last: after an interruption `clear` does it again.
+            self._are_put = False
+
+    def are_dropped(self, *, pending: bool) -> bool:
+        """Whether the user's code has dropped them, by `module.zero_grad()`; refuses others, and some while a step is `pending`."""
+        marked = self._names.items() if self._are_put else ()
+        replaced = {name: p.grad for p, name in marked if not isinstance(p.grad, TakenGradient)}
+        in_part = 0 < len(replaced) < len(self._names)
+        if (pending and in_part) or any(gradient is not None for gradient in replaced.values()):
+            raise MisconfigurationException(
+                f"{', '.join(replaced)}: `grad` must not be assigned between backward and step: {_instead(self._calls)}"
+            )
+        return bool(replaced) and not in_part
+
+    def refuse_accumulation(self) -> None:
+        """Refuses gradients that were there before a step's first backward pass, to which torch would add."""
+        if any(isinstance(p.grad, TakenGradient) for p in self._names):
+            raise MisconfigurationException(
+                f"`optimizer.zero_grad()` must come before the first backward pass of each step: {self._calls.front} does not keep"
+                f" gradients of a step that is done; to accumulate them before it, {self._calls.accumulate}"
+            )
+
+    def refuse_second_step(self) -> None:
+        """Refuses a step by gradients that a step before has used."""
+        if self._are_put:
+            raise MisconfigurationException(
+                f"{self._calls.front}: a step must have a backward pass of its own, got a second call of `optimizer.step` behind one"
+            )
+
+
+# Private: torch's documented way to see each operation, and its stack of those who do. Neither has a public name.
+class WeightsInUpdate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # nor are the methods typed
+    """Refuses operations of torch that read or write the weights' memory, from `begin` to `end`, in the thread that calls both: a forward
+    pass, a copy, `state_dict`, pickling. An operation that is refused has changed nothing. What reads the memory without an operation is
+    not seen: `tolist` of a weight on the CPU.
+
+    Args:
+        weights: flat tensors in whose memory all trained weights are, or this rank's pieces of them.
+        part: of the parameters.
+        calls: the front's.
+    """
+
+    def __init__(self, weights: Iterable[Tensor], part: RankPart, calls: Calls) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages = {_storage(flat) for flat in weights}
+        # It may stay on torch's stack when nothing else of the training is left.
+        self._names = [(weakref.ref(p), name) for name, p in part.parameters.items()]
+        self._piece_of, self._calls = part.piece_of, calls
+        self.is_active = self._is_paused = False
+
+    def begin(self) -> None:
+        """Refuses from here on."""
+        modes = _get_current_dispatch_mode_stack()
+        others = [mode for mode in modes if mode is self or not (isinstance(mode, WeightsInUpdate) and mode.is_left)]
+        if not others:
+            _set_modes([])
+            # Compiled code runs as it is written then, and is seen.
+            self.__enter__()  # type: ignore[no-untyped-call]
+        elif self not in others:
+            # Below what the user has entered: torch removes the last one where a `with` ends, whichever that is.
+            _set_modes([self, *others])
+        self.is_active = True
+
+    def end(self) -> None:
+        """Allows all again; may be called at any time."""
+        self.is_active = self._is_paused = False
+        modes = _get_current_dispatch_mode_stack()
+        if modes == [self] and self.old_dispatch_mode_flags:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        elif self in modes:
+            _set_modes([mode for mode in modes if mode is not self])
+
+    @property
+    def is_left(self) -> bool:
+        """Whether it is without effect: ended in another thread, or left by a training that is gone."""
+        return not self.is_active or all(p() is None for p, _ in self._names)
+
+    def pause(self) -> None:
+        """Allows all until `resume`, for hooks whose result is dropped."""
+        self.is_active, self._is_paused = False, self.is_active
+
+    def resume(self) -> None:
+        """Ends `pause`."""
+        self.is_active, self._is_paused = self._is_paused, False
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.is_left:
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, Tensor) and _storage(value) in self._storages:
+                    self._refuse(value, "written" if func._schema.is_mutable else "read")
+        return func(*args, **kwargs)
+
+    def _refuse(self, used: Tensor, how: str) -> None:
+        address = used.data_ptr()
+        parameters = ((alive, name) for p, name in self._names if (alive := p()) is not None)
+        pieces = ((p if self._piece_of is None else self._piece_of(p), name) for p, name in parameters)
+        names = [name for piece, name in pieces if 0 <= address - piece.data_ptr() < max(1, piece.nbytes)]
+        raise MisconfigurationException(
+            f"{self._calls.front}: {(names or ['a weight'])[0]} must not be {how} between backward and step, by a forward pass or"
+            f" otherwise, when some weights are updated and others are not: do it {self._calls.write}; for a step of several micro-batches"
+            f" {self._calls.accumulate}; or set update_interval=1 and overlap_step=False, which update weights in the step"
+        )
+
+
+def _set_modes(modes: Sequence[TorchDispatchMode]) -> None:
+    """Makes these torch's stack, the last one being asked first."""
+    for _ in _get_current_dispatch_mode_stack():
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
+
+
+def _storage(tensor: Tensor) -> int | None:
+    """Address of the tensor's storage object, whose memory may change; None: there is none."""
+    # Private: both. Subclasses and sparse tensors may have no storage.
+    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None
