@@ -17,7 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zenflow.core.forks import new_pages
+from lightning_zenflow.core.process import new_pages
 
 _log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lightning_zenflow import native
 from lightning_zenflow.core.device import PAGE_BYTES, PageLocks, round_up
-from lightning_zenflow.core.forks import MEMORY_PREFIX, exclude_from_children
 from lightning_zenflow.core.partition import Partition, align
+from lightning_zenflow.core.process import MEMORY_PREFIX, exclude_from_children
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.worker.machine import running_on
 from lightning_zenflow.worker.moments import CodedMoment, CodedMoments, Moment, first_scales

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zenflow.core.device import runtime_of
-from lightning_zenflow.core.distributed import world_size
+from lightning_zenflow.core.process import world_size
 
 _ROOT = Path("/")
 """Folder with ``proc`` and ``sys``."""

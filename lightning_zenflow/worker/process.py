@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_zenflow import native
-from lightning_zenflow.core.forks import MEMORY_PREFIX, kept_from_children
+from lightning_zenflow.core.process import MEMORY_PREFIX, kept_from_children
 from lightning_zenflow.native import cannot_run, worker_executable
 from lightning_zenflow.worker.arena import Arena
 
