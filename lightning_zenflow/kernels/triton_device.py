@@ -1,6 +1,6 @@
 """The Triton kernels that `kernels.triton` launches.
 
-Operations are rounded in the order of `kernels.factored` and of the worker's replay kernel, fused multiply-adds included: the provisional
+Operations are rounded in the order of `kernels.base` and of the worker's replay kernel, fused multiply-adds included: the provisional
 update and the copies have torch's bits, the exact step has the worker's.
 
 Matrices are cut into rectangles, so that no element's position is divided by the length of a row; where that is a multiple of 16, memory is
