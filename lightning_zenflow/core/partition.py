@@ -14,7 +14,7 @@ included: the new weights of all blocks, one behind the other, are then those of
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -39,7 +39,7 @@ ALIGNMENT = 64
 """In elements. Parameter groups start at multiples of it, so that every state array starts on a cache line."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Slice:
     """The part of one parameter that lies in this rank's partition."""
 
@@ -70,13 +70,13 @@ class Slice:
             is_matrix=columns > 0,
         )
 
-    @property
+    @cached_property
     def end(self) -> int:
         """One past the last element in the partition."""
         return self.begin + self.numel
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Tile:
     """A rectangle of one slice, contiguous in the partition: full rows, or a part of one row."""
 
@@ -89,12 +89,12 @@ class Tile:
     """First column of the rectangle in the [out, rest] view; 0 for full rows."""
     width: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return self.rows * self.width
 
-    @property
+    @cached_property
     def end(self) -> int:
         """One past the last element in the partition."""
         return self.begin + self.numel
@@ -136,23 +136,6 @@ class Partition:
         for index, tile in enumerate(self.tiles):
             found[tile.slice].append(index)
         return found
-
-    def runs(self, tiles: Iterable[int]) -> dict[int, int]:
-        """First tile of each run of tiles that are adjacent in one parameter group, and the elements of the run.
-
-        Args:
-            tiles: ascending indexes into `tiles`.
-        """
-        runs: dict[int, int] = {}
-        first = group = end = -1
-        for index in tiles:
-            tile = self.tiles[index]
-            before, group = group, self.slices[tile.slice].param_group
-            if tile.begin != end or group != before:
-                first = index
-            runs[first] = runs.get(first, 0) + tile.numel
-            end = tile.end
-        return runs
 
 
 def align(numel: int) -> int:

@@ -203,12 +203,6 @@ class Arena:
         """Looks of the workers at words that had not arrived; grows while a worker waits for a word."""
         return int(self._header.n_looks)
 
-    def assert_has(self, *, block: int, slots: Sequence[int], publish_buffer: int) -> None:
-        """Asserts that a job names what there is; the worker checks the same when it reads the message."""
-        h = self._header
-        assert 0 <= block < h.n_blocks and 0 <= publish_buffer < h.n_publish_buffers, (block, publish_buffer)
-        assert all(0 <= slot < h.n_slots for slot in slots), slots
-
     def worker_state(self) -> str:
         """What the worker does, by its own account, for an error message."""
         h = self._header
