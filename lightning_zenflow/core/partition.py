@@ -23,7 +23,7 @@ from typing_extensions import Self
 
 
 def column_count(columns: int, topk_ratio: float) -> int:
-    """Number of device-owned columns of a matrix: the nearest integer to the share, at least one unless the share is 0."""
+    """Number of device-owned columns of a matrix: at least one unless the share is 0."""
     return 0 if topk_ratio == 0 else max(1, round(topk_ratio * columns))
 
 
@@ -44,7 +44,7 @@ class Slice:
     """The part of one parameter that lies in this rank's partition."""
 
     parameter: int
-    """Index of the parameter over all parameter groups, in DeepSpeed's order; the same on every rank."""
+    """Index over all parameter groups, in DeepSpeed's order; the same on every rank."""
     param_group: int
     begin: int
     """First element in the partition."""
@@ -57,18 +57,10 @@ class Slice:
     """True if the parameter has columns to select."""
 
     @classmethod
-    def of(cls, shape: Sequence[int], *, parameter: int, param_group: int, begin: int, start: int, numel: int) -> Self:
-        """The slice of a parameter of this shape; the other arguments are its fields."""
+    def of(cls, shape: Sequence[int], **place: int) -> Self:
+        """The slice of a parameter of this shape; `place` has the other fields."""
         columns = row_length(shape)
-        return cls(
-            parameter=parameter,
-            param_group=param_group,
-            begin=begin,
-            start=start,
-            numel=numel,
-            columns=columns or 1,
-            is_matrix=columns > 0,
-        )
+        return cls(columns=columns or 1, is_matrix=columns > 0, **place)
 
     @cached_property
     def end(self) -> int:
@@ -78,7 +70,7 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """A rectangle of one slice, contiguous in the partition: full rows, or a part of one row."""
+    """A rectangle of one slice, contiguous in the partition."""
 
     slice: int
     """Index into `Partition.slices`."""
@@ -91,7 +83,7 @@ class Tile:
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements."""
+        """Elements."""
         return self.rows * self.width
 
     @cached_property
@@ -122,7 +114,7 @@ class Partition:
     numel: int
     """Length of the state arrays: elements including padding."""
     block_length: int | None = None
-    """Where block b begins at b times a length: that length, which all blocks have but the last one; otherwise None."""
+    """Of all blocks but the last one, where they are cut at its multiples; otherwise None."""
 
     @property
     def block_numel(self) -> int:
@@ -144,7 +136,7 @@ def align(numel: int) -> int:
 
 
 def group_begins(partition_sizes: Sequence[int]) -> tuple[int, ...]:
-    """First element of each parameter group, for DeepSpeed's partition sizes (in elements)."""
+    """First element of each parameter group, for DeepSpeed's partition sizes."""
     begins, end = [], 0
     for size in partition_sizes:
         begins.append(end)
@@ -158,10 +150,10 @@ def build_partition(
     """Cuts a rank's slices into blocks of nearly equal size.
 
     Args:
-        slices: slices of the rank, ascending and disjoint.
+        slices: of the rank, ascending and disjoint.
         partition_sizes: elements of DeepSpeed's flat partition of each parameter group, including padding.
-        n_blocks: number of blocks, >= 1; a partition with fewer elements gets fewer.
-        multiple: makes `Partition.block_length` a multiple of so many elements; None: blocks end between rows where they can.
+        n_blocks: >= 1; a partition with fewer elements gets fewer.
+        multiple: of `Partition.block_length`; None: blocks end between rows where they can.
     """
     begins = group_begins(partition_sizes)
     numel = begins[-1] + align(partition_sizes[-1]) if begins else 0
@@ -231,11 +223,7 @@ def tiles_of_slice(index: int, s: Slice) -> list[Tile]:
 
 
 def split_tile(tile: Tile, numel: int) -> tuple[Tile, Tile | None]:
-    """Splits a tile after nearly `numel` elements: between rows, or inside a single row.
-
-    Returns:
-        The first part, of at least one element and, if the tile has several rows, one row; and the rest, if any.
-    """
+    """Splits a tile after nearly `numel` elements, at least one: between rows, or inside a single row. None: the first part is all."""
     if numel >= tile.numel:
         return tile, None
     if tile.rows == 1:

@@ -31,7 +31,6 @@ from lightning_zenflow.native import DATA_TYPES, Hyperparameters, cannot_run, wo
 _log = logging.getLogger(__name__)
 
 _VARIABLE = "ZENFLOW_KERNELS"
-"""Environment variable that overrules the choice of `kernels_for`."""
 
 SMALLEST = 1e-30
 """Lower bound of second moments: rows and columns below it have no gradient, so their update is zero for any divisor."""
@@ -173,13 +172,8 @@ class Kernels:
     def route(
         self, gradient: Tensor, destinations: Sequence[Destination], *, per_axis: bool, copies: Copies = IN_ORDER
     ) -> SquaredNorms:
-        """Copies the parts of a gradient to their slots, gathers the selected columns and computes sums of squares.
-
-        Args:
-            gradient: [rows, columns], model dtype.
-            destinations: disjoint parts of the gradient.
-            per_axis: adds the sums of each row and of each column; the total has the same bits with and without.
-            copies: context in which the slots are written.
+        """Copies disjoint parts of a gradient to their slots, within `copies`, gathers the selected columns and computes sums of squares;
+        `per_axis`: those of each row and of each column as well, with the same bits of the total.
         """
         self.copy_parts(gradient, destinations, copies)
         self.select_parts(gradient, destinations)
@@ -211,8 +205,8 @@ class Kernels:
     def factored_step_(
         self, moment: SecondMoment, squared_norms: SquaredNorms, *, beta2: float, lr: float, scale: Tensor
     ) -> Factors:
-        """Adds a step's gradient, times `scale`, 0-D float32, to its second moment, unless one of them is not finite. Returns the factors
-        of its provisional update: their product is lr * scale / sqrt(v_ij), bias-corrected.
+        """Adds a step's gradient times `scale`, 0-D float32, to its second moment, unless that is not finite. The product of the factors
+        that are returned is lr * scale / sqrt(v_ij), bias-corrected.
         """
         rows, columns = squared_norms.rows, squared_norms.columns
         # In float32, like the operations below: float64 would not see squares that overflow there.
@@ -246,12 +240,8 @@ class Kernels:
         m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2;
         w <- (1 - lr weight_decay) w - lr / (1 - beta1^s) * m / (sqrt(v / (1 - beta2^s)) + eps).
 
-        Args:
-            state: [3, n] float32: master weights, first and second moments.
-            gradient: [n], model dtype.
-            weights: [n], model dtype; receives the rounded master weights. May be `gradient` itself.
-            h: of the parameter group.
-            scale: of the step.
+        `state` is [3, n] float32: master weights, first and second moments. Gradient and weights are [n], model dtype. The weights receive
+        the rounded master weights, and may be the gradient.
         """
         (master, exp_avg, exp_avg_sq), finite = state, scale.finite
         one = torch.ones_like(scale.count)
@@ -289,9 +279,8 @@ class Kernels:
 
 
 class CpuKernels(Kernels):
-    """Compiled loops for `route` and `adamw_`, with rows divided among as many threads as torch uses.
-
-    Results have the same bits for every number of threads. `adamw_` has the bits of the worker's kernel.
+    """Compiled loops, divided among as many threads as torch uses: results have the same bits for every number of them. `adamw_` has the
+    bits of the worker's kernel.
     """
 
     def __init__(self) -> None:
@@ -353,9 +342,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _address(tensor: Tensor, dtype: torch.dtype, numel: int | None = None) -> int:
-    """Address of what the library reads or writes, which must be contiguous, on the CPU, of this type and, if given, this length: C++ sees
-    none of this.
-    """
+    """Address of a contiguous tensor on the CPU of this type and, if given, this length: C++ sees none of this."""
     as_promised = tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous()
     assert as_promised and numel in (None, tensor.numel()), (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
     return tensor.data_ptr()
@@ -366,12 +353,9 @@ def _n_threads(n_rows: int, numel: int) -> int:
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """The fastest implementation on a device, or the one that ``ZENFLOW_KERNELS`` names: "torch", "triton" or "cpu".
+    """The fastest implementation on a device, or the one that ``ZENFLOW_KERNELS`` names; ValueError: it names none for the device.
 
     Triton that cannot compile or run its kernels is replaced by torch, with a warning.
-
-    Raises:
-        ValueError: the variable has another value, or names "cpu" for another device.
     """
     name = os.environ.get(_VARIABLE) or {"cpu": "cpu", "cuda": "triton"}.get(device.type, "torch")
     if name not in ("torch", "triton", "cpu"):

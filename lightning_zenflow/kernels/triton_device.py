@@ -14,7 +14,7 @@ BLOCK = tl.constexpr(1024)
 """Elements of one program of `adamw`."""
 
 ROWS, COLUMNS = tl.constexpr(8), tl.constexpr(256)
-"""Rectangle of the sums of squares and of `provisional_update`. A row of it is read by one warp, which adds it up without shared memory."""
+"""Rectangle of the sums of squares and of `provisional_update`. One warp reads a row of it and adds it up without shared memory."""
 
 COPY_ROWS, COPY_COLUMNS = tl.constexpr(16), tl.constexpr(128)
 """Rectangle of one program that copies columns, counted in selected columns."""

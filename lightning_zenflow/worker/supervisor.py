@@ -29,29 +29,19 @@ class Submission:
 class SupervisedWorker:
     """A worker that is restarted when a signal kills it: the kernel's out-of-memory killer, an operator, a fault of its own.
 
-    Recovery: all inputs and outputs of jobs are in the arena, which the trainer owns and which outlives workers. After a death:
-    1. *reap*: wait until the kernel has ended all threads of the dead process, so that none of them writes any more.
-    2. *restart*: start a new worker on the same arena.
-    3. *resubmit*: submit all jobs and requests without an answer again, unchanged and in order.
-    4. *continue*, in the worker: jobs are idempotent. Those up to a block's last completed job are acknowledged without being applied
-       again. The one that was in progress comes first and continues from the undo log (``csrc/worker/journal.h``,
-       ``csrc/adamw/tile_journal.h``). All others have not changed anything.
-
-    So every update is applied exactly once, and the run has the same bits whenever the worker dies, in recovery too.
+    Recovery. All inputs and outputs of jobs are in the arena, which the trainer owns and which outlives workers. When the kernel has ended
+    all threads of the dead process, so that none of them writes any more, a new worker starts on the same arena and gets all jobs and
+    requests without an answer again, unchanged and in order. Jobs are idempotent: those up to a block's last completed job are acknowledged
+    without being applied again, the one that was in progress comes first and continues from the undo log (``csrc/worker/journal.h``,
+    ``csrc/adamw/tile_journal.h``), and all others have not changed anything. So every update is applied exactly once, and the run has the
+    same bits whenever the worker dies, in recovery too.
 
     Interruptions. An exception that comes from outside, such as `KeyboardInterrupt`, may cut an exchange with the worker between a system
     call and the record of it. The next exchange therefore recovers first, as after a death. A message is recorded before it is sent, so
     none is lost.
 
-    Other failures, and too many deaths, are raised at once as WorkerError, and again at every later exchange.
-
-    Args:
-        start: starts a worker on the arena.
-        max_restarts: limit within `RESTART_WINDOW_S`.
-        telemetry: counts restarts, waits for them, and the worker's time.
-
-    Attributes:
-        diagnosis: records of whoever submits, for the error of a missed `worker_timeout`.
+    Other failures, and more than `max_restarts` within `RESTART_WINDOW_S`, are raised at once as WorkerError, and again at every later
+    exchange; that of a missed `worker_timeout` has `diagnosis`, the records of whoever submits.
     """
 
     def __init__(self, start: Callable[[], Worker], *, max_restarts: int, telemetry: Telemetry) -> None:
