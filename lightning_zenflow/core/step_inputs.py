@@ -96,8 +96,8 @@ def step_scale(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float, co
     The arithmetic is that of ``DeepSpeedZeroOptimizer.unscale_and_clip_grads``: gradients are divided by
     ``max(1, (norm + 1e-6) / max_norm)``. A norm above 1.8e19 counts as overflow, as in DeepSpeed with float32.
 
-    The squared norm is that of the gradients of all ranks, with loss scale: 0-D float64, as `count`, the number of steps applied before this
-    one. A `max_norm` of 0 is no clipping.
+    The squared norm is that of the gradients of all ranks, with loss scale: 0-D float64, as `count`, the number of steps applied before.
+    A `max_norm` of 0 is no clipping.
     """
     norm = _norm(sum_of_squares, loss_scale)
     factor = clip_factor(sum_of_squares, max_norm=max_norm, loss_scale=loss_scale, norm=norm)

@@ -48,28 +48,25 @@ def read_place(device: torch.device) -> Place:
     gpu = _ROOT / "sys/bus/pci/devices" / str(runtime_of(device).pci_address())
     # Unknown in most virtual machines. local_cpulist of a device without a node lists all cores.
     has_node = read_file(gpu / "numa_node") not in ("", "-1")
+    limits = [read_file(folder / "cpu.max").split() for folder in control_groups()]
+    # "max" stands for no limit.
+    cpus = (int(quota) / int(period) for quota, period in filter(None, limits) if quota != "max")
     return Place(
         host=read_file(_ROOT / "proc/sys/kernel/random/boot_id") or os.uname().nodename,
         allowed=tuple(allowed_cores()),
         has_gpu=device.type != "cpu",
         gpu_cores=tuple(parse_core_list(read_file(gpu / "local_cpulist"))) if has_node else (),
-        cpu_limit=_cpu_limit(),
+        cpu_limit=min(cpus, default=math.inf),
     )
 
 
 def places_on_this_host(place: Place) -> tuple[list[Place], int]:
     """The places of all ranks on this host, in rank order, and the index of this rank's. A collective: all ranks must call it."""
-    places: list[Place | None] = [place] * world_size()
+    places = [place] * world_size()
     if len(places) > 1:
         dist.all_gather_object(places, place)
-    neighbours = [(rank, p) for rank, p in enumerate(places) if p is not None and p.host == place.host]
-    return [p for _, p in neighbours], [rank for rank, _ in neighbours].index(dist.get_rank() if len(places) > 1 else 0)
-
-
-def _cpu_limit() -> float:
-    fields = [read_file(folder / "cpu.max").split() for folder in control_groups()]
-    # "max" stands for no limit.
-    return min((int(quota) / int(period) for quota, period in filter(None, fields) if quota != "max"), default=math.inf)
+    on_host = [rank for rank, other in enumerate(places) if other.host == place.host]
+    return [places[rank] for rank in on_host], on_host.index(dist.get_rank() if len(places) > 1 else 0)
 
 
 @contextmanager
