@@ -20,7 +20,7 @@ RESTART_WINDOW_S = 600.0
 
 @dataclass(kw_only=True, eq=False)
 class Submission:
-    """A message to the worker, and its answer once that has been read. Nothing but `SupervisedWorker` changes it."""
+    """A message to the worker, and whether its answer has been read. Nothing but `SupervisedWorker` changes it."""
 
     message: JobMessage | Touch
     is_answered: bool = False
