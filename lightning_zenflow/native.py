@@ -3,14 +3,13 @@
 The header documents units, ownership and ordering. A test compares constants, types and names with it.
 """
 
-import ctypes
 import enum
 import errno
 import os
 import platform
 import sys
 from contextlib import suppress
-from ctypes import c_double, c_float, c_int64, c_uint8, c_uint32, c_uint64
+from ctypes import LittleEndianStructure, c_double, c_float, c_int64, c_uint8, c_uint32, c_uint64
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, Final
@@ -40,17 +39,7 @@ def fields(*runs: tuple[Any, str]) -> list[tuple[str, Any]]:
     return [(name, kind) for kind, names in runs for name in names.split()]
 
 
-class Structure(ctypes.LittleEndianStructure):
-    """A structure whose fields hold what they are given; ctypes cuts off what is too large for an integer."""
-
-    def __init__(self, **values: Any) -> None:
-        super().__init__(**values)
-        for name, value in values.items():
-            held = getattr(self, name)
-            assert held == value or isinstance(held, float), f"{type(self).__name__}.{name} cannot hold {value}"
-
-
-class ArenaHeader(Structure):
+class ArenaHeader(LittleEndianStructure):
     """``zenflow::ArenaHeader``: the first bytes of the arena."""
 
     _fields_ = fields(
@@ -71,49 +60,49 @@ class ArenaHeader(Structure):
     )
 
 
-class Range(Structure):
+class Range(LittleEndianStructure):
     """``zenflow::Range``: elements of the partition that belong to one parameter group, with one step count."""
 
     _fields_ = fields((c_uint64, "begin end"), (c_uint32, "param_group first_scale"), (c_int64, "n_missed"))
 
 
-class MomentScales(Structure):
+class MomentScales(LittleEndianStructure):
     """``zenflow::MomentScales``: scales of one tile's moments in 8 bits."""
 
     _fields_ = fields((c_float, "exp_avg exp_avg_sq"))
 
 
-class Block(Structure):
+class Block(LittleEndianStructure):
     """``zenflow::Block``: elements of the partition that one job updates."""
 
     _fields_ = fields((c_uint64, "begin end"))
 
 
-class Hyperparameters(Structure):
+class Hyperparameters(LittleEndianStructure):
     """``zenflow::Hyperparameters``: optimizer settings of one parameter group in one step."""
 
     _fields_ = fields((c_double, "lr beta1 beta2 eps weight_decay"), (c_uint32, "decoupled reserved"))
 
 
-class StepWord(Structure):
+class StepWord(LittleEndianStructure):
     """``zenflow::StepWord``: clip coefficient and the step's number."""
 
     _fields_ = fields((c_float, "clip"), (c_uint32, "check"), (c_int64, "sequence"))
 
 
-class StepRecord(Structure):
+class StepRecord(LittleEndianStructure):
     """``zenflow::StepRecord``: followed in memory by two ``Hyperparameters`` sets, committed and tentative, of one a parameter group."""
 
     _fields_ = fields((StepWord, "word"), (c_int64, "count reserved"))
 
 
-class BlockShown(Structure):
+class BlockShown(LittleEndianStructure):
     """``zenflow::BlockShown``: how a block's published weights show the step that is not committed."""
 
     _fields_ = fields((c_int64, "step"), (c_float, "factor"), (c_uint32, "is_true"))
 
 
-class JournalEntry(Structure):
+class JournalEntry(LittleEndianStructure):
     """``zenflow::JournalEntry``: progress and undo log of one thread's share of a job."""
 
     _fields_ = fields(
@@ -135,7 +124,7 @@ class MessageType(enum.IntEnum):
     ACKNOWLEDGED = 8
 
 
-class MessageHeader(Structure):
+class MessageHeader(LittleEndianStructure):
     """``zenflow::MessageHeader``: the whole exit message, and the start of an error message."""
 
     _fields_ = fields((c_uint32, "type reserved"))
@@ -150,7 +139,7 @@ class Tentative(enum.IntEnum):
     CORRECTION = 3
 
 
-class UpdateJob(Structure):
+class UpdateJob(LittleEndianStructure):
     """``zenflow::UpdateJob``: followed in the message by ``uint32_t slots[]``, one for each step."""
 
     _fields_ = fields(
@@ -162,25 +151,25 @@ class UpdateJob(Structure):
     )
 
 
-class Ready(Structure):
+class Ready(LittleEndianStructure):
     """``zenflow::Ready``: the worker's first message."""
 
     _fields_ = fields((c_uint32, "type n_threads"), (c_uint64, "version"))
 
 
-class Done(Structure):
+class Done(LittleEndianStructure):
     """``zenflow::Done``: one per job, in the order in which they are done."""
 
     _fields_ = fields((c_uint32, "type block"), (c_int64, "job_id busy_ns"))
 
 
-class Touch(Structure):
+class Touch(LittleEndianStructure):
     """``zenflow::Touch``: request to allocate memory of the arena."""
 
     _fields_ = fields((c_uint32, "type reserved"), (c_int64, "request_id"), (c_uint64, "offset n_rows row_bytes"))
 
 
-class Acknowledged(Structure):
+class Acknowledged(LittleEndianStructure):
     """``zenflow::Acknowledged``: one per request, behind the ``Done`` messages of all jobs before."""
 
     _fields_ = fields((c_uint32, "type reserved"), (c_int64, "request_id busy_ns"))

@@ -30,8 +30,8 @@ from lightning_zenflow.checkpoint.loading import load_file_together, load_togeth
 from lightning_zenflow.checkpoint.saves import Saves
 from lightning_zenflow.checkpoint.single_file import SavedFile, WholeState
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.process import raising_together
 from lightning_zenflow.deepspeed.users_module import is_in_pieces, load_whole
 
 

@@ -14,8 +14,8 @@ from lightning_zenflow.between_steps.full_state import FullState
 from lightning_zenflow.between_steps.uses import FOLLOWED, TakenGradients, WeightsInUpdate, WrittenWeights
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import runtime_of
-from lightning_zenflow.core.distributed import raise_together
 from lightning_zenflow.core.errors import Calls, MisconfigurationException, other_backward
+from lightning_zenflow.core.process import raise_together
 from lightning_zenflow.offload.build import RankResources, build
 from lightning_zenflow.offload.engine import Engine, RankPart
 from lightning_zenflow.offload.freezing import Freezing

@@ -22,8 +22,7 @@ from torch import Tensor, UntypedStorage
 from torch.serialization import DEFAULT_PROTOCOL, _open_zipfile_writer, _save
 from typing_extensions import override
 
-from lightning_zenflow.core.distributed import all_agree, raise_together
-from lightning_zenflow.core.forks import new_pages
+from lightning_zenflow.core.process import all_agree, new_pages, raise_together
 from lightning_zenflow.core.saved_tensors import DiskCopies
 from lightning_zenflow.worker.machine import free_host_memory
 

@@ -23,8 +23,8 @@ from lightning_zenflow.checkpoint.engine import files_of_engine
 from lightning_zenflow.checkpoint.files import StagedSave, place_of, remove, sync_all
 from lightning_zenflow.checkpoint.single_file import FILE_KEY, WholeState
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.distributed import in_common, raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.process import in_common, raising_together
 from lightning_zenflow.core.saved_tensors import DiskCopies
 from lightning_zenflow.deepspeed.environment import Strategy
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer

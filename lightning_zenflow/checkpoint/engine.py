@@ -16,8 +16,8 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from typing_extensions import override
 
 from lightning_zenflow.checkpoint.loading import load_together
-from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.process import raising_together
 from lightning_zenflow.core.saved_tensors import DiskCopies
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.users_module import further_names, is_in_pieces

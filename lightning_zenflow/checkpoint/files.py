@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from lightning_zenflow.core.forks import SAVING
+from lightning_zenflow.core.process import SAVING
 from lightning_zenflow.core.saved_tensors import WithoutConversion
 from lightning_zenflow.offload.run_state import VERSION
 

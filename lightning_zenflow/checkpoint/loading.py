@@ -15,8 +15,8 @@ from torch import Tensor
 from lightning_zenflow.checkpoint.files import CheckpointError, place_of, read, recover, verify
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint, with_another_partition
 from lightning_zenflow.checkpoint.single_file import COUNTS, SavedFile, restore_counts
-from lightning_zenflow.core.distributed import all_agree, raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.process import all_agree, raising_together
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.users_module import is_in_pieces, load_pieces, load_whole, whole_shape
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY, difference_of

@@ -30,8 +30,8 @@ from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor
 
 from lightning_zenflow.checkpoint.files import refusal, refuse_other_version
-from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.process import in_common
 from lightning_zenflow.core.saved_tensors import DiskCopies, parts_on_disk
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.users_module import further_names, is_divided, is_in_pieces

@@ -1,6 +1,6 @@
 """The training device: streams, events, page-locked memory and memory counters.
 
-All of the package asks this module, and not `torch.cuda`, so that a device of another kind is one more `HostRuntime` in `RUNTIMES`. The
+All of the package asks this module, and not `torch.cuda`, so that a device of another kind is one more `HostRuntime` in `RUNTIMES`: the
 tests add one that records the order of all operations.
 """
 
@@ -17,7 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zenflow.core.forks import new_pages
+from lightning_zenflow.core.process import new_pages
 
 _log = logging.getLogger(__name__)
 
@@ -26,10 +26,10 @@ _RESERVE = 0.05
 
 
 class Event:
-    """A point in a stream's order, as `torch.cuda.Event`; on the CPU one that everything precedes."""
+    """As `torch.cuda.Event`: a point in a stream's order; on the CPU one that everything precedes."""
 
     def query(self) -> bool:
-        """True if the device has reached the event. Does not wait."""
+        """True if the device has reached the event."""
         return True
 
     def synchronize(self) -> None:
@@ -41,13 +41,13 @@ class Event:
 
 
 class Stream:
-    """A queue of the device, as `torch.cuda.Stream`; on the CPU one that is always empty."""
+    """As `torch.cuda.Stream`: a queue of the device; on the CPU one that is always empty."""
 
     def wait_stream(self, stream: "Stream", /) -> None:
-        """Orders later work of this stream behind the present end of another one. The host does not wait."""
+        """Orders later work of this stream behind the present end of another one."""
 
     def wait_event(self, event: Event, /) -> None:
-        """Orders later work of this stream behind an event. The host does not wait."""
+        """Orders later work of this stream behind an event."""
 
 
 class HostRuntime:
@@ -56,16 +56,12 @@ class HostRuntime:
     On the CPU operations are done when the call returns, so order needs nothing.
     """
 
+    runs_behind = False
+    """True if the host enqueues work and goes on. Then order needs events. Copies to and from host memory are in the order of the stream.
+    The host may wait for those of memory that is not page-locked."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
-
-    @property
-    def runs_behind(self) -> bool:
-        """True if the host enqueues work and goes on. Then order needs events.
-
-        Copies to and from host memory are in the order of the stream. The host may wait for those of memory that is not page-locked.
-        """
-        return False
 
     def new_stream(self) -> Stream:
         """A new stream."""
@@ -87,34 +83,23 @@ class HostRuntime:
         """Makes the host wait for all work of the device."""
 
     def keep_for(self, stream: Stream, tensor: Tensor) -> None:
-        """Keeps the tensor's memory from being reused before the present work of `stream`, which is not the one it was allocated on."""
+        """Keeps the tensor's memory, of another stream, from being reused before the present work of `stream`."""
 
     def page_lock(self, address: int, n_bytes: int) -> None:
-        """Page-locks host memory.
-
-        Raises:
-            RuntimeError: the system refuses.
-        """
+        """Page-locks host memory; RuntimeError: the system refuses."""
 
     def page_unlock(self, address: int) -> None:
         """Undoes `page_lock` of the range that begins at `address`."""
 
-    def max_memory_allocated(self) -> int:
-        """Most bytes of device memory that were in tensors since `forget_peak`."""
-        return 0
-
     def forget_peak(self) -> None:
-        """Lets `max_memory_allocated` begin anew."""
+        """Lets the peak of the device's memory begin anew."""
 
     def has_room(self, n_bytes: float) -> bool:
-        """True if the device has `n_bytes` free beside `max_memory_allocated`; True for the CPU.
-
-        Call it in backward or right after a step, when a step has had its peak.
-        """
+        """True if the device has `n_bytes` free at the peak since `forget_peak`. To be asked when a step has had its peak."""
         return True
 
     def pci_address(self) -> str | None:
-        """Address of the device, for example "0000:3b:00.0"; None if it has none or it is not known."""
+        """For example "0000:3b:00.0"; None: not known."""
         return None
 
     def to_device(self, values: Tensor) -> Tensor:
@@ -122,7 +107,7 @@ class HostRuntime:
         return values.to(self.device, non_blocking=True)
 
     def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Uninitialised host memory, page-locked where the device runs behind and the system does not refuse it."""
+        """Uninitialised host memory, page-locked where the device runs behind and the system allows it."""
         if self.runs_behind:
             try:
                 return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
@@ -134,10 +119,7 @@ class HostRuntime:
 class CudaRuntime(HostRuntime):
     """A CUDA device."""
 
-    @property
-    @override
-    def runs_behind(self) -> bool:
-        return True
+    runs_behind = True
 
     @override
     def new_stream(self) -> Stream:
@@ -180,18 +162,14 @@ class CudaRuntime(HostRuntime):
         self._check("cudaHostUnregister", address)
 
     @override
-    def max_memory_allocated(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device)
-
-    @override
     def forget_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
 
     @override
     def has_room(self, n_bytes: float) -> bool:
         free, total = torch.cuda.mem_get_info(self.device)
-        beside_peak = free + torch.cuda.memory_reserved(self.device) - self.max_memory_allocated()
-        return beside_peak >= n_bytes + _RESERVE * total
+        at_peak = free + torch.cuda.memory_reserved(self.device) - torch.cuda.max_memory_allocated(self.device)
+        return at_peak >= n_bytes + _RESERVE * total
 
     @override
     def pci_address(self) -> str | None:
@@ -210,7 +188,7 @@ class CudaRuntime(HostRuntime):
 @functools.cache
 @rank_zero_only
 def warn_of_pageable_memory(refusal: str) -> None:
-    """Says that host memory stays pageable, with what it costs and the system's error; once in a process, on rank 0."""
+    """Warns once in a process, on rank 0."""
     _log.warning(
         "ZenFlow: host memory cannot be page-locked (%s); training goes on, but copies between the device and pageable memory make the"
         " training thread wait and do not overlap with computation. Raise the limit of locked memory: `ulimit -l unlimited`,"
@@ -224,11 +202,7 @@ RUNTIMES: dict[str, Callable[[torch.device], HostRuntime]] = {"cpu": HostRuntime
 
 
 def runtime_of(device: torch.device) -> HostRuntime:
-    """The runtime of a device.
-
-    Raises:
-        ValueError: there is none for this type of device.
-    """
+    """The runtime of a device; ValueError: there is none for its type."""
     if device.type not in RUNTIMES:
         raise ValueError(f"device must be of type {' or '.join(RUNTIMES)}, got {device}")
     return RUNTIMES[device.type](device)
@@ -257,7 +231,7 @@ class PageLocks:
         return self._runtime.runs_behind
 
     def lock(self, address: int, n_bytes: int) -> None:
-        """Page-locks memory; what the system refuses stays pageable, and a warning says so."""
+        """Page-locks memory, unless the system refuses."""
         try:
             self._runtime.page_lock(address, n_bytes)
         except RuntimeError as refusal:
@@ -266,9 +240,7 @@ class PageLocks:
             self._addresses.append(address)
 
     def copy_of(self, values: Tensor) -> Tensor:
-        """Copies values of the host to page-locked memory of their own, which children do not inherit; where that is not needed, returns
-        `values`.
-        """
+        """A copy in page-locked memory of its own, which children do not inherit; where that is not needed, `values`."""
         if not self.are_needed or values.numel() == 0:
             return values
         copy = new_pages(values.nbytes).view(values.dtype).view(values.shape).copy_(values)
@@ -278,7 +250,7 @@ class PageLocks:
         return copy
 
     def release(self) -> None:
-        """Unlocks the memory when the device has done its work. Errors of the device are logged."""
+        """Unlocks the memory. Errors of the device are logged."""
         # After an error, copies may still be in flight.
         unlocks: list[Callable[[], None]] = [partial(self._runtime.page_unlock, a) for a in self._addresses]
         for release in [self._runtime.synchronize, *unlocks]:
@@ -291,7 +263,7 @@ class PageLocks:
 
 
 class SideStream:
-    """A stream for copies beside the current stream. On a CPU everything is in order anyway."""
+    """A stream for copies beside the current stream. The host waits for nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._runtime = runtime_of(device)
@@ -299,11 +271,9 @@ class SideStream:
 
     @contextmanager
     def behind(self, event: Event | None = None, *, reads: Tensor | None = None) -> Iterator[None]:
-        """Makes this the current stream in the context.
+        """Makes this the current stream in the context, ordered behind an event; None: behind the present end of the current stream.
 
-        Args:
-            event: later work of this stream is ordered behind it; None: behind the present end of the current stream.
-            reads: device memory that is read in the context and may be freed by its owner after it.
+        Device memory that the context `reads` may be freed by its owner after it.
         """
         if event is None:
             self._stream.wait_stream(self._runtime.current_stream())
@@ -315,7 +285,7 @@ class SideStream:
             self._runtime.keep_for(self._stream, reads)
 
     def wait_for(self, event: Event) -> None:
-        """Orders later work of this stream behind an event; the host does not wait."""
+        """Orders later work of this stream behind an event."""
         self._stream.wait_event(event)
 
     def record_event(self) -> Event:
@@ -324,16 +294,12 @@ class SideStream:
             return self._runtime.record_event()
 
     def join(self) -> None:
-        """Orders the current stream behind the present end of this one; the host does not wait."""
+        """Orders the current stream behind the present end of this one."""
         self._runtime.current_stream().wait_stream(self._stream)
 
 
 class AsyncHostCopy:
-    """Asynchronous copy of a device tensor to host memory, in order with the current stream; an event marks its completion.
-
-    Args:
-        values: source, on the device. It may be overwritten by work that is enqueued later on the same stream.
-    """
+    """Asynchronous copy of a device tensor to host memory, in the order of the current stream: its later work may overwrite the source."""
 
     def __init__(self, values: Tensor) -> None:
         runtime = runtime_of(values.device)
@@ -347,7 +313,7 @@ class AsyncHostCopy:
         return self._copied.query()
 
     def read(self) -> Tensor:
-        """Waits for the copy and returns it: a CPU tensor of the source's shape and dtype."""
+        """Waits for the copy and returns it."""
         if not self.arrived:
             self._copied.synchronize()
         return self._values
@@ -366,12 +332,12 @@ class DeviceNumber:
         return self._copy is not None
 
     def copy(self, value: Tensor) -> None:
-        """Begins a copy: 0-D, on the device. One that has not arrived is forgotten."""
+        """Begins a copy of a 0-D tensor. One that has not arrived is forgotten."""
         self.read()
         self._copy = AsyncHostCopy(value)
 
     def read(self) -> float | None:
-        """The newest value that has arrived; None: none yet."""
+        """The newest value that has arrived."""
         if self._copy is not None and self._copy.arrived:
             self._newest, self._copy = float(self._copy.read()), None
         return self._newest

@@ -14,7 +14,7 @@ included: the new weights of all blocks, one behind the other, are then those of
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -23,7 +23,7 @@ from typing_extensions import Self
 
 
 def column_count(columns: int, topk_ratio: float) -> int:
-    """Number of device-owned columns of a matrix: the nearest integer to the share, at least one unless the share is 0."""
+    """Number of device-owned columns of a matrix: at least one unless the share is 0."""
     return 0 if topk_ratio == 0 else max(1, round(topk_ratio * columns))
 
 
@@ -39,12 +39,12 @@ ALIGNMENT = 64
 """In elements. Parameter groups start at multiples of it, so that every state array starts on a cache line."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Slice:
     """The part of one parameter that lies in this rank's partition."""
 
     parameter: int
-    """Index of the parameter over all parameter groups, in DeepSpeed's order; the same on every rank."""
+    """Index over all parameter groups, in DeepSpeed's order; the same on every rank."""
     param_group: int
     begin: int
     """First element in the partition."""
@@ -57,28 +57,20 @@ class Slice:
     """True if the parameter has columns to select."""
 
     @classmethod
-    def of(cls, shape: Sequence[int], *, parameter: int, param_group: int, begin: int, start: int, numel: int) -> Self:
-        """The slice of a parameter of this shape; the other arguments are its fields."""
+    def of(cls, shape: Sequence[int], **place: int) -> Self:
+        """The slice of a parameter of this shape; `place` has the other fields."""
         columns = row_length(shape)
-        return cls(
-            parameter=parameter,
-            param_group=param_group,
-            begin=begin,
-            start=start,
-            numel=numel,
-            columns=columns or 1,
-            is_matrix=columns > 0,
-        )
+        return cls(columns=columns or 1, is_matrix=columns > 0, **place)
 
-    @property
+    @cached_property
     def end(self) -> int:
         """One past the last element in the partition."""
         return self.begin + self.numel
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Tile:
-    """A rectangle of one slice, contiguous in the partition: full rows, or a part of one row."""
+    """A rectangle of one slice, contiguous in the partition."""
 
     slice: int
     """Index into `Partition.slices`."""
@@ -89,12 +81,12 @@ class Tile:
     """First column of the rectangle in the [out, rest] view; 0 for full rows."""
     width: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
-        """Number of elements."""
+        """Elements."""
         return self.rows * self.width
 
-    @property
+    @cached_property
     def end(self) -> int:
         """One past the last element in the partition."""
         return self.begin + self.numel
@@ -122,7 +114,7 @@ class Partition:
     numel: int
     """Length of the state arrays: elements including padding."""
     block_length: int | None = None
-    """Where block b begins at b times a length: that length, which all blocks have but the last one; otherwise None."""
+    """Of all blocks but the last one, where they are cut at its multiples; otherwise None."""
 
     @property
     def block_numel(self) -> int:
@@ -137,23 +129,6 @@ class Partition:
             found[tile.slice].append(index)
         return found
 
-    def runs(self, tiles: Iterable[int]) -> dict[int, int]:
-        """First tile of each run of tiles that are adjacent in one parameter group, and the elements of the run.
-
-        Args:
-            tiles: ascending indexes into `tiles`.
-        """
-        runs: dict[int, int] = {}
-        first = group = end = -1
-        for index in tiles:
-            tile = self.tiles[index]
-            before, group = group, self.slices[tile.slice].param_group
-            if tile.begin != end or group != before:
-                first = index
-            runs[first] = runs.get(first, 0) + tile.numel
-            end = tile.end
-        return runs
-
 
 def align(numel: int) -> int:
     """`numel` rounded up to a multiple of `ALIGNMENT`."""
@@ -161,7 +136,7 @@ def align(numel: int) -> int:
 
 
 def group_begins(partition_sizes: Sequence[int]) -> tuple[int, ...]:
-    """First element of each parameter group, for DeepSpeed's partition sizes (in elements)."""
+    """First element of each parameter group, for DeepSpeed's partition sizes."""
     begins, end = [], 0
     for size in partition_sizes:
         begins.append(end)
@@ -175,10 +150,10 @@ def build_partition(
     """Cuts a rank's slices into blocks of nearly equal size.
 
     Args:
-        slices: slices of the rank, ascending and disjoint.
+        slices: of the rank, ascending and disjoint.
         partition_sizes: elements of DeepSpeed's flat partition of each parameter group, including padding.
-        n_blocks: number of blocks, >= 1; a partition with fewer elements gets fewer.
-        multiple: makes `Partition.block_length` a multiple of so many elements; None: blocks end between rows where they can.
+        n_blocks: >= 1; a partition with fewer elements gets fewer.
+        multiple: of `Partition.block_length`; None: blocks end between rows where they can.
     """
     begins = group_begins(partition_sizes)
     numel = begins[-1] + align(partition_sizes[-1]) if begins else 0
@@ -248,11 +223,7 @@ def tiles_of_slice(index: int, s: Slice) -> list[Tile]:
 
 
 def split_tile(tile: Tile, numel: int) -> tuple[Tile, Tile | None]:
-    """Splits a tile after nearly `numel` elements: between rows, or inside a single row.
-
-    Returns:
-        The first part, of at least one element and, if the tile has several rows, one row; and the rest, if any.
-    """
+    """Splits a tile after nearly `numel` elements, at least one: between rows, or inside a single row. None: the first part is all."""
     if numel >= tile.numel:
         return tile, None
     if tile.rows == 1:

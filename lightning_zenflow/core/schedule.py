@@ -326,7 +326,7 @@ class SchedulePolicy:
 
 
 _FACTORED_CORRECTION = 2.0
-"""Corrects for the factored second moment (`lightning_zenflow.kernels.factored`): where few entries hold most of a matrix's gradient, it
+"""Corrects for the factored second moment (`lightning_zenflow.kernels.base`): where few entries hold most of a matrix's gradient, it
 exceeds the true second moment of most entries, and provisional updates are too small. Measured, see docs/decisions.md."""
 
 

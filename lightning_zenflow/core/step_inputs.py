@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 
 @dataclass(frozen=True, kw_only=True)
 class GroupHyperparameters:
-    """Hyperparameters of one parameter group in one step; a scheduler may change any of them at any step."""
+    """Hyperparameters of one parameter group in one step."""
 
     lr: float
     """Learning rate, >= 0."""
@@ -32,15 +31,9 @@ class GroupHyperparameters:
 
 
 def read_hyperparameters(optimizer: Optimizer) -> list[GroupHyperparameters]:
-    """The current hyperparameters of each parameter group, in the optimizer's order.
+    """The current hyperparameters of each parameter group of the user's optimizer, AdamW or Adam of torch or DeepSpeed.
 
-    Called at each step, after the scheduler. Never synchronises with a device: only numbers and CPU tensors are read.
-
-    Args:
-        optimizer: the user's, AdamW or Adam of torch or DeepSpeed.
-
-    Raises:
-        ValueError: a value is out of range or not on the CPU; names the group, the key and the value.
+    Only numbers and CPU tensors are read, so that nothing synchronises with a device. ValueError: a value is another one, or out of range.
     """
     result = []
     for index, group in enumerate(optimizer.param_groups):
@@ -72,14 +65,9 @@ def place_of(optimizer: Optimizer, index: int) -> str:
     return f"optimizer {name_of(type(optimizer))}, parameter group {index}: "
 
 
-def mean_beta1(groups: Sequence[GroupHyperparameters]) -> float:
-    """Mean decay of the first moment over parameter groups."""
-    return fmean(group.beta1 for group in groups)
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepScale:
-    """Scale of a step by the global gradient norm; 0-D tensors on the gradients' device, so that the host never waits for them."""
+    """Scale of a step by the global gradient norm; 0-D tensors on the gradients' device."""
 
     factor: Tensor
     """float32; multiplies the gradients; NaN if the step is skipped, which then changes no state."""
@@ -97,22 +85,19 @@ class StepScale:
 
 
 def add_over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Adds a tensor over the ranks of a group, in place; None: there is one rank."""
+    """Adds a tensor over a group's ranks, in place; None: there is one rank."""
     if group is not None:
         dist.all_reduce(values, group=group)
 
 
 def step_scale(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float, count: Tensor) -> StepScale:
-    """Computes the factor of clipping by the global norm (``gradient_clip_val``) and of the loss scale.
+    """Computes the factor of clipping by the global norm and of the loss scale.
 
     The arithmetic is that of ``DeepSpeedZeroOptimizer.unscale_and_clip_grads``: gradients are divided by
     ``max(1, (norm + 1e-6) / max_norm)``. A norm above 1.8e19 counts as overflow, as in DeepSpeed with float32.
 
-    Args:
-        sum_of_squares: 0-D float64; squared norm of the gradients of all ranks, with loss scale.
-        max_norm: largest norm after clipping; 0 for no clipping.
-        loss_scale: factor of the loss in backward.
-        count: 0-D float64; number of steps applied before this one.
+    The squared norm is that of the gradients of all ranks, with loss scale: 0-D float64, as `count`, the number of steps applied before.
+    A `max_norm` of 0 is no clipping.
     """
     norm = _norm(sum_of_squares, loss_scale)
     factor = clip_factor(sum_of_squares, max_norm=max_norm, loss_scale=loss_scale, norm=norm)
@@ -121,7 +106,7 @@ def step_scale(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float, co
 
 
 def clip_factor(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float, norm: Tensor | None = None) -> Tensor:
-    """`StepScale.factor` of `step_scale` alone, in fewer launches; `norm`: that of `StepScale`, if it is known."""
+    """`StepScale.factor` alone, in fewer launches; `norm`: that of `StepScale`, if it is known."""
     # Zero, or NaN where the sum is not finite in float32. Few operations: each block that is submitted in backward has a factor.
     single = sum_of_squares.float()
     gap = single - single
@@ -158,8 +143,11 @@ class GradientNorms:
 
     Attributes:
         speculates: whether `word` takes the factor of a step that is not clipped, instead of the prediction.
-        sum: of what blocks have counted in the step; 0-D float64, as `expected`, the whole of the last step with this one's loss scale.
-        partial: for each block the sum when it was complete; [n_blocks] float64, as `ratio`, of the whole to it; NaN: not known.
+        sum: 0-D float64; of what blocks have counted in the step.
+        partial: [n_blocks] float64; for each block the sum when it was complete.
+        ratio: [n_blocks] float64; of the whole to `partial`; NaN: not known.
+        expected: 0-D float64; the whole of the last step with this one's loss scale.
+        knows_last: True if there has been a step to predict from.
     """
 
     def __init__(self, n_blocks: int, device: torch.device, *, speculates: bool = False) -> None:
@@ -172,7 +160,6 @@ class GradientNorms:
         self._last = torch.zeros((), dtype=torch.float64, device=device)
         self.expected = self._last.clone()
         self.knows_last = False
-        """True if there has been a step to predict from."""
 
     def open(self, step: int, *, max_norm: float, loss_scale: float) -> None:
         """Begins a step; the norms are those of `step_scale`."""
@@ -185,20 +172,20 @@ class GradientNorms:
         torch.mul(self._last, loss_scale**2, out=self.expected)
 
     def add(self, parts: Iterable[Tensor]) -> None:
-        """Adds gradients that have arrived: their `SquaredNorms.parts`."""
+        """Adds `SquaredNorms.parts` of gradients that have arrived."""
         self._parts += parts
 
     def whole(self) -> Tensor:
-        """Sum of all that has been added in the step: 0-D float64, not finite if any gradient is not."""
+        """Sum of all that has been added in the step: 0-D float64."""
         return sum((parts.sum(dtype=torch.float64) for parts in _by_type(self._parts)), torch.zeros_like(self.sum))
 
     def take_new(self) -> list[Tensor]:
-        """What has been added since the last call in the step, to be added to `sum`: a tensor for each type, float32 or float64."""
+        """What has been added since the last call in the step: a tensor for each type, float32 or float64. The caller adds it to `sum`."""
         new, self._n_in_sum = self._parts[self._n_in_sum :], len(self._parts)
         return _by_type(new)
 
     def up_to(self, block: int) -> Tensor:
-        """Sum of what has been added when a block is complete: 0-D float64, not finite if any gradient so far is not."""
+        """Sum of what has been added when a block is complete: 0-D float64."""
         for parts in self.take_new():
             self.sum.add_(parts.sum(dtype=torch.float64))
         return self.partial[block].copy_(self.sum)
@@ -210,7 +197,7 @@ class GradientNorms:
         return torch.where(ratio.isnan(), torch.maximum(partial, self.expected), partial * ratio)
 
     def word(self, block: int) -> Tensor:
-        """`step_word` of a block that is complete, with a factor from before the step's end; NaN if any gradient so far is not finite."""
+        """`step_word` of a block that is complete; its factor, which is predicted, is NaN if any gradient so far is not finite."""
         squared_norm = self.up_to(block)
         if self.speculates:
             squared_norm = squared_norm - squared_norm  # zero, or NaN where the sum is not finite
@@ -220,7 +207,7 @@ class GradientNorms:
 
     def end_step(self, squared_norm: Tensor, *, finite: Tensor, loss_scale: float) -> None:
         """Takes the step's own squared norm, 0-D float64; one that is not finite is not predicted from."""
-        # Geometric mean of the step's own ratio and of this mean before, so that a step counts half as much as the next.
+        # Geometric mean of the step's own ratio and of the mean so far.
         latest = torch.where(self.partial > 0, squared_norm / self.partial, torch.nan)
         ratio = torch.where(self.ratio.isnan(), latest, self.ratio.sqrt() * latest.sqrt())
         self.ratio.copy_(torch.where(finite, ratio, self.ratio))
@@ -228,7 +215,7 @@ class GradientNorms:
         self.knows_last = True
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Ratio and norm that the next step is predicted from, on the CPU; None: nothing yet."""
+        """What the next step is predicted from, on the CPU; None: nothing yet."""
         return {"ratio": self.ratio.cpu(), "last": self._last.cpu()} if self.knows_last else None
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:

@@ -28,7 +28,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_zenflow.core.distributed import all_agree
+from lightning_zenflow.core.process import all_agree
 from lightning_zenflow.core.saved_tensors import with_own_storage
 from lightning_zenflow.worker.machine import free_host_memory
 

@@ -1,46 +1,69 @@
-"""The device's passes over gradients and weights, by torch's operations: they run on any device and define the result of each pass.
+"""The device's passes over gradients and weights. `Kernels`, by torch's operations, runs on any device and defines each result.
+`CpuKernels` overrides passes on a CPU by the library of ``csrc/cpu_device/device_kernels.h``, `kernels.triton.TritonKernels` on CUDA.
 
-`kernels.cpu.CpuKernels` overrides them on a CPU and `kernels.triton.TritonKernels` on CUDA. `kernels_for` chooses.
+*Provisional update*: an approximate step on host-owned weights, which would otherwise show a gradient up to S + d - 1 steps late. It is
+Adam's without momentum and with a factored second moment, as in Adafactor (arXiv 1804.04235, section 3), which takes one float per row and
+one per column:
+
+    v_ij = row_i * col_j / mean(col),        w_ij <- w_ij - b * lr * c * g_ij / sqrt(v_ij).
+
+c is the clip coefficient of the *last* step, because this step's norm is not known during backward, over this step's loss scale. Without a
+step before it, c is NaN, and nothing changes. Every publish overwrites the weights with exact ones, so errors do not accumulate.
 """
 
+import ctypes
 import logging
 import os
+import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_zenflow.core.step_inputs import GradientNorms, GroupHyperparameters, StepScale
-from lightning_zenflow.kernels.factored import SMALLEST, Factors, RoundingNoise, SecondMoment, round_stochastically_
+from lightning_zenflow.native import DATA_TYPES, Hyperparameters, cannot_run, worker_executable
 
 _log = logging.getLogger(__name__)
 
 _VARIABLE = "ZENFLOW_KERNELS"
-"""Environment variable that overrules the choice of `kernels_for`."""
+
+SMALLEST = 1e-30
+"""Lower bound of second moments: rows and columns below it have no gradient, so their update is zero for any divisor."""
+
+NOISE_NUMEL = 1 << 16
+"""Elements of a tile of noise."""
+
+_NOISE_ALIGNMENT = 4
+"""Elements in 16 bytes, which CUDA reads as one word; on every device, so that all draw the same bits."""
+
+_SMALLEST_PART = 1 << 18
+"""Elements of a pass of the compiled library; fewer do not pay for a thread."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SquaredNorms:
-    """Sums of squares of a gradient, on its device; not finite where the gradient is not.
-
-    Held as the partial sums of the pass over the gradient. The reader of a sum adds them up, for many gradients at once where possible.
+    """Sums of squares of a gradient, on its device; not finite where the gradient is not. The reader adds up the partial sums of the pass,
+    for many gradients at once where possible.
     """
 
     parts: Tensor
     """[n] float32 or float64; together the whole gradient's."""
     per_axis: tuple[Tensor, ...] = ()
-    """[n, rows] and [n, columns] float32; nothing without `per_axis`."""
+    """[n, rows] and [n, columns] float32; nothing without `per_axis`, nor are `rows` and `columns`."""
 
     @property
     def rows(self) -> Tensor:
-        """[rows] float32; with `per_axis` only."""
+        """[rows] float32."""
         return self.per_axis[0].sum(0)
 
     @property
     def columns(self) -> Tensor:
-        """[columns] float32; with `per_axis` only."""
+        """[columns] float32."""
         return self.per_axis[1].sum(0)
 
 
@@ -79,6 +102,66 @@ IN_ORDER: Copies = nullcontext()
 """Copies to slots in the order of everything else."""
 
 
+class SecondMoment(NamedTuple):
+    """The factored second moment of one matrix's gradient; changed in place. A checkpoint has these tensors, in this order."""
+
+    row: Tensor
+    """[rows] float32; running mean over columns of the squared, clipped gradient."""
+    col: Tensor
+    """[columns] float32; running mean over rows."""
+    n: Tensor
+    """0-D float32; steps in it."""
+
+    @classmethod
+    def zeros(cls, rows: int, columns: int, device: torch.device) -> "SecondMoment":
+        """The second moment before the first step."""
+        return cls(*(torch.zeros(shape, dtype=torch.float32, device=device) for shape in ((rows,), (columns,), ())))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Factors:
+    """The factors of a provisional update w <- w - b * g * row_scale * col_scale."""
+
+    row_scale: Tensor
+    """[rows, 1] float32; includes the learning rate and the factor on the gradient."""
+    col_scale: Tensor
+    """[1, columns] float32."""
+    finite: Tensor
+    """0-D bool; if False, the gradient or its factor is not finite: no weight changes."""
+
+
+class RoundingNoise:
+    """Random bits for stochastic rounding of weights on a device: drawn once, read as tiles from random offsets, multiples of 16 bytes. A
+    checkpoint has the state of `offsets`, the generator of the offsets.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        size = (2 * NOISE_NUMEL,)
+        bits = torch.randint(0, 1 << 16, size, generator=generator, dtype=torch.int32, device="cpu")
+        self._bits = bits.to(device)
+        self.offsets = random.Random(seed)
+
+    def draw_tile(self) -> Tensor:
+        """[NOISE_NUMEL] int32, each 0 to 65535; repeated by the caller for larger tensors."""
+        offset = self.offsets.randrange(0, NOISE_NUMEL, _NOISE_ALIGNMENT)
+        return self._bits.narrow(0, offset, NOISE_NUMEL)
+
+
+def round_stochastically_(target: Tensor, values: Tensor, noise: RoundingNoise) -> None:
+    """Converts float32 values, contiguous, which are overwritten, to the model's type. bfloat16 is rounded stochastically, with the value
+    as expectation: rounding to nearest would lose all updates below half a unit. float16, 8 times finer, is rounded to nearest.
+    """
+    if target.dtype == torch.bfloat16:
+        bits = values.view(torch.int32).view(-1)
+        random_bits, repeats = noise.draw_tile(), -(-bits.numel() // NOISE_NUMEL)
+        if repeats > 1:
+            random_bits = random_bits.repeat(repeats)
+        # Adding 16 random bits carries into the upper half with probability (lower half) / 65536.
+        bits.add_(random_bits.narrow(0, 0, bits.numel())).bitwise_and_(-65536)
+    target.copy_(values)
+
+
 class Kernels:
     """The passes of one step, by torch's operations. Matrices are contiguous, [rows, columns]; no pass synchronises with the device.
 
@@ -89,15 +172,11 @@ class Kernels:
     def route(
         self, gradient: Tensor, destinations: Sequence[Destination], *, per_axis: bool, copies: Copies = IN_ORDER
     ) -> SquaredNorms:
-        """Copies the parts of a gradient to their slots, gathers the selected columns and computes sums of squares.
-
-        Args:
-            gradient: [rows, columns], model dtype.
-            destinations: disjoint parts of the gradient.
-            per_axis: adds the sums of each row and of each column; the total has the same bits with and without.
-            copies: context in which the slots are written.
+        """Copies disjoint parts of a gradient to their slots, within `copies`, gathers the selected columns and computes sums of squares;
+        `per_axis`: those of each row and of each column as well, with the same bits of the total.
         """
         self.copy_parts(gradient, destinations, copies)
+        self.select_parts(gradient, destinations)
         # The total is the sum of the rows' in float64: torch's float32 sums over long vectors are off by 1e-5.
         rows = torch.linalg.vector_norm(gradient, dim=1, dtype=torch.float32)
         parts = rows.double().square().sum(0, keepdim=True)
@@ -107,11 +186,10 @@ class Kernels:
         return SquaredNorms(parts=parts, per_axis=(rows.square_().unsqueeze(0), columns.square_()))
 
     def copy_parts(self, gradient: Tensor, destinations: Sequence[Destination], copies: Copies) -> None:
-        """What `route` does but for the sums."""
+        """Copies the parts of a gradient to their slots."""
         with copies:
             for destination in destinations:
                 destination.slot.copy_(destination.part_of(gradient), non_blocking=True)
-        self.select_parts(gradient, destinations)
 
     def select_parts(self, gradient: Tensor, destinations: Sequence[Destination]) -> None:
         """Gathers the selected columns of a gradient."""
@@ -127,17 +205,8 @@ class Kernels:
     def factored_step_(
         self, moment: SecondMoment, squared_norms: SquaredNorms, *, beta2: float, lr: float, scale: Tensor
     ) -> Factors:
-        """Adds a step's gradient to its second moment and returns the factors of its provisional update, see `kernels.factored`.
-
-        Args:
-            moment: changed in place, unless the gradient or `scale` is not finite.
-            squared_norms: of the gradient, with those of rows and columns.
-            beta2: decay per step.
-            lr: learning rate.
-            scale: 0-D float32; factor on the gradient; NaN if it is not known.
-
-        Returns:
-            Factors whose product is lr * scale / sqrt(v_ij), bias-corrected.
+        """Adds a step's gradient times `scale`, 0-D float32, to its second moment, unless that is not finite. The product of the factors
+        that are returned is lr * scale / sqrt(v_ij), bias-corrected.
         """
         rows, columns = squared_norms.rows, squared_norms.columns
         # In float32, like the operations below: float64 would not see squares that overflow there.
@@ -156,15 +225,7 @@ class Kernels:
     def provisional_update_(
         self, weights: Tensor, gradient: Tensor, factors: Factors, noise: RoundingNoise, *, size: float = 1.0
     ) -> None:
-        """Applies w <- round(w - g * (row_scale * size) * col_scale), see `kernels.factored`.
-
-        Args:
-            weights: [rows, columns], model dtype; changed in place.
-            gradient: [rows, columns], model dtype.
-            factors: row_scale, col_scale and finite.
-            noise: random bits for stochastic rounding.
-            size: b, the size of the provisional update.
-        """
+        """Applies w <- round(w - g * (row_scale * size) * col_scale) in place; weights and gradient are of model dtype, `size` is b."""
         update = gradient.float() * (factors.row_scale * size)
         update.mul_(factors.col_scale)
         values = torch.sub(weights.float(), torch.where(factors.finite, update, 0.0), out=update)
@@ -179,12 +240,8 @@ class Kernels:
         m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2;
         w <- (1 - lr weight_decay) w - lr / (1 - beta1^s) * m / (sqrt(v / (1 - beta2^s)) + eps).
 
-        Args:
-            state: [3, n] float32: master weights, first and second moments; changed in place.
-            gradient: [n], model dtype.
-            weights: [n], model dtype; receives the rounded master weights. May be `gradient` itself.
-            h: hyperparameters of the parameter group.
-            scale: factor on the gradient and number of applied steps.
+        `state` is [3, n] float32: master weights, first and second moments. Gradient and weights are [n], model dtype. The weights receive
+        the rounded master weights, and may be the gradient.
         """
         (master, exp_avg, exp_avg_sq), finite = state, scale.finite
         one = torch.ones_like(scale.count)
@@ -221,32 +278,98 @@ class Kernels:
         return write
 
 
+class CpuKernels(Kernels):
+    """Compiled loops, divided among as many threads as torch uses: results have the same bits for every number of them. `adamw_` has the
+    bits of the worker's kernel.
+    """
+
+    def __init__(self) -> None:
+        self._library = _library()
+
+    @override
+    def route(
+        self, gradient: Tensor, destinations: Sequence[Destination], *, per_axis: bool, copies: Copies = IN_ORDER
+    ) -> SquaredNorms:
+        """One pass over memory for what every step needs: not within single rows, and without `per_axis` and selections."""
+        (n_rows, n_columns), dtype = gradient.shape, gradient.dtype
+        squared_norms = gradient.new_empty(1, n_rows, dtype=torch.float32)
+        parts: list[tuple[int, int, int | None]] = [(0, n_rows, None)]
+        if any(destination.slot.shape[1] != n_columns for destination in destinations):
+            self.copy_parts(gradient, destinations, copies)
+            copies = IN_ORDER
+        elif destinations:
+            parts = [(d.begin // n_columns, len(d.slot), _address(d.slot, dtype)) for d in destinations]
+        begin, norms = _address(gradient, dtype), squared_norms.data_ptr()
+        with copies:
+            for row, n, slot in parts:
+                first, n_threads = begin + row * n_columns * dtype.itemsize, _n_threads(n, n * n_columns)
+                self._library.zenflow_route(first, n, n_columns, norms + 4 * row, slot, DATA_TYPES[dtype], n_threads)
+        self.select_parts(gradient, destinations)
+        total = squared_norms.sum(1, dtype=torch.float64)
+        if not per_axis:
+            return SquaredNorms(parts=total)
+        columns = torch.linalg.vector_norm(gradient, dim=0, keepdim=True, dtype=torch.float32)
+        return SquaredNorms(parts=total, per_axis=(squared_norms, columns.square_()))
+
+    @override
+    def adamw_(
+        self, state: Tensor, gradient: Tensor, weights: Tensor, h: GroupHyperparameters, scale: StepScale
+    ) -> None:
+        if not scale.finite:
+            weights.copy_(state[0])
+            return
+        n, dtype = gradient.numel(), weights.dtype
+        self._library.zenflow_adamw(
+            *(_address(values, torch.float32, n) for values in state),
+            *(_address(gradient, dtype), _address(weights, dtype, n), n),
+            *(ctypes.pointer(Hyperparameters(**vars(h))), int(scale.count), float(scale.factor)),
+            *(DATA_TYPES[dtype], _n_threads(n, n)),
+        )
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    path = worker_executable().with_name("libzenflow-device.so")
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise RuntimeError(cannot_run(path, error)) from error
+    pointer, int64, uint32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
+    library.zenflow_route.argtypes = [pointer, int64, int64, pointer, pointer, uint32, int64]
+    tensors, hyperparameters = [pointer] * 5, ctypes.POINTER(Hyperparameters)
+    library.zenflow_adamw.argtypes = [*tensors, int64, hyperparameters, int64, ctypes.c_float, uint32, int64]
+    return library
+
+
+def _address(tensor: Tensor, dtype: torch.dtype, numel: int | None = None) -> int:
+    """Address of a contiguous tensor on the CPU of this type and, if given, this length: C++ sees none of this."""
+    as_promised = tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous()
+    assert as_promised and numel in (None, tensor.numel()), (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+    return tensor.data_ptr()
+
+
+def _n_threads(n_rows: int, numel: int) -> int:
+    return max(1, min(torch.get_num_threads(), n_rows, numel // _SMALLEST_PART))
+
+
 def kernels_for(device: torch.device) -> Kernels:
-    """The fastest implementation on a device, or the one that ``ZENFLOW_KERNELS`` names: "torch", "triton" or "cpu".
+    """The fastest implementation on a device, or the one that ``ZENFLOW_KERNELS`` names; ValueError: it names none for the device.
 
     Triton that cannot compile or run its kernels is replaced by torch, with a warning.
-
-    Raises:
-        ValueError: the variable has another value, or names "cpu" for another device.
     """
     name = os.environ.get(_VARIABLE) or {"cpu": "cpu", "cuda": "triton"}.get(device.type, "torch")
     if name not in ("torch", "triton", "cpu"):
         raise ValueError(f"{_VARIABLE} must be torch, triton or cpu, or not be set, got {name!r}")
     if name == "cpu" and device.type != "cpu":
         raise ValueError(f"{_VARIABLE} must be torch or triton for training on {device.type}, got 'cpu'")
-    # Imported on demand: not every installation has Triton, and a GPU run does not need the compiled library.
     if name == "cpu":
-        from lightning_zenflow.kernels.cpu import CpuKernels
-
         return CpuKernels()
     if name == "triton":
         try:
-            from lightning_zenflow.kernels.triton import TritonKernels
+            # Not every installation has Triton.
+            from lightning_zenflow.kernels.triton import kernels_that_run
 
-            kernels = TritonKernels()
-            # The first launch compiles Triton's own launcher, for which it needs a C compiler and Python's headers.
-            _launch_all(kernels, device)
-            return kernels
+            return kernels_that_run(device)
         # Triton raises what its parts raise: missing files, compilers that fail, drivers.
         except Exception as error:
             _log.warning(
@@ -257,22 +380,3 @@ def kernels_for(device: torch.device) -> Kernels:
                 _VARIABLE,
             )
     return Kernels()
-
-
-def _launch_all(kernels: Kernels, device: torch.device) -> None:
-    """Launches each pass once, since each is compiled at its first launch and an error there would end training."""
-    one = torch.ones((), dtype=torch.float32, device=device)
-    matrix = torch.zeros(2, 2, dtype=torch.bfloat16, device=device)
-    column = torch.zeros(1, dtype=torch.int64, device=device)
-    selection = Selection(columns=column, entries=torch.zeros_like(matrix[:, :1]))
-    norms = kernels.route(matrix, (), per_axis=True)
-    factors = kernels.factored_step_(SecondMoment.zeros(2, 2, device), norms, beta2=0.5, lr=0.0, scale=one)
-    kernels.provisional_update_(matrix, matrix, factors, RoundingNoise(0, device))
-    kernels.select(matrix, selection)
-    kernels.column_writer([(matrix, selection)])()
-    h = GroupHyperparameters(lr=0.0, beta1=0.5, beta2=0.5, eps=1.0, weight_decay=0.0, decoupled=True)
-    scale = StepScale(factor=one, finite=one.bool(), norm=one, count=one.double())
-    kernels.adamw_(torch.zeros(3, 4, dtype=torch.float32, device=device), matrix.view(-1), matrix.view(-1), h, scale)
-    norms_so_far = GradientNorms(1, device)
-    norms_so_far.open(1, max_norm=1.0, loss_scale=1.0)
-    kernels.block_word(norms_so_far, 0)

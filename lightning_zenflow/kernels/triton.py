@@ -16,8 +16,19 @@ from typing_extensions import override
 from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.step_inputs import GradientNorms, GroupHyperparameters, StepScale
 from lightning_zenflow.kernels import triton_device as device
-from lightning_zenflow.kernels.base import IN_ORDER, ColumnWrite, Copies, Destination, Kernels, Selection, SquaredNorms
-from lightning_zenflow.kernels.factored import SMALLEST, Factors, RoundingNoise, SecondMoment
+from lightning_zenflow.kernels.base import (
+    IN_ORDER,
+    SMALLEST,
+    ColumnWrite,
+    Copies,
+    Destination,
+    Factors,
+    Kernels,
+    RoundingNoise,
+    SecondMoment,
+    Selection,
+    SquaredNorms,
+)
 
 _ELEMENTS, _LARGE_MATRIX = 1 << 14, 1 << 24
 """Elements of one program of the sums, in matrices of at most `_LARGE_MATRIX` elements. In larger ones a program has more rows, so that
@@ -34,9 +45,7 @@ class TritonKernels(Kernels):
         self, gradient: Tensor, destinations: Sequence[Destination], *, per_axis: bool, copies: Copies = IN_ORDER
     ) -> SquaredNorms:
         """One launch besides the copies; one more for each further destination with a selection."""
-        with copies:
-            for destination in destinations:
-                destination.slot.copy_(destination.part_of(gradient), non_blocking=True)
+        self.copy_parts(gradient, destinations, copies)
         # The first columns that are selected are copied in the launch of the sums.
         columns: Tensor | None = None
         entries = part = gradient
@@ -175,3 +184,25 @@ def _tables(writes: Sequence[ColumnWrite]) -> tuple[Tensor, Tensor]:
 
 def _copy_programs(n_rows: int, n_selected: int) -> int:
     return int(triton.cdiv(n_rows, device.COPY_ROWS.value) * triton.cdiv(n_selected, device.COPY_COLUMNS.value))
+
+
+def kernels_that_run(device: torch.device) -> TritonKernels:
+    """The kernels, each of them launched once on a device. The first launch compiles it, and Triton's own launcher, for which it needs a C
+    compiler and Python's headers; an error in a later one would end training.
+    """
+    kernels, one = TritonKernels(), torch.ones((), dtype=torch.float32, device=device)
+    matrix = torch.zeros(2, 2, dtype=torch.bfloat16, device=device)
+    column = torch.zeros(1, dtype=torch.int64, device=device)
+    selection = Selection(columns=column, entries=torch.zeros_like(matrix[:, :1]))
+    norms = kernels.route(matrix, (), per_axis=True)
+    factors = kernels.factored_step_(SecondMoment.zeros(2, 2, device), norms, beta2=0.5, lr=0.0, scale=one)
+    kernels.provisional_update_(matrix, matrix, factors, RoundingNoise(0, device))
+    kernels.select(matrix, selection)
+    kernels.column_writer([(matrix, selection)])()
+    h = GroupHyperparameters(lr=0.0, beta1=0.5, beta2=0.5, eps=1.0, weight_decay=0.0, decoupled=True)
+    scale = StepScale(factor=one, finite=one.bool(), norm=one, count=one.double())
+    kernels.adamw_(torch.zeros(3, 4, dtype=torch.float32, device=device), matrix.view(-1), matrix.view(-1), h, scale)
+    norms_so_far = GradientNorms(1, device)
+    norms_so_far.open(1, max_norm=1.0, loss_scale=1.0)
+    kernels.block_word(norms_so_far, 0)
+    return kernels

@@ -1,6 +1,6 @@
 """The Triton kernels that `kernels.triton` launches.
 
-Operations are rounded in the order of `kernels.factored` and of the worker's replay kernel, fused multiply-adds included: the provisional
+Operations are rounded in the order of `kernels.base` and of the worker's replay kernel, fused multiply-adds included: the provisional
 update and the copies have torch's bits, the exact step has the worker's.
 
 Matrices are cut into rectangles, so that no element's position is divided by the length of a row; where that is a multiple of 16, memory is
@@ -14,7 +14,7 @@ BLOCK = tl.constexpr(1024)
 """Elements of one program of `adamw`."""
 
 ROWS, COLUMNS = tl.constexpr(8), tl.constexpr(256)
-"""Rectangle of the sums of squares and of `provisional_update`. A row of it is read by one warp, which adds it up without shared memory."""
+"""Rectangle of the sums of squares and of `provisional_update`. One warp reads a row of it and adds it up without shared memory."""
 
 COPY_ROWS, COPY_COLUMNS = tl.constexpr(16), tl.constexpr(128)
 """Rectangle of one program that copies columns, counted in selected columns."""

@@ -14,9 +14,9 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import PAGE_BYTES, SideStream
-from lightning_zenflow.core.distributed import in_common, raise_together, raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.partition import Partition, build_partition, row_length
+from lightning_zenflow.core.process import in_common, raise_together, raising_together
 from lightning_zenflow.core.schedule import (
     SchedulePolicy,
     StaggeredSchedule,

@@ -17,7 +17,7 @@ from lightning_zenflow.offload.columns import Ownership
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.plan import StepContext
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
-from lightning_zenflow.offload.rank_state import Block, RankState, SlotPool, Vectors
+from lightning_zenflow.offload.rank_state import Block, RankState, SlotPool, Vectors, runs_of
 
 _LARGEST_NUMEL = 1 << 16
 """Elements of a slice that `VectorGradients` handles. Kept gradients take device memory, and larger ones are worth a pass of their own."""
@@ -51,7 +51,7 @@ class VectorGradients:
                 tiles.append((index, self._values.narrow(0, end, tile.numel).view(tile.rows, tile.width)))
                 end += tile.numel
             slices = {partition.tiles[index].slice for index, _ in tiles}
-            values, runs = self._values.narrow(0, begin, end - begin), partition.runs(index for index, _ in tiles)
+            values, runs = self._values.narrow(0, begin, end - begin), runs_of(partition, (index for index, _ in tiles))
             of_runs = zip(runs, torch.split(values, list(runs.values())), strict=True) if runs else ()
             block.vectors = Vectors(values=values, tiles=tiles, runs=list(of_runs), slices=slices)
         assert end == self._values.numel(), "blocks and slices ascend alike"

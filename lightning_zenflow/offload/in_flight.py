@@ -8,7 +8,7 @@ import torch
 
 from lightning_zenflow.core.device import Event, SideStream, runtime_of
 from lightning_zenflow.native import Tentative
-from lightning_zenflow.offload.rank_state import Block, Job, RankState, SlotPool, Window
+from lightning_zenflow.offload.rank_state import Block, Job, RankState, SlotPool, Window, runs_of
 from lightning_zenflow.telemetry import Cause
 from lightning_zenflow.worker.process import JobMessage
 
@@ -304,7 +304,7 @@ class JobsInFlight:
         new_weights = self._rank.arena.publish[job.buffer]
         targets, sources = [], []
         tiles = (tile for number in sorted(slices) for tile in block.published[number])
-        for index, numel in partition.runs(tiles).items():
+        for index, numel in runs_of(partition, tiles).items():
             tile = partition.tiles[index]
             targets.append(self._rank.weights_at(partition.slices[tile.slice].param_group, tile.begin, numel))
             sources.append(new_weights.narrow(0, tile.begin - block.begin, numel))

@@ -4,12 +4,13 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from statistics import fmean
 
 from torch import Tensor
 
 from lightning_zenflow.core.device import Event, runtime_of
 from lightning_zenflow.core.schedule import StaggeredSchedule, StalenessCompensation, UpdateSchedule
-from lightning_zenflow.core.step_inputs import GroupHyperparameters, mean_beta1, step_word
+from lightning_zenflow.core.step_inputs import GroupHyperparameters, step_word
 from lightning_zenflow.native import Tentative
 from lightning_zenflow.offload.clip_verification import ResidentWeights, WeightsInPlace
 from lightning_zenflow.offload.in_flight import JobsInFlight
@@ -275,7 +276,7 @@ class JobQueue:
         self._rank.telemetry.d2h_bytes += WORD_BYTES
 
     def _prediction_steps(self, groups: Sequence[GroupHyperparameters]) -> float:
-        return self._compensation.prediction_steps(self.schedule, mean_beta1(groups))
+        return self._compensation.prediction_steps(self.schedule, fmean(group.beta1 for group in groups))
 
     def _due_step(self, step: int) -> int:
         # In place: the end of the next step, if nothing fetches the weights before.

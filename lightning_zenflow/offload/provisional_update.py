@@ -11,8 +11,7 @@ from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.partition import Slice
 from lightning_zenflow.core.schedule import StaggeredSchedule, StalenessCompensation, UpdateSchedule
 from lightning_zenflow.core.step_inputs import StepScale
-from lightning_zenflow.kernels.base import Destination, SquaredNorms
-from lightning_zenflow.kernels.factored import Factors, RoundingNoise, SecondMoment
+from lightning_zenflow.kernels.base import Destination, Factors, RoundingNoise, SecondMoment, SquaredNorms
 from lightning_zenflow.offload.plan import StepContext
 from lightning_zenflow.offload.rank_state import Block, RankState
 
@@ -50,7 +49,7 @@ class Update:
 
 
 class ProvisionalUpdate:
-    """Updates the host-owned weights of a rank during backward, with a factored second moment (`kernels.factored`).
+    """Updates the host-owned weights of a rank during backward, with a factored second moment (`kernels.base`).
 
     A job that is published d steps after its window closed overwrites the weights with the exact state of its own steps. The provisional
     updates of the d steps since then would be lost until the next publish, S steps later, so they are applied again, in their order. Only

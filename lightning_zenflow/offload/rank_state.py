@@ -5,6 +5,7 @@ and its jobs until their weights are in the model.
 from collections import deque
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ from lightning_zenflow.kernels.base import Kernels
 from lightning_zenflow.native import Tentative
 from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena
-from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker, Transaction
+from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 
 if TYPE_CHECKING:
     from lightning_zenflow.offload.provisional_update import Update
@@ -149,6 +150,35 @@ class Blocks(list[Block]):
         self.of_slice = [[block for block in self if index in block.slices] for index in range(len(partition.slices))]
 
 
+class Transaction:
+    """Context of a change of several records. A change that an exception cuts is broken until `repaired`.
+
+    `KeyboardInterrupt` and the exceptions of other signal handlers may be raised between any two instructions. Records that belong together
+    are changed in one short context, and nothing waits in it. Outside of the context the records agree, whatever is raised there.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether an exception has cut a change; to be asked outside of the context."""
+        return self._depth > 0
+
+    def repaired(self) -> None:
+        """Notes that the records agree again."""
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        self._depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._depth -= 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankState:
     """The model's weights, the optimizer state and the tools of one data-parallel rank.
@@ -201,6 +231,20 @@ class RankState:
     def weights_at(self, param_group: int, begin: int, numel: int) -> Tensor:
         """View [numel] of the model's weights, all of one parameter group; `begin` is counted over the partition."""
         return self.weights[param_group].narrow(0, begin - self.partition.group_begins[param_group], numel)
+
+
+def runs_of(partition: Partition, tiles: Iterable[int]) -> dict[int, int]:
+    """First tile of each run of tiles that are adjacent in one parameter group, and the elements of the run; `tiles` are ascending."""
+    runs: dict[int, int] = {}
+    first = group = end = -1
+    for index in tiles:
+        tile = partition.tiles[index]
+        before, group = group, partition.slices[tile.slice].param_group
+        if tile.begin != end or group != before:
+            first = index
+        runs[first] = runs.get(first, 0) + tile.numel
+        end = tile.end
+    return runs
 
 
 class SlotPool:

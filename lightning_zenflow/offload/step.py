@@ -13,10 +13,10 @@ from lightning_zenflow.core.device import AsyncHostCopy
 from lightning_zenflow.core.step_inputs import StepScale, add_over_ranks, step_scale
 from lightning_zenflow.offload.freezing import Freezing
 from lightning_zenflow.offload.plan import StepContext, StepInputs, StepState
+from lightning_zenflow.offload.rank_state import Transaction
 from lightning_zenflow.offload.run_state import VERSION, StepParts, difference_of, layout_of
 from lightning_zenflow.offload.selection import Columns
 from lightning_zenflow.worker.process import WorkerError
-from lightning_zenflow.worker.supervisor import Transaction
 
 
 class ZenFlowStep:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lightning_zenflow import native
 from lightning_zenflow.core.device import PAGE_BYTES, PageLocks, round_up
-from lightning_zenflow.core.forks import MEMORY_PREFIX, exclude_from_children
 from lightning_zenflow.core.partition import Partition, align
+from lightning_zenflow.core.process import MEMORY_PREFIX, exclude_from_children
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.worker.machine import running_on
 from lightning_zenflow.worker.moments import CodedMoment, CodedMoments, Moment, first_scales
@@ -38,7 +38,7 @@ class ArenaSizes:
     dtype: torch.dtype
     """Element type of gradients and published weights: the model's."""
     moments_dtype: torch.dtype = torch.float32
-    """Element type of both moments: float32, bfloat16 or int8."""
+    """float32, bfloat16 or int8."""
     n_threads: int = 1
     """Of the worker; each has a journal entry."""
     newest_first: bool = False
@@ -46,13 +46,11 @@ class ArenaSizes:
 
 
 Touch = Callable[[int, int, int], None]
-"""Allocates `n_rows` rows of `row_bytes` bytes from an offset on, by the threads that use them (`SupervisedWorker.touch`)."""
+"""`SupervisedWorker.touch`."""
 
 
 class StepWords:
-    """Words by which the device tells the worker that the gradients of a step, or of a block in a step, have arrived: ``StepWord``.
-
-    A ring in host memory, page-locked if the device is to copy to it asynchronously.
+    """A ring of ``StepWord``: by them the device tells the worker that the gradients of a step, or of a block in a step, have arrived.
 
     Args:
         rows: [n, at least `WORD_BYTES`] uint8, strided; each row begins with a word.
@@ -67,7 +65,6 @@ class StepWords:
         self.clip, self.sequence = self._words.view(torch.float32)[:, 0], self._words.view(torch.int64)[:, 1]
 
     def __len__(self) -> int:
-        """Number of words."""
         return len(self._words)
 
     def __getitem__(self, index: int) -> Tensor:
@@ -75,7 +72,7 @@ class StepWords:
         return self._words[index % len(self._words)]
 
     def factor(self, index: int) -> float:
-        """The factor in place `index` modulo n, for the host; of a word that has arrived."""
+        """The factor of the word in place `index` modulo n, which has arrived."""
         return self.clip[index % len(self._words)].item()
 
     def reset(self) -> None:
@@ -88,9 +85,9 @@ class Arena:
     """Owner of the shared memory. All tensors are views that keep it mapped.
 
     Args:
-        partition: the rank's partition.
-        sizes: see `ArenaSizes`.
-        device: of the model; for a CUDA device, reserved memory that it copies from or to is page-locked.
+        partition: of the rank.
+        sizes: what does not follow from it.
+        device: of the model; where it runs behind the host, reserved memory that it copies from or to is page-locked.
         cores: of the worker; page-locked memory is allocated on their NUMA nodes. Empty: on the caller's node.
 
     Attributes:
@@ -99,7 +96,6 @@ class Arena:
         exp_avg: first moments, of `moments_dtype`.
         exp_avg_sq: second moments.
         rounds: whether the worker rounds moments at the end of each job.
-        first_scales: for each tile of the partition the index of its first scale; read with int8 only.
         slots: [n_slots, slot_numel]; each holds one block's gradient of one step.
         publish: [n_publish_buffers, slot_numel]; each holds one block's new weights.
         step_words: of the step records.
@@ -122,7 +118,7 @@ class Arena:
         ctypes.memmove(self._address(), ctypes.addressof(header), ctypes.sizeof(header))
         self._header = native.ArenaHeader.from_buffer(self._memory)
 
-        self.first_scales = first_scales(partition.tiles)
+        self._first_scales = first_scales(partition.tiles)
         self._partition = partition
         self.write_trained(dict.fromkeys(range(len(partition.slices)), 0))
         blocks = (native.Block * header.n_blocks).from_buffer(self._memory, header.blocks_offset)
@@ -155,11 +151,10 @@ class Arena:
         return sum(end - begin for begin, end in self._reserved)
 
     def reserve(self, *, n_slots: int, n_publish_buffers: int, touch: Touch | None = None) -> None:
-        """Reserves all but the slots behind the first `n_slots` and the publish buffers behind the first `n_publish_buffers`.
+        """Reserves all but the slots behind the first `n_slots` and the publish buffers behind the first `n_publish_buffers`, for good.
 
-        Reservations are permanent. For a CUDA device the memory is also page-locked; what the system refuses stays pageable, and a warning
-        says so. Page-locking allocates memory that has not been touched, on one thread. So the worker, which touches the states at its
-        start, must start before, and `touch` allocates all else first.
+        Page-locking allocates memory that has not been touched, on one thread. So the worker, which touches the states at its start, must
+        start before, and `touch` allocates all else first.
         """
         header, row_bytes = self._header, self.slots.element_size() * self.slots.shape[1]
         for begin, end in (
@@ -190,24 +185,13 @@ class Arena:
             return self._locks.copy_of(values)
 
     def ranges_of_device(self) -> list[tuple[int, int]]:
-        """Reserved bytes [begin, end) that a device copies from or to: all but the states. For measurements."""
+        """Reserved bytes [begin, end) that a device copies from or to: all but the states."""
         return [(begin, end) for begin, end in self._reserved if begin != self._header.master_offset]
 
     @property
-    def n_step_records(self) -> int:
-        """Capacity of the ring of step records: step t lives in record t % n_step_records."""
-        return len(self.step_words)
-
-    @property
     def n_looks(self) -> int:
-        """Looks of the workers at words that had not arrived; grows while a worker waits for a word."""
+        """Looks of the workers at words that had not arrived."""
         return int(self._header.n_looks)
-
-    def assert_has(self, *, block: int, slots: Sequence[int], publish_buffer: int) -> None:
-        """Asserts that a job names what there is; the worker checks the same when it reads the message."""
-        h = self._header
-        assert 0 <= block < h.n_blocks and 0 <= publish_buffer < h.n_publish_buffers, (block, publish_buffer)
-        assert all(0 <= slot < h.n_slots for slot in slots), slots
 
     def worker_state(self) -> str:
         """What the worker does, by its own account, for an error message."""
@@ -218,12 +202,9 @@ class Arena:
 
     @property
     def resolved(self) -> tuple[int, int]:
-        """The last step whose factor the worker has read, and the number of applied steps up to it.
-
-        Exact, and to be set, only while no job is in flight.
-        """
+        """The last step whose factor the worker has read, and the number of applied steps up to it. Only while no job is in flight."""
         step = int(self._header.resolved_step)
-        count = int(self._counts[step % self.n_step_records])
+        count = int(self._counts[step % len(self.step_words)])
         assert step >= 0 and count >= 0, (step, count)
         return step, count
 
@@ -234,27 +215,24 @@ class Arena:
         # Stale words of an earlier run must not match steps of this one.
         self.step_words.reset()
         self.block_words.reset()
-        self._counts[step % self.n_step_records] = count
+        self._counts[step % len(self.step_words)] = count
         self._header.resolved_step = step
 
     def write_hyperparameters(self, step: int, groups: list[GroupHyperparameters], *, tentative: bool = False) -> None:
-        """Writes a step's hyperparameters for each parameter group; the device writes its factor and sequence number later.
-
-        They are those that are committed, or `tentative`: those of the tentative update, known in backward.
-        """
+        """Writes a step's hyperparameters for each parameter group: of the committed update, or of the `tentative` one in backward."""
         header = self._header
         assert step >= 1 and len(groups) == header.n_param_groups, (step, groups)
         # The worker takes them as they are.
         assert all(0 <= g.beta1 < 1 and 0 <= g.beta2 < 1 for g in groups), groups
         assert all(0 <= v < math.inf for g in groups for v in (g.lr, g.eps, g.weight_decay)), groups
-        begin = header.step_records_offset + (step % self.n_step_records) * header.step_record_bytes
+        begin = header.step_records_offset + (step % len(self.step_words)) * header.step_record_bytes
         begin += ctypes.sizeof(native.StepRecord)
         begin += tentative * len(groups) * ctypes.sizeof(native.Hyperparameters)
         entries = (native.Hyperparameters * len(groups)).from_buffer(self._memory, begin)
         entries[:] = [native.Hyperparameters(**vars(group)) for group in groups]
 
     def write_trained(self, slices: Mapping[int, int]) -> None:
-        """Sets the slices of the partition that workers update which start later, each with the applied steps that it has missed."""
+        """Sets the slices that workers update which start later, each with the applied steps that it has missed."""
         tiles, groups = self._partition.tiles, [s.param_group for s in self._partition.slices]
         ranges = [
             native.Range(
@@ -264,7 +242,7 @@ class Arena:
                 first_scale=scale,
                 n_missed=slices[tile.slice],
             )
-            for tile, scale in zip(tiles, self.first_scales[:-1], strict=True)
+            for tile, scale in zip(tiles, self._first_scales[:-1], strict=True)
             if tile.slice in slices
         ]
         self._header.n_ranges = len(ranges)
@@ -272,13 +250,12 @@ class Arena:
         table[:] = ranges
 
     def close(self, *, keep_state: bool, take_weights: Callable[[], None] | None = None) -> None:
-        """Unlocks the memory, closes the file and frees memory that is not read any more. Idempotent. Errors of the device are logged.
+        """Unlocks the memory, closes the file and frees memory that is not read any more, when the worker has ended. Idempotent.
 
-        The worker must have ended. Tensors remain readable, since the mapping lives as long as the last of them; freed memory reads as
-        zeros.
+        Tensors remain readable, since the mapping lives as long as the last of them; freed memory reads as zeros.
 
         Args:
-            keep_state: whether to keep master weights and moments; everything behind them is always freed.
+            keep_state: whether to keep master weights and moments; everything behind them is freed.
             take_weights: copies weights that the publish buffers hold to memory of their own. It is called once, when the memory of the
                 slots, which are larger, has been freed.
         """
@@ -292,9 +269,8 @@ class Arena:
         self._free(self._header.slots_offset if keep_state else 0, len(self._memory))
 
     def _free(self, begin: int, end: int) -> None:
-        """Frees the memory pages that begin in [begin, end)."""
+        """Frees the memory pages that begin in [begin, end); a rank with only padding has no slots."""
         begin = round_up(begin, mmap.PAGESIZE)
-        # A rank with only padding has no slots.
         if begin < end:
             # Fails if all memory of the process is locked (`mlockall`); it is then freed with the mapping.
             with contextlib.suppress(OSError):
@@ -305,7 +281,7 @@ class Arena:
 
 
 def arena_bytes(partition: Partition, sizes: ArenaSizes) -> int:
-    """Size of the arena in bytes of host memory."""
+    """Size of the arena."""
     return int(_layout(partition, sizes)[0].total_bytes)
 
 

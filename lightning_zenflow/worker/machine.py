@@ -1,9 +1,7 @@
 """The host, as the kernel's files in /proc and /sys describe it: the cores that the worker's threads run on, and the memory that is free.
 
-A missing file, as in some containers, means unknown and unlimited.
-
-*Free memory.* The kernel allocates shared memory when a page is first written. Without a check before training that the arenas of all ranks
-fit, a host with too little memory would fail later, by the out-of-memory killer.
+A missing file, as in some containers, means unknown and unlimited. Free memory is checked before training, because the kernel allocates
+shared memory when a page is first written: later a host with too little would fail by the out-of-memory killer.
 """
 
 import math
@@ -18,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zenflow.core.device import runtime_of
-from lightning_zenflow.core.distributed import world_size
+from lightning_zenflow.core.process import world_size
 
 _ROOT = Path("/")
 """Folder with ``proc`` and ``sys``."""
@@ -29,19 +27,19 @@ class Place:
     """Cores and limits of a rank on its host."""
 
     host: str
-    """Identity of the kernel: core numbers are comparable between ranks with the same one."""
+    """Identity of the kernel, by which ranks know their neighbours."""
     allowed: tuple[int, ...]
     """Logical cores the rank may use, ascending."""
     has_gpu: bool
-    """Whether the model is on a GPU, so that the trainer itself needs few cores."""
+    """Whether the model is on a GPU."""
     gpu_cores: tuple[int, ...]
-    """Cores of the GPU's NUMA node, allowed or not; empty if unknown or without a GPU."""
+    """Cores of the GPU's NUMA node, allowed or not; empty: unknown."""
     cpu_limit: float
-    """CPU time per time that its control groups grant; infinite without a limit."""
+    """CPU time per time that the control groups of the process grant all of its processes together; infinite without a limit."""
 
 
 def allowed_cores() -> list[int]:
-    """Logical cores this process may use, after ``taskset``, cgroup cpusets and DeepSpeed's core binding."""
+    """Logical cores this process may use."""
     return sorted(os.sched_getaffinity(0))
 
 
@@ -50,29 +48,25 @@ def read_place(device: torch.device) -> Place:
     gpu = _ROOT / "sys/bus/pci/devices" / str(runtime_of(device).pci_address())
     # Unknown in most virtual machines. local_cpulist of a device without a node lists all cores.
     has_node = read_file(gpu / "numa_node") not in ("", "-1")
+    limits = [read_file(folder / "cpu.max").split() for folder in control_groups()]
+    # "max" stands for no limit.
+    cpus = (int(quota) / int(period) for quota, period in filter(None, limits) if quota != "max")
     return Place(
         host=read_file(_ROOT / "proc/sys/kernel/random/boot_id") or os.uname().nodename,
         allowed=tuple(allowed_cores()),
         has_gpu=device.type != "cpu",
         gpu_cores=tuple(parse_core_list(read_file(gpu / "local_cpulist"))) if has_node else (),
-        cpu_limit=cpu_limit(),
+        cpu_limit=min(cpus, default=math.inf),
     )
 
 
 def places_on_this_host(place: Place) -> tuple[list[Place], int]:
-    """Gathers the places of all ranks on this host, in rank order, and the index of this rank's. A collective: all ranks must call it."""
-    places: list[Place | None] = [place] * world_size()
+    """The places of all ranks on this host, in rank order, and the index of this rank's. A collective: all ranks must call it."""
+    places = [place] * world_size()
     if len(places) > 1:
         dist.all_gather_object(places, place)
-    neighbours = [(rank, p) for rank, p in enumerate(places) if p is not None and p.host == place.host]
-    return [p for _, p in neighbours], [rank for rank, _ in neighbours].index(dist.get_rank() if len(places) > 1 else 0)
-
-
-def cpu_limit() -> float:
-    """CPU time per time that the control groups of this process grant all of its processes together; infinite without a limit."""
-    fields = [read_file(folder / "cpu.max").split() for folder in control_groups()]
-    # "max" stands for no limit.
-    return min((int(quota) / int(period) for quota, period in filter(None, fields) if quota != "max"), default=math.inf)
+    on_host = [rank for rank, other in enumerate(places) if other.host == place.host]
+    return [places[rank] for rank in on_host], on_host.index(dist.get_rank() if len(places) > 1 else 0)
 
 
 @contextmanager
@@ -107,13 +101,13 @@ def read_file(path: Path) -> str:
 
 
 def read_table(path: Path) -> dict[str, int]:
-    """Numbers by name, from a file with one of each a line; empty if it cannot be read."""
+    """Numbers by name, from a file with one of each a line."""
     rows = map(str.split, read_file(path).splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
 
 def control_groups() -> Iterator[Path]:
-    """Folders of this process' control groups (version 2; limits of version 1 are unknown), each group before its ancestors.
+    """Folders of this process' control groups (version 2), each group before its ancestors.
 
     In a container the kernel may report the host's path, of which only the root is visible: folders may not exist.
     """
@@ -134,8 +128,7 @@ class WorkerCores:
     cores: tuple[int, ...]
     """Logical cores, one thread each."""
     trainer_threads: int
-    """Threads of a trainer on the CPU: one for each core of the rank's share that the worker leaves, at least one. More would compete with
-    the worker, and OpenMP waits for the slowest thread."""
+    """Of a trainer on the CPU: one for each core of the rank's share that the worker leaves, at least one."""
 
 
 def worker_cores(
@@ -146,18 +139,15 @@ def worker_cores(
     1. The rank's *candidates* are its allowed cores on its GPU's NUMA node, or all allowed cores if there are none. Ranks whose candidates
        overlap divide them evenly.
     2. A control group's limit on CPU time bounds the share; the ranks of the host divide it evenly.
-    3. The trainer keeps `reserved_share` of the rank's share; the worker gets the others, at least one. Where the trainer has a GPU, "auto"
-       is an eighth, two cores at least. A worker's thread that shares its core with one process of a data loader runs at half of its
-       speed at worst, and then a job takes about as long as on half of the cores.
-
-    The trainer is not pinned: its threads and data loaders find the free cores.
+    3. The trainer keeps `reserved_share` of the rank's share; the worker gets the others, at least one. "auto" is a half, or where the
+       trainer has a GPU an eighth, two cores at least. The trainer is not pinned: its threads and data loaders find the free cores.
 
     Args:
         request: "auto"; or the number of cores, which may exceed the share: other allowed cores follow; or the cores of all ranks of the
             host: rank r gets the r-th of equal parts of the list, or one core in turn if there are fewer cores than ranks.
-        places: places of the host's ranks.
-        index: index of the rank in `places`.
-        reserved_share: share of a rank's cores for the trainer, 0 to 1 (DeepSpeed's `pt_reserved_cores_perc`), or "auto".
+        places: of the host's ranks.
+        index: of the rank in `places`.
+        reserved_share: 0 to 1, or "auto".
 
     Raises:
         ValueError: a requested core is not allowed or named twice, or there are fewer cores than requested.
@@ -199,8 +189,7 @@ def _part(cores: list[int], rank: int, ranks: int) -> list[int]:
 
 
 HOST_MEMORY = "LIGHTNING_ZENFLOW_HOST_GIB"
-"""Environment variable: host memory in GiB that the arenas of this host's ranks may take, whatever the kernel says; ``inf`` checks nothing.
-For virtual machines that get more memory when they use it, where MemAvailable says too little."""
+"""Environment variable: GiB of memory that the arenas of a host's ranks may take, whatever the kernel says; ``inf`` checks nothing."""
 
 
 class FreeMemory(NamedTuple):
@@ -212,10 +201,8 @@ class FreeMemory(NamedTuple):
 
 
 def free_host_memory() -> FreeMemory:
-    """Least free memory of the machine and of this process' control groups; infinite if unknown.
-
-    Raises:
-        ValueError: the environment variable `HOST_MEMORY`, which overrides both, is not a number above 0.
+    """The least of the machine and of this process' control groups; infinite if unknown. `HOST_MEMORY` overrides them; ValueError: it is
+    not a number above 0.
     """
     given = os.environ.get(HOST_MEMORY)
     if given is None:
@@ -232,12 +219,8 @@ def free_host_memory() -> FreeMemory:
 
 
 def lack_of_host_memory(n_bytes: int, *, ranks: int, keys: str) -> str | None:
-    """An error message if the arenas of this host's ranks do not fit, otherwise None.
-
-    Args:
-        n_bytes: of one rank's arena.
-        ranks: number of ranks on this host.
-        keys: keys that determine the size, with their values, for the message.
+    """An error message if the arenas of this host's ranks, of `n_bytes` each, do not fit, otherwise None; `keys`, which determine the size,
+    are for the message.
     """
     free = free_host_memory()
     if ranks * n_bytes <= free.n_bytes:

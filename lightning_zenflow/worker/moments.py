@@ -1,7 +1,7 @@
 """AdamW's moments in the arena, read and written as floats whatever their type there.
 
-With ``moments_dtype: int8`` each run of 128 elements of a tile has a scale. ``csrc/adamw/moments_in_8_bits.h`` has the code; here values
-are rounded to nearest, as loaded ones are.
+In 8 bits each run of `TILE_ELEMENTS` of a tile has a scale. ``csrc/adamw/moments_in_8_bits.h`` has the code; here values are rounded to
+nearest.
 """
 
 from bisect import bisect_right
@@ -25,17 +25,13 @@ _RATIOS = (2.0**-40, 2.0**126)
 
 
 class Moment:
-    """A moment, or the master weights, in a floating-point type.
-
-    Args:
-        array: [numel of the partition].
-    """
+    """A moment, or the master weights, in a floating-point type: [numel of the partition]."""
 
     def __init__(self, array: Tensor) -> None:
         self.array = array
 
     def read(self, begin: int, numel: int) -> Tensor:
-        """Elements [begin, begin + numel) of the partition: a view in the arena's type where that has one, otherwise float32."""
+        """Elements [begin, begin + numel) of the partition: a view in the arena's type; of 8 bits, float32."""
         return self.array.narrow(0, begin, numel)
 
     def read_columns(self, begin: int, n_rows: int, width: int, columns: Tensor) -> Tensor:
@@ -43,16 +39,16 @@ class Moment:
         return self.array.narrow(0, begin, n_rows * width).view(n_rows, width).index_select(1, columns)
 
     def write(self, begin: int, values: Tensor) -> None:
-        """Replaces elements from `begin` on by values of any floating-point type; each tile of the partition is in all or none of them."""
+        """Replaces elements from `begin` on by values of any floating-point type, which have whole tiles."""
         self.array.narrow(0, begin, len(values)).copy_(values)
 
     def stand_in(self, begin: int, numel: int) -> Tensor:
-        """What the optimizer's state holds, which DeepSpeed takes views of: `read`, or NaN of no memory where there is no view."""
+        """What the optimizer's state holds, which DeepSpeed takes views of: `read`, or NaN without memory where there is no view."""
         return self.read(begin, numel)
 
 
 class _Part(NamedTuple):
-    """A part of a tile, which begins with a scale, but for the first one of what is read."""
+    """A part of a tile, and its scales."""
 
     elements: slice
     scales: slice
@@ -60,7 +56,7 @@ class _Part(NamedTuple):
     """Elements of the first scale that are not in the part."""
 
     def of_elements(self, scales: Tensor) -> Tensor:
-        """For each element that of the part's scales which it has."""
+        """For each element its own of the part's scales."""
         spread = scales.repeat_interleave(TILE_ELEMENTS)
         return spread[self.skipped : self.skipped + self.elements.stop - self.elements.start]
 
@@ -72,19 +68,12 @@ class _Entries(NamedTuple):
     scales: Tensor
 
     def of_elements(self, scales: Tensor) -> Tensor:
-        """Those of the scales."""
+        """The scales themselves."""
         return scales
 
 
 class CodedMoments:
-    """Both moments in 8 bits; operations are rounded as the worker's.
-
-    Args:
-        exp_avg: [numel] int8; codes of first moments.
-        exp_avg_sq: [numel] uint8.
-        scales: [n_scales, 2] float32; of first and second moments.
-        tiles: of the partition.
-    """
+    """Both moments in 8 bits, [numel] int8 and uint8, and their scales, [n_scales, 2] float32; operations are rounded as the worker's."""
 
     def __init__(self, exp_avg: Tensor, exp_avg_sq: Tensor, scales: Tensor, tiles: Sequence[Tile]) -> None:
         self.exp_avg, self.exp_avg_sq, self._scales = exp_avg, exp_avg_sq, scales
@@ -120,7 +109,7 @@ class CodedMoments:
         return root * root * part.of_elements(self._scales[part.scales, 1])
 
     def set_first(self, part: _Part, values: Tensor) -> None:
-        """Codes first moments, float32, beside the roots of second ones, which are not left zero. NaN gets a scale of NaN."""
+        """Codes first moments, float32, beside roots of second ones, which are not left zero. NaN gets a scale of NaN."""
         beside = self.exp_avg_sq[part.elements]
         torch.maximum(beside, (values != 0).to(torch.uint8), out=beside)
         shares = self._rescale(part, 0, (values / self._root(part)).abs(), _RATIOS, rounded_bits=8)

@@ -1,8 +1,7 @@
 """The worker process: start, submit, wait, close. ``csrc/common/protocol.h`` specifies the messages.
 
 The worker is a C++ executable that inherits two file descriptors: the arena's and one end of a socket pair. When the trainer dies, the
-kernel closes its end and the worker exits. When the worker dies, the trainer's next wait sees the end of the stream and raises an error
-with the worker's last output. `lightning_zenflow.worker.supervisor` then starts another one.
+kernel closes its end and the worker exits. When the worker dies, the trainer's next wait sees the end of the stream.
 """
 
 import ctypes
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_zenflow import native
-from lightning_zenflow.core.forks import MEMORY_PREFIX, kept_from_children
+from lightning_zenflow.core.process import MEMORY_PREFIX, kept_from_children
 from lightning_zenflow.native import cannot_run, worker_executable
 from lightning_zenflow.worker.arena import Arena
 
@@ -53,9 +52,8 @@ class WorkerKilled(WorkerError):
 
 @dataclass(frozen=True, kw_only=True)
 class JobMessage:
-    """An update job as the worker receives it; ``zenflow::UpdateJob`` documents the fields.
-
-    The last slot holds the gradient of the tentative step, if there is one. The others are committed.
+    """An update job; ``zenflow::UpdateJob`` documents the fields. The last slot holds the gradient of the tentative step, if there is one;
+    the others are committed. The worker checks all but `prediction_steps` when it reads the message.
     """
 
     job_id: int
@@ -66,14 +64,8 @@ class JobMessage:
     prediction_steps: float = 0.0
     tentative: native.Tentative = native.Tentative.NONE
 
-    def __post_init__(self) -> None:
-        # The worker checks the same when it reads the message, but for the prediction.
-        assert self.job_id >= 1 and (self.first_step >= 1 or not self.slots), self
-        assert 0 <= self.prediction_steps <= 1e6, self
-        assert self.slots or not self.tentative, self
-        assert len(self.slots) == 1 or self.tentative is not native.Tentative.CORRECTION, self
-
     def __bytes__(self) -> bytes:
+        assert 0 <= self.prediction_steps <= 1e6, self
         numbers = {name: value for name, value in vars(self).items() if name != "slots"}
         n_committed = len(self.slots) - bool(self.tentative)
         header = native.UpdateJob(type=native.MessageType.JOB, n_committed=n_committed, **numbers)
@@ -99,17 +91,14 @@ def worker_environment() -> dict[str, str]:
 
 
 class Worker:
-    """Owner of the worker process and of the trainer's end of the socket.
+    """Owner of the worker process and of the trainer's end of the socket. The start and every exchange raise WorkerError where the worker
+    fails, exits, or cannot be started, WorkerKilled where a signal ends it, and WorkerTimeout.
 
     Args:
         arena: the shared memory.
         cores: logical cores, each with one pinned thread.
         timeout_s: limit of the start and of each wait for an answer, without the time in which the worker waits for a word.
         word_timeout_s: limit of the worker's wait for a word, the device's or other ranks'; None: `timeout_s`.
-
-    Raises:
-        WorkerKilled: a signal ended the worker before it was ready.
-        WorkerError: the worker could not be started.
     """
 
     def __init__(
@@ -172,15 +161,7 @@ class Worker:
         return self._process.pid
 
     def submit(self, message: JobMessage | native.Touch | native.MessageHeader) -> None:
-        """Submits a job, a request or the exit message; returns immediately, unless the socket is full and the worker busy.
-
-        Raises:
-            WorkerKilled: a signal ended the worker.
-            WorkerTimeout: the worker receives no messages.
-            WorkerError: the worker exited.
-        """
-        if isinstance(message, JobMessage):
-            self._arena.assert_has(block=message.block, slots=message.slots, publish_buffer=message.publish_buffer)
+        """Submits a job, a request or the exit message; returns immediately, unless the socket is full and the worker busy."""
         data = bytes(message)
         assert len(data) <= native.MAX_MESSAGE_BYTES, message
         if self._socket.fileno() < 0:
@@ -200,13 +181,7 @@ class Worker:
                 self._inbox.append(self._read())
 
     def wait(self) -> Answer:
-        """Waits for the next answer.
-
-        Raises:
-            WorkerKilled: a signal ended the worker.
-            WorkerTimeout: the worker did not answer in time.
-            WorkerError: the worker reported an error, or exited.
-        """
+        """Waits for the next answer."""
         if self._inbox:
             message = self._inbox.popleft()
         else:
@@ -235,11 +210,7 @@ class Worker:
         self.kill()
 
     def kill(self) -> None:
-        """Kills the worker and frees its resources. Idempotent.
-
-        Raises:
-            WorkerError: its process does not end.
-        """
+        """Kills the worker and frees its resources. Idempotent."""
         try:
             if self._process.poll() is None:
                 self._process.kill()
@@ -250,7 +221,7 @@ class Worker:
             self._release()
 
     def _wait_for_end(self, timeout_s: float) -> int:
-        """Waits for the end of the process, `timeout_s` and the time that its memory takes; returns its status."""
+        """Status of the process at its end, which may take `timeout_s` and the time that its memory takes."""
         return self._process.wait(timeout=timeout_s + self._unmap_s)
 
     def _release(self) -> None:
@@ -258,13 +229,10 @@ class Worker:
         self._stderr.close()
 
     def _wait_for(self, condition: select.poll, failure: str) -> int:
-        """Waits for an event of the socket, which it returns: every wait for a worker that is to do something.
+        """Waits for an event of the socket and returns it; WorkerTimeout has `failure`, what the worker did not do.
 
         The limit does not count the time in which the worker looks at a word that is missing. Device and other ranks decide on that word,
         and the worker has a limit of its own for it. A worker that hangs or is stopped does not look.
-
-        Raises:
-            WorkerTimeout: with `failure`, which is what the worker did not do, and what it was doing.
         """
         look_s = min(_LOOK_S, self._timeout_s / 20)
         left_s, n_looks = self._timeout_s, self._arena.n_looks
@@ -310,7 +278,7 @@ class Worker:
 
 
 def _why_it_cannot_start(status: int, output: str) -> str | None:
-    """Why a worker that ended before it was ready could not start, if the program does not suit the machine; None otherwise."""
+    """Why a worker ended before it was ready, if the program does not suit the machine; None otherwise."""
     if -status in (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGSYS):
         refused = "memory that the system refuses (with vm.overcommit_memory=2: raise vm.overcommit_ratio)"
         cause = refused if -status == signal.SIGBUS else "an instruction that the CPU lacks"

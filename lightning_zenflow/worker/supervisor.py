@@ -7,18 +7,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
-from types import TracebackType
 
 from lightning_zenflow.native import Done, MessageType, Touch
 from lightning_zenflow.telemetry import Cause, Telemetry
-from lightning_zenflow.worker.process import (
-    Answer,
-    JobMessage,
-    Worker,
-    WorkerError,
-    WorkerKilled,
-    WorkerTimeout,
-)
+from lightning_zenflow.worker.process import Answer, JobMessage, Worker, WorkerError, WorkerKilled, WorkerTimeout
 
 _log = logging.getLogger(__name__)
 
@@ -26,38 +18,9 @@ RESTART_WINDOW_S = 600.0
 """Seconds over which restarts count towards `max_worker_restarts`."""
 
 
-class Transaction:
-    """Context of a change of several records. A change that an exception cuts is broken until `repaired`.
-
-    `KeyboardInterrupt` and the exceptions of other signal handlers may be raised between any two instructions. Records that belong together
-    are changed in one short context, and nothing waits in it. Outside of the context the records agree, whatever is raised there.
-    """
-
-    def __init__(self) -> None:
-        self._depth = 0
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether an exception has cut a change; to be asked outside of the context."""
-        return self._depth > 0
-
-    def repaired(self) -> None:
-        """Notes that the records agree again."""
-        self._depth = 0
-
-    def __enter__(self) -> None:
-        self._depth += 1
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self._depth -= 1
-
-
 @dataclass(kw_only=True, eq=False)
 class Submission:
-    """A message to the worker, and its answer once that has been read. Nothing but `SupervisedWorker` changes it."""
+    """A message to the worker, and whether its answer has been read. Nothing but `SupervisedWorker` changes it."""
 
     message: JobMessage | Touch
     is_answered: bool = False
@@ -66,33 +29,19 @@ class Submission:
 class SupervisedWorker:
     """A worker that is restarted when a signal kills it: the kernel's out-of-memory killer, an operator, a fault of its own.
 
-    Recovery: all inputs and outputs of jobs are in the arena, which the trainer owns and which outlives workers. After a death:
-    1. *reap*: wait until the kernel has ended all threads of the dead process, so that none of them writes any more.
-    2. *restart*: start a new worker on the same arena.
-    3. *resubmit*: submit all jobs and requests without an answer again, unchanged and in order.
-    4. *continue*, in the worker: jobs are idempotent. Those up to a block's last completed job are acknowledged without being applied
-       again. The one that was in progress comes first and continues from the undo log (``csrc/worker/journal.h``,
-       ``csrc/adamw/tile_journal.h``). All others have not changed anything.
-
-    So every update is applied exactly once, and the run has the same bits whenever the worker dies, in recovery too.
+    Recovery. All inputs and outputs of jobs are in the arena, which the trainer owns and which outlives workers. When the kernel has ended
+    all threads of the dead process, so that none of them writes any more, a new worker starts on the same arena and gets all jobs and
+    requests without an answer again, unchanged and in order. Jobs are idempotent: those up to a block's last completed job are acknowledged
+    without being applied again, the one that was in progress comes first and continues from the undo log (``csrc/worker/journal.h``,
+    ``csrc/adamw/tile_journal.h``), and all others have not changed anything. So every update is applied exactly once, and the run has the
+    same bits whenever the worker dies, in recovery too.
 
     Interruptions. An exception that comes from outside, such as `KeyboardInterrupt`, may cut an exchange with the worker between a system
-    call and the record of it. A message may then have been sent, or an answer received, that is not recorded. The next exchange therefore
-    recovers first, as after a death. A message is recorded before it is sent, so none is lost.
+    call and the record of it. The next exchange therefore recovers first, as after a death. A message is recorded before it is sent, so
+    none is lost.
 
-    Other failures are raised at once, and again at every later exchange: they would only be repeated. Too many deaths indicate a fault of
-    the system.
-
-    Args:
-        start: starts a worker on the arena.
-        max_restarts: limit within `RESTART_WINDOW_S`.
-        telemetry: counts restarts, waits for them, and the worker's time.
-
-    Attributes:
-        diagnosis: records of whoever submits, for the error of a missed `worker_timeout`.
-
-    Raises:
-        WorkerError: no worker could be started.
+    Other failures, and more than `max_restarts` within `RESTART_WINDOW_S`, are raised at once as WorkerError, and again at every later
+    exchange; that of a missed `worker_timeout` has `diagnosis`, the records of whoever submits.
     """
 
     def __init__(self, start: Callable[[], Worker], *, max_restarts: int, telemetry: Telemetry) -> None:
@@ -102,7 +51,8 @@ class SupervisedWorker:
         self._telemetry = telemetry
         self._unanswered: deque[Submission] = deque()
         self._n_sent = 0  # of them, from the oldest on
-        self._exchange = Transaction()
+        self._is_cut = False
+        """Whether an exchange is under way; outside of one, whether an exception has cut the last one."""
         self._failure: WorkerError | None = None
         self._restart_times: deque[float] = deque()
         self._request_ids = count(1)
@@ -120,16 +70,12 @@ class SupervisedWorker:
         return submission
 
     def send(self) -> None:
-        """Sends what is enqueued; returns immediately unless the worker must be restarted.
-
-        Raises:
-            WorkerError: the worker failed, or died too often.
-        """
+        """Sends what is enqueued; returns immediately unless the worker must be restarted."""
         while self._n_sent < len(self._unanswered):
             self._carry_out(self._send_next, "restart")
 
     def submit(self, message: JobMessage | Touch) -> Submission:
-        """Enqueues and sends a job or a request. Raises like `send`."""
+        """Enqueues and sends a job or a request."""
         submission = self.enqueue(message)
         self.send()
         return submission
@@ -140,11 +86,7 @@ class SupervisedWorker:
         self.wait_for(self.submit(Touch(**ids, offset=offset, n_rows=n_rows, row_bytes=row_bytes)))
 
     def wait_for(self, *submissions: Submission) -> None:
-        """Waits for one of the answers, across restarts.
-
-        Raises:
-            WorkerError: the worker failed, died too often, or did not answer in time.
-        """
+        """Waits for one of the answers, across restarts."""
         self.send()
         while not any(submission.is_answered for submission in submissions):
             self._carry_out(self._receive, None)
@@ -159,9 +101,10 @@ class SupervisedWorker:
     def restart(self) -> None:
         """Replaces the worker by a new one, which reads the arena's tables again; only while no job is in flight."""
         assert not self._unanswered, "restart requires a flush"
-        with self._exchange:
-            self._worker.close()
-            self._worker = self._start()
+        self._is_cut = True
+        self._worker.close()
+        self._worker = self._start()
+        self._is_cut = False
 
     def close(self) -> None:
         """Lets the worker complete the submitted jobs and exit; kills it if it does not."""
@@ -176,11 +119,12 @@ class SupervisedWorker:
         if self._failure is not None:
             raise WorkerError(str(self._failure)) from self._failure
         try:
-            if self._exchange.is_broken:
+            if self._is_cut:
                 self._replace(None)
             try:
-                with self._exchange:
-                    exchange()
+                self._is_cut = True
+                exchange()
+                self._is_cut = False
             except WorkerKilled as death:
                 with nullcontext() if cause is None else self._telemetry.measure(cause):
                     self._replace(death)
@@ -222,7 +166,7 @@ class SupervisedWorker:
             try:
                 for _ in range(len(self._unanswered)):
                     self._send_next()
-                self._exchange.repaired()
+                self._is_cut = False
                 return
             except WorkerKilled as another:
                 death = another
@@ -235,11 +179,7 @@ class SupervisedWorker:
                 self._count(death)
 
     def _count(self, death: WorkerKilled) -> None:
-        """Counts a restart.
-
-        Raises:
-            WorkerError: the limit is exceeded.
-        """
+        """Counts a restart, unless that exceeds the limit."""
         now = time.monotonic()
         while self._restart_times and now - self._restart_times[0] > RESTART_WINDOW_S:
             self._restart_times.popleft()

@@ -27,7 +27,7 @@ from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.checkpoint import files
 from lightning_zenflow.checkpoint.background import BackgroundSaves
 from lightning_zenflow.checkpoint.files import StagedSave
-from lightning_zenflow.core.forks import new_pages
+from lightning_zenflow.core.process import new_pages
 from lightning_zenflow.core.saved_tensors import DiskCopies
 from lightning_zenflow.worker.machine import HOST_MEMORY
 from models import LinearLossModule

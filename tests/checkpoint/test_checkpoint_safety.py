@@ -23,7 +23,7 @@ from callbacks import After, At
 from checkpoint_files import MODEL_FILE, RANK_FILE, change_byte
 from harness import Case, run_here
 from lightning_zenflow.checkpoint import checkpoints
-from lightning_zenflow.core.distributed import in_common
+from lightning_zenflow.core.process import in_common
 from lightning_zenflow.core.saved_tensors import DiskCopies
 from lightning_zenflow.worker.process import WorkerError
 from processes import leaves_no_file_open, open_files

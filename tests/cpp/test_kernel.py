@@ -37,7 +37,7 @@ MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 FIRST_ELEMENT, LAST_STEP = 2**32 - 100, 41
 
 
-class Header(native.Structure):
+class Header(ctypes.LittleEndianStructure):
     _fields_ = native.fields(
         (ctypes.c_uint32, "model moments n n_gradients has_tentative offset first_element last_step"),
         (ctypes.c_float, "prediction_steps"),

@@ -105,7 +105,7 @@ class Recorder(pl.Callback):
             schedule, arena = optimizer.training.parts.jobs.schedule, optimizer.training.parts.rank.arena
             self._run.schedules.append((schedule.update_interval, schedule.publish_lag))
             self._run.factors.append(
-                float(arena.step_words.clip[optimizer.training.steps.number % arena.n_step_records])
+                float(arena.step_words.clip[optimizer.training.steps.number % len(arena.step_words)])
             )
         # Lightning reports the loss divided by the accumulation.
         self._run.losses[-1].append(float(outputs["loss"]) * self._case.accumulate)

@@ -8,7 +8,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import lightning_zenflow
-from lightning_zenflow.worker.supervisor import Transaction
+from lightning_zenflow.offload.rank_state import Transaction
 
 _PACKAGE = str(Path(lightning_zenflow.__file__).parent)
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
-from lightning_zenflow.kernels.base import Kernels
-from lightning_zenflow.kernels.cpu import CpuKernels
+from lightning_zenflow.kernels.base import CpuKernels, Kernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

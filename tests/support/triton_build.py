@@ -27,8 +27,7 @@ sys.modules["lightning_zenflow"] = package = ModuleType("lightning_zenflow")
 package.__path__ = [str(Path(__file__).parents[2] / "lightning_zenflow")]
 
 from lightning_zenflow.core.step_inputs import GradientNorms, GroupHyperparameters, StepScale  # noqa: E402
-from lightning_zenflow.kernels.base import Destination, Selection  # noqa: E402
-from lightning_zenflow.kernels.factored import RoundingNoise, SecondMoment  # noqa: E402
+from lightning_zenflow.kernels.base import Destination, RoundingNoise, SecondMoment, Selection  # noqa: E402
 from lightning_zenflow.kernels.triton import TritonKernels  # noqa: E402
 
 CPU = torch.device("cpu")

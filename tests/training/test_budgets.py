@@ -23,7 +23,7 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import HostRuntime
 from lightning_zenflow.core.partition import STATE_BYTES, column_count, row_length
 from lightning_zenflow.core.schedule import UpdateSchedule, blocks_wanted, bucket_size
-from lightning_zenflow.kernels.factored import NOISE_NUMEL
+from lightning_zenflow.kernels.base import NOISE_NUMEL
 from lightning_zenflow.worker.arena import WORD_BYTES
 from models import generator
 from recorded_device.clocks import HOST

@@ -14,8 +14,7 @@ from callbacks import At
 from direct_step import direct_step
 from harness import APPROXIMATE, AUTO, Case, Run, fit, run_here
 from lightning_zenflow.core.schedule import StalenessCompensation, UpdateSchedule
-from lightning_zenflow.kernels.base import Kernels
-from lightning_zenflow.kernels.factored import SecondMoment
+from lightning_zenflow.kernels.base import Kernels, SecondMoment
 from lightning_zenflow.offload.reference import AdamWState, owned_elements
 from models import SHAPES
 from networks import TIED_NETS, SmallNet

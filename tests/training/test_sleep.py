@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from fabric_runs import set_up, train_step
 from harness import EVERYTHING, Case, run_here, snapshot
-from lightning_zenflow.kernels.factored import NOISE_NUMEL
+from lightning_zenflow.kernels.base import NOISE_NUMEL
 from networks import SmallNet
 from rank_processes import run_on_ranks
 from recorded_device.watch import recorded_device

@@ -22,7 +22,7 @@ import torch
 
 from direct_step import direct_step
 from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.kernels import cpu
+from lightning_zenflow.kernels import base
 from lightning_zenflow.native import cannot_run, worker_executable
 from lightning_zenflow.offload import build as assembly
 from lightning_zenflow.offload.host_state import HostState
@@ -243,7 +243,7 @@ def test_a_library_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(tmp_path / "zenflow-worker"))
     message = "libzenflow-device.so cannot run on this machine .*: .*file too short.*; install a wheel"
     with pytest.raises(RuntimeError, match=message):
-        cpu._library.__wrapped__()
+        base._library.__wrapped__()
 
 
 def test_too_few_files_may_be_open() -> None:

@@ -14,6 +14,7 @@ from lightning_zenflow.core.partition import (
     group_begins,
 )
 from lightning_zenflow.core.schedule import blocks_wanted
+from lightning_zenflow.offload.rank_state import runs_of
 from oracle import places_of_elements, slices_of_rank
 
 SHAPE = st.one_of(
@@ -46,7 +47,7 @@ def check_tiles(partition: Partition) -> None:
 
     # Runs have the same elements, and are as long as they can be.
     group_of_element = {e: s.param_group for s in partition.slices for e in range(s.begin, s.end)}
-    firsts = [(partition.tiles[first], n) for first, n in partition.runs(range(len(partition.tiles))).items()]
+    firsts = [(partition.tiles[first], n) for first, n in runs_of(partition, range(len(partition.tiles))).items()]
     runs = [(tile.begin, tile.begin + n, partition.slices[tile.slice].param_group) for tile, n in firsts]
     assert [(e, group) for begin, end, group in runs for e in range(begin, end)] == list(group_of_element.items())
     for (_, end, group), (begin, _, next_group) in pairwise(runs):

@@ -22,9 +22,18 @@ from kernel_cases import (
     random,
 )
 from lightning_zenflow.core.step_inputs import GradientNorms, GroupHyperparameters
-from lightning_zenflow.kernels.base import Destination, Kernels, Selection, SquaredNorms, kernels_for
-from lightning_zenflow.kernels.cpu import CpuKernels
-from lightning_zenflow.kernels.factored import Factors, RoundingNoise, SecondMoment, round_stochastically_
+from lightning_zenflow.kernels.base import (
+    CpuKernels,
+    Destination,
+    Factors,
+    Kernels,
+    RoundingNoise,
+    SecondMoment,
+    Selection,
+    SquaredNorms,
+    kernels_for,
+    round_stochastically_,
+)
 from models import generator
 from oracle import adamw_reference
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zenflow.kernels.cpu import CpuKernels
+from lightning_zenflow.kernels.base import CpuKernels
 from processes import wait_for
 
 

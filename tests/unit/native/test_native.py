@@ -60,7 +60,7 @@ def test_structures() -> None:
     ours: dict[str, Any] = {
         name: kind
         for name, kind in vars(native).items()
-        if isinstance(kind, type) and issubclass(kind, native.Structure) and kind is not native.Structure
+        if isinstance(kind, type) and issubclass(kind, ctypes.Structure) and kind.__module__ == native.__name__
     }
     theirs = dict(re.findall(r"^struct (\w+) {(.*?)^};", HEADER, re.MULTILINE | re.DOTALL))
     assert ours.keys() == theirs.keys()
@@ -73,20 +73,6 @@ def test_structures() -> None:
 def output_of(option: str) -> str:
     command = [str(worker_executable()), option]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
-
-
-@pytest.mark.parametrize(
-    ("kind", "values"),
-    [
-        (native.Touch, {"n_rows": -1}),
-        (native.UpdateJob, {"block": -1}),
-        (native.ArenaHeader, {"n_slots": 2**32 + 3}),
-    ],
-)
-def test_integers_that_a_field_cannot_hold(kind: type[native.Structure], values: dict[str, int]) -> None:
-    """C++ would see others."""
-    with pytest.raises(AssertionError, match="cannot hold"):
-        kind(**values)
 
 
 def test_the_version_on_the_command_line() -> None:
