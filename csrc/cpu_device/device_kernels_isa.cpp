@@ -68,50 +68,10 @@ void route(const void* gradient, Rows rows, int64_t columns, float* squared_norm
 #endif
 }
 
-ZENFLOW_INLINE void store(BFloat16* target, float value, int32_t noise) {
-    // The carry from 16 random bits rounds up with a probability that equals the discarded fraction.
-    target->bits = static_cast<uint16_t>((float_bits(value) + static_cast<uint32_t>(noise)) >> 16);
-}
-
-template <typename T>
-ZENFLOW_INLINE void store(T* target, float value, int32_t) {
-    *target = from_float<T>(value);
-}
-
-template <typename T>
-void provisional_update(const zenflow_provisional_update_args& args, Rows rows) {
-    const int64_t columns = args.columns;
-    for (int64_t row = rows.begin; row < rows.end; ++row) {
-        T* const weights = static_cast<T*>(args.weights) + row * columns;
-        const T* const gradients = static_cast<const T*>(args.gradient) + row * columns;
-        const float row_scale = args.row_scale[row] * args.size;
-        int64_t begin = 0;
-        while (begin < columns) {
-            // Up to the end of the noise, so that it is read contiguously.
-            const int64_t offset = (row * columns + begin) & args.noise_mask;
-            const int64_t rest = args.noise_mask + 1 - offset;
-            const int64_t n = columns - begin < rest ? columns - begin : rest;
-            T* const __restrict w = weights + begin;
-            const T* const __restrict g = gradients + begin;
-            const float* const __restrict col_scale = args.col_scale + begin;
-            const int32_t* const __restrict noise = args.noise + offset;
-#pragma omp simd
-            for (int64_t i = 0; i < n; ++i) {
-                const float update = to_float(g[i]) * row_scale * col_scale[i];
-                store(w + i, to_float(w[i]) - update, noise[i]);
-            }
-            begin += n;
-        }
-    }
-}
-
 }  // namespace
 
-DeviceKernels select_device_kernels(DataType dtype) {
-    return with_type(dtype, [](auto value) -> DeviceKernels {
-        using T = decltype(value);
-        return {route<T>, provisional_update<T>};
-    });
+RouteKernel select_route_kernel(DataType dtype) {
+    return with_type(dtype, [](auto value) -> RouteKernel { return route<decltype(value)>; });
 }
 
 }  // namespace ZENFLOW_ISA

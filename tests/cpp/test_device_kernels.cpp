@@ -1,7 +1,6 @@
 // device_kernels.h on every instruction set: the same bits as in the baseline, which tests/unit/kernels compares with torch.
 // Arrays have exactly the documented sizes, so that sanitizers detect accesses beyond them.
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <random>
@@ -18,8 +17,6 @@ struct Shape {
     int64_t rows, columns;
 };
 constexpr Shape kShapes[] = {{1, 1}, {1, 15}, {3, 16}, {5, 17}, {2, 512}, {3, 1031}, {40, 67}};
-constexpr int64_t kNoiseMask = 63;
-constexpr float kSize = 0.3f;
 
 // The available ones.
 std::vector<InstructionSet> instruction_sets() {
@@ -36,12 +33,6 @@ std::vector<T> random_values(int64_t n, unsigned seed) {
     std::normal_distribution<float> normal;
     std::vector<T> values;
     for (int64_t i = 0; i < n; ++i) values.push_back(from_float<T>(normal(engine)));
-    return values;
-}
-
-std::vector<float> random_factors(int64_t n, unsigned seed) {
-    std::vector<float> values = random_values<float>(n, seed);
-    for (float& value : values) value = std::fabs(value) * 0.01f;
     return values;
 }
 
@@ -69,8 +60,7 @@ void check_route(DataType type, T, Shape shape) {
             std::vector<T> slot = untouched, expected = untouched;
             std::copy(gradient.begin(), gradient.end(), expected.begin() + static_cast<std::ptrdiff_t>(shift));
             std::vector<float> norms(static_cast<size_t>(shape.rows), -1.0f);
-            const auto route = device_kernels(type, set).route;
-            route(gradient.data(), {0, shape.rows}, shape.columns, norms.data(), slot.data() + shift);
+            route_kernel(type, set)(gradient.data(), {0, shape.rows}, shape.columns, norms.data(), slot.data() + shift);
             if (of_baseline.empty()) of_baseline = norms;
             CHECK(same_bits(norms, of_baseline));
             CHECK(same_bits(slot, expected));
@@ -80,29 +70,6 @@ void check_route(DataType type, T, Shape shape) {
 
 TEST(device_kernels, route) {
     for_each_type_and_shape([](DataType type, auto zero, Shape shape) { check_route(type, zero, shape); });
-}
-
-template <typename T>
-void check_provisional_update(DataType type, T, Shape shape) {
-    const int64_t n = shape.rows * shape.columns;
-    const std::vector<T> gradient = random_values<T>(n, 1);
-    const std::vector<float> row_scale = random_factors(shape.rows, 2), col_scale = random_factors(shape.columns, 3);
-    std::vector<int32_t> noise;
-    std::mt19937 engine(4);
-    for (int64_t i = 0; i <= kNoiseMask; ++i) noise.push_back(static_cast<int32_t>(engine() & 0xffffu));
-    std::vector<T> of_baseline;
-    for (const InstructionSet set : instruction_sets()) {
-        std::vector<T> weights = random_values<T>(n, 5);
-        device_kernels(type, set).provisional_update({weights.data(), gradient.data(), shape.rows, shape.columns,
-                                                      row_scale.data(), col_scale.data(), noise.data(), kNoiseMask, kSize, 0},
-                                                     {0, shape.rows});
-        if (set == InstructionSet::kBaseline) of_baseline = weights;
-        CHECK(same_bits(weights, of_baseline));
-    }
-}
-
-TEST(device_kernels, provisional_update) {
-    for_each_type_and_shape([](DataType type, auto zero, Shape shape) { check_provisional_update(type, zero, shape); });
 }
 
 }  // namespace
