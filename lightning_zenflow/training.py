@@ -1,6 +1,7 @@
 """One model's training on one rank: what every front calls, without DeepSpeed and without Lightning."""
 
 import os
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
@@ -12,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_zenflow.between_steps.full_state import FullState
+from lightning_zenflow.between_steps.served_gradients import GradientSource, ServedGradients
 from lightning_zenflow.between_steps.taken_gradients import TakenGradients
 from lightning_zenflow.between_steps.weights_in_update import WeightsInUpdate
 from lightning_zenflow.between_steps.written_weights import FOLLOWED, WrittenWeights
@@ -51,6 +53,7 @@ class Training:
         config, calls: as given.
         max_norm: largest norm of the whole gradient after clipping; also of a step that is complete already. 0: no clipping. Infinity: no
             clipping, which backward passes do not rely on.
+        factor: what the user's code has multiplied to all gradients of the step that is next: 0-D float32; None: nothing.
         in_backward: whether a backward pass of the front is under way.
         parts: components of this rank, from `start` on, as all that follow.
         telemetry: stall clock and copied bytes.
@@ -69,14 +72,20 @@ class Training:
     ) -> None:
         self.config, self.calls = config, calls
         self.max_norm = 0.0
+        self.factor: Tensor | None = None
         self._resources, self._frozen = resources, frozen
         self._updates_in_backward = config.updates_in_backward
         self._worker: SupervisedWorker | None = None
         self.in_backward = False
-        self._process = os.getpid()
+        self._process, self._thread = os.getpid(), threading.get_ident()
 
-    def start(self, part: RankPart, engine: Engine) -> None:
+    def start(self, part: RankPart, engine: Engine, *, serves: GradientSource | None = None) -> None:
         """Makes the arena, which takes the place of the engine's memory, and starts the worker; all ranks call it together.
+
+        Args:
+            part: this rank's part of the state.
+            engine: what is around the training.
+            serves: where `parameter.grad` is read; None: it is refused.
 
         Raises:
             MisconfigurationException: this or another host has too little memory.
@@ -100,7 +109,11 @@ class Training:
         of_parameters = names, part.shapes, part.piece_of
         self.full_state = FullState(self.steps, parts, host_state.states, *of_parameters, flush=self.flush)
         numels = [shape.numel() for shape in part.shapes.values()]
-        self.taken = TakenGradients(names, self.calls)
+        self.taken = (
+            TakenGradients(names, self.calls)
+            if serves is None
+            else ServedGradients(names, self.slice_of, serves, self.calls)
+        )
         self.written = WrittenWeights(self.steps, parts, names, numels, part.piece_of, self.calls)
         self.in_update = WeightsInUpdate(parts.rank.weights, names, part.piece_of, self.calls)
         # The engine's start needs up to 6 bytes a parameter more than a step, which `HostRuntime.has_room` would count for ever.
@@ -138,7 +151,8 @@ class Training:
         self.before_forward()
         if self.steps.micro_batches == 0:
             self.taken.refuse_accumulation()
-        self.allow_all()
+        self.in_update.end()
+        self.taken.begin_pass()
         self._engine.refuse_other_backward()
         if last:
             self.complete()
@@ -346,7 +360,7 @@ class Training:
         self._engine.refuse_use()
         self.written.begin_updates()
         groups, max_norm = self._engine.read_groups(), float(self.max_norm)
-        return StepInputs(groups=groups, loss_scale=self._engine.loss_scale, max_norm=max_norm)
+        return StepInputs(groups=groups, loss_scale=self._engine.loss_scale, max_norm=max_norm, factor=self.factor)
 
     def _gather_weights(self) -> None:
         self._engine.gather_weights()
@@ -354,7 +368,9 @@ class Training:
         self.written.note_gather()
 
     def _guard(self) -> None:
-        if self._updates_in_backward and self.steps.has_gradients:
+        # The mode is the thread's: on a device a backward pass may end in one of autograd's.
+        is_here = threading.get_ident() == self._thread
+        if self._updates_in_backward and self.steps.has_gradients and is_here:
             self.in_update.begin()
 
     def _follow_dropped(self) -> None:
