@@ -233,6 +233,7 @@ class Training:
 
     def drop_gradients(self) -> None:
         """Drops the gradients since the last step."""
+        self.in_backward = False
         self.allow_all()
         self.steps.drop_gradients()
 
@@ -309,7 +310,7 @@ class Training:
         self.host_state.write_count(count)
         run_state = None if saved is None else saved.get(CHECKPOINT_KEY)
         difference = self.steps.load_state_dict(run_state, count, counts)
-        if difference and saved is not None:
+        if difference and saved is not None and not self.config.is_immediate:
             rank_zero_info(
                 f"ZenFlow: the checkpoint has AdamW's exact state after {count} steps, but {difference}: the schedule,"
                 " the selection of columns and the second moments of provisional updates start again"

@@ -1,13 +1,14 @@
 """AdamW whose state is in host memory, updated behind the backward pass, as an optimizer of torch."""
 
 import math
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NoReturn
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
@@ -19,8 +20,13 @@ from lightning_zenflow.core.errors import Calls, MisconfigurationException
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, read_hyperparameters
 from lightning_zenflow.offload.build import rank_resources
 from lightning_zenflow.offload.host_state import MOMENTS
+from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 from lightning_zenflow.optimizer.parameters import rank_part, refuse_unsupported, trained_parameters
+from lightning_zenflow.telemetry import Reading
 from lightning_zenflow.training import Training
+
+# As Lightning does when it is imported: messages are those of one rank, which nobody else may have said.
+rank_zero_only.rank = getattr(rank_zero_only, "rank", int(os.environ.get("RANK", "0")))
 
 CALLS = Calls(
     front="OffloadAdamW",
@@ -164,7 +170,7 @@ class OffloadAdamW(Optimizer):
         """
         packed = super().state_dict()
         if self._run is not None:
-            packed["state"] = self._run.state()
+            packed["state"], packed[CHECKPOINT_KEY] = self._run.state(), self._run.training.state_dict()
         return packed
 
     @override
@@ -182,7 +188,8 @@ class OffloadAdamW(Optimizer):
             )
         for group, saved in zip(groups, saved_groups, strict=True):
             group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
-        self._started().load([index for saved in saved_groups for index in saved["params"]], state_dict["state"])
+        indices = [index for saved in saved_groups for index in saved["params"]]
+        self._started().load(indices, state_dict["state"], state_dict.get(CHECKPOINT_KEY))
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -193,6 +200,10 @@ class OffloadAdamW(Optimizer):
                 " parameters at construction, and set their `requires_grad` between steps"
             )
         super().add_param_group(param_group)
+
+    def read_counters(self) -> Reading | None:
+        """Clocks and counters so far, without waiting for the device; None before the state has its memory."""
+        return None if self._run is None else self._run.training.parts.read_counters()
 
     def close(self) -> None:
         """Ends the worker, and frees the state; weights stay."""
@@ -291,6 +302,8 @@ class _Run:
         """See `GradientSource`."""
         # Private: as `torch.utils.checkpoint`, which tells one backward pass from another by it.
         task = torch._C._current_graph_task_id()
+        if task == -1:
+            raise self._gradients.error("something other than a backward pass would change it")
         if not self.training.in_backward:
             self._begin_backward(task)
         elif task != self._task:
@@ -348,15 +361,19 @@ class _Run:
     def state(self) -> dict[int, dict[str, Any]]:
         """State by the numbers of the parameters, as `torch.optim.AdamW.state_dict` has it."""
         full, steps = self.training.full_state, self.training.steps
+        if steps.is_complete:
+            raise RuntimeError(
+                "OffloadAdamW: state_dict must be called between steps, got a call between backward and step: call `optimizer.step()`, or"
+                " `optimizer.zero_grad()`, before it"
+            )
         self.training.flush()
         counts = steps.state_dict()["counts"]
         if not any(counts.values()):
             return {}
-        keys: dict[str, str | None] = dict.fromkeys(MOMENTS)
-        keys = {key: key for key in MOMENTS}
+        keys: dict[str, str | None] = {key: key for key in MOMENTS}
         if self.training.parts.rank.dtype != torch.float32:
             keys["master"] = None
-        numbers = {id(p): n for n, p in enumerate(p for g in self._groups() for p in g["params"])}
+        numbers = {id(p): n for n, p in enumerate(self._parameters())}
         state = {}
         for of in self._trained:
             memory = {key: full.in_memory(of.name, which) for key, which in keys.items()}
@@ -365,26 +382,26 @@ class _Run:
             state[numbers[id(of.parameter)]] = {"step": count, **tensors}
         return state
 
-    def load(self, indices: list[Any], state: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Continues from a state by the numbers of the parameters, which are `indices` in their order."""
+    def load(self, indices: list[Any], state: Mapping[Any, Mapping[str, Any]], run_state: Any) -> None:
+        """Continues from a state by the numbers of the parameters, which are `indices` in their order, and from `Training.state_dict`."""
         training = self.training
+        training.drop_gradients()
         training.flush()
-        of_parameter = {
-            id(p): state.get(i, {})
-            for p, i in zip((p for g in self._groups() for p in g["params"]), indices, strict=True)
-        }
+        of_parameter = {id(p): state.get(i, {}) for p, i in zip(self._parameters(), indices, strict=True)}
         saved = {of.name: of_parameter[id(of.parameter)] for of in self._trained}
         counts = {name: int(values.get("step", 0)) for name, values in saved.items()}
         weights = {of.name: saved[of.name].get("master", of.parameter.detach()) for of in self._trained}
         moments = {key: {name: v[key] for name, v in saved.items() if key in v} for key in MOMENTS}
         run = {"count": max(counts.values()), "counts": counts, "groups": [{}] * self._n_groups, "moments": moments}
+        run[CHECKPOINT_KEY] = run_state
         training.load(weights, run)
         training.written.note()
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def _parameters(self) -> list[Tensor]:
+        """All parameters of the optimizer, in the order in which its state counts them."""
         optimizer = self._optimizer()
         assert optimizer is not None, "the optimizer ends the run"
-        return optimizer.param_groups
+        return [p for group in optimizer.param_groups for p in group["params"]]
 
     def gradient_norm_of(self, slice_index: int) -> Tensor:
         """See `GradientSource`."""

@@ -26,15 +26,18 @@ class Trained:
     """Index of its parameter group."""
 
 
-def trained_parameters(param_groups: Sequence[dict[str, Any]]) -> list[Trained]:
-    """The parameters of an optimizer's groups that require gradients, with their names where the optimizer was given them."""
-    trained, number = [], 0
+def trained_parameters(param_groups: Sequence[dict[str, Any]]) -> tuple[list[Trained], dict[str, Tensor]]:
+    """The parameters of an optimizer's groups that require gradients, and the others by name. Names are those that it was given."""
+    trained, frozen, number = list[Trained](), dict[str, Tensor](), 0
     for group, values in enumerate(param_groups):
         names = values.get("param_names") or [f"parameter {number + i}" for i in range(len(values["params"]))]
         number += len(names)
-        of_group = zip(names, values["params"], strict=True)
-        trained += [Trained(name=name, parameter=p, group=group) for name, p in of_group if p.requires_grad]
-    return trained
+        for name, p in zip(names, values["params"], strict=True):
+            if p.requires_grad:
+                trained.append(Trained(name=name, parameter=p, group=group))
+            else:
+                frozen[name] = p
+    return trained, frozen
 
 
 def refuse_unsupported(trained: Sequence[Trained]) -> None:
