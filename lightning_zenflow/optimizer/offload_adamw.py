@@ -421,7 +421,14 @@ class _Run:
         of_groups = read_hyperparameters(optimizer)
         return [of_groups[of.group] for of in self._trained]
 
+    def refuse_use(self) -> None:
+        """See `Engine`: behind `close`."""
+        if self.training.closed:
+            raise MisconfigurationException(
+                "OffloadAdamW: a backward pass must not come behind `close()`: make another optimizer, and load this one's `state_dict()`"
+            )
+
     def _nothing(self) -> None:
         """There are no other ranks, streams or places of weights."""
 
-    gather_weights = take_weights = join_reads = refuse_use = refuse_other_backward = has_ended = _nothing
+    gather_weights = take_weights = join_reads = refuse_other_backward = has_ended = _nothing
