@@ -52,7 +52,7 @@ class ServedGradient(Tensor):
 
     @classmethod
     @override
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's has no `cls`
         """Serves one operation."""
         operation, kwargs = func.overloadpacket, kwargs or {}
         first = args[0]
@@ -103,7 +103,7 @@ class ServedGradient(Tensor):
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.read().__reduce_ex__(protocol)
+        return self.read().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch's
 
     @override
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's has keywords of its own

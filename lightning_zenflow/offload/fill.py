@@ -255,7 +255,8 @@ class Fill:
         """Squared norm of `gradient`: 0-D float64 on the device. Waits for nothing where the gradient is on the device or was measured."""
         if (parts := self._norm_parts.get(slice_index)) is not None:
             return torch.cat(parts).sum(dtype=torch.float64)
-        return torch.linalg.vector_norm(self.gradient(slice_index).to(self._rank.device), dtype=torch.float64).square()
+        norm: Tensor = torch.linalg.vector_norm(self.gradient(slice_index).to(self._rank.device), dtype=torch.float64)
+        return norm.square()
 
     def unused(self) -> list[int]:
         """Trained slices without a gradient in the step that is next, ascending."""

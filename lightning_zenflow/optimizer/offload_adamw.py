@@ -1,42 +1,24 @@
 """AdamW whose state is in host memory, updated behind the backward pass, as an optimizer of torch."""
 
-import math
-import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NoReturn
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from lightning_zenflow.between_steps.served_gradients import ServedGradient, ServedGradients
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.errors import Calls, MisconfigurationException
-from lightning_zenflow.core.step_inputs import GroupHyperparameters, read_hyperparameters
-from lightning_zenflow.offload.build import rank_resources
-from lightning_zenflow.offload.host_state import MOMENTS
+from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.step_inputs import read_hyperparameters
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
-from lightning_zenflow.optimizer.parameters import rank_part, refuse_unsupported, trained_parameters
+from lightning_zenflow.optimizer.engine import OptimizerEngine
+from lightning_zenflow.optimizer.last_pass import LastPass
+from lightning_zenflow.optimizer.parameters import trained_parameters
 from lightning_zenflow.telemetry import Reading
-from lightning_zenflow.training import Training
-
-# As Lightning does when it is imported: messages are those of one rank, which nobody else may have said.
-rank_zero_only.rank = getattr(rank_zero_only, "rank", int(os.environ.get("RANK", "0")))
-
-CALLS = Calls(
-    front="OffloadAdamW",
-    setup="the first backward pass",
-    backward="loss.backward()",
-    clip="torch.nn.utils.clip_grad_norm_",
-    accumulate="call `backward()` several times before `step()`",
-    read="between `backward()` and `step()`",
-    write="between `step()` and the next forward pass",
-)
 
 _OF_TORCH = {
     "amsgrad": False,
@@ -48,9 +30,6 @@ _OF_TORCH = {
     "decoupled_weight_decay": True,
 }
 """Keys of a parameter group of `torch.optim.AdamW`, which reads them where it continues from a `state_dict`."""
-
-_SILENT_STEPS = 50
-"""Steps in a row in which nothing hides, before a warning."""
 
 
 class OffloadAdamW(Optimizer):
@@ -68,7 +47,6 @@ class OffloadAdamW(Optimizer):
         moments_dtype: type of the moments in host memory.
         worker_cores: number of the CPU's cores for updates, or their numbers.
         accumulate_on: where sums over micro-batches are.
-        clip_prediction: whether forward passes may see weights with a predicted clip factor.
 
     Raises:
         ValueError: a value is out of range.
@@ -98,27 +76,30 @@ class OffloadAdamW(Optimizer):
             worker_cores=worker_cores,
             accumulate_on=accumulate_on,
         )
-        self._run: _Run | None = None
+        self._engine: OptimizerEngine | None = None
+        self._signs = LastPass(accumulation_steps)
+        self._hooks = dict[Tensor, Any]()
+        weakref.finalize(self, _remove, self._hooks)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **_OF_TORCH})
         read_hyperparameters(self)
-        self._signs = _LastPass(accumulation_steps)
-        me = weakref.ref(self)
-
-        def arrived(parameter: Tensor) -> None:
-            if (optimizer := me()) is not None:
-                optimizer._started().arrived(parameter)
-
-        trained = [of.parameter for of in trained_parameters(self.param_groups)[0]]
-        weakref.finalize(self, _remove, [p.register_post_accumulate_grad_hook(arrived) for p in trained])
-        if any(p.device.type != "cpu" for p in trained):
+        if any(p.device.type != "cpu" for p in self._hooks):
             self._started()
 
-    def _started(self) -> "_Run":
-        """The training, which begins with the first use on a CPU: parameters may be moved to a device before."""
-        if self._run is None:
-            self._run = _Run(self, self._config, self._signs)
-            weakref.finalize(self, self._run.training.end, keep_state=False)
-        return self._run
+    def _started(self) -> OptimizerEngine:
+        """The training, which begins with the first use on a CPU: parameters may be moved to a device before.
+
+        Raises:
+            MisconfigurationException: parameters cannot be trained like this.
+        """
+        if self._engine is None:
+            for of in trained_parameters(self.param_groups)[0]:
+                if of.parameter not in self._hooks:
+                    raise MisconfigurationException(
+                        f"OffloadAdamW: {of.name}.requires_grad must be True when the optimizer gets it, got False: freeze it behind that"
+                    )
+            self._engine = OptimizerEngine(self, self._config, self._signs)
+            weakref.finalize(self, self._engine.training.end, keep_state=False)
+        return self._engine
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -130,7 +111,7 @@ class OffloadAdamW(Optimizer):
             self._signs.is_accumulating = before
 
     @override
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch's is overloaded
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; without a backward pass since the last one, nothing.
 
         Args:
@@ -144,21 +125,21 @@ class OffloadAdamW(Optimizer):
         if closure is not None:
             with self._signs.in_closure(), torch.enable_grad():
                 loss = closure()
-        if self._run is not None:
-            self._run.step(in_closure=closure is not None)
+        if self._engine is not None:
+            self._engine.step(in_closure=closure is not None)
         return loss
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients since the last step, and undoes what has been updated with them; `grad` is None then in any case."""
-        if self._run is not None:
-            self._run.training.drop_gradients()
+        if self._engine is not None:
+            self._engine.training.drop_gradients()
         super().zero_grad(set_to_none=True)
 
     def flush(self) -> None:
         """Waits until the state in host memory is that of all steps so far."""
-        if self._run is not None:
-            self._run.training.flush()
+        if self._engine is not None:
+            self._engine.training.flush()
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -169,8 +150,8 @@ class OffloadAdamW(Optimizer):
             RuntimeError: between the last backward pass of a step and the step.
         """
         packed = super().state_dict()
-        if self._run is not None:
-            packed["state"], packed[CHECKPOINT_KEY] = self._run.state(), self._run.training.state_dict()
+        if self._engine is not None:
+            packed["state"], packed[CHECKPOINT_KEY] = self._engine.state(), self._engine.training.state_dict()
         return packed
 
     @override
@@ -194,22 +175,31 @@ class OffloadAdamW(Optimizer):
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, before the first backward pass only."""
-        if self._run is not None:
+        if self._engine is not None:
             raise MisconfigurationException(
                 "OffloadAdamW: add_param_group must come before the first backward pass, when the state gets its memory: give all"
                 " parameters at construction, and set their `requires_grad` between steps"
             )
         super().add_param_group(param_group)
+        me = weakref.ref(self)
+
+        def arrived(parameter: Tensor) -> None:
+            if (optimizer := me()) is not None:
+                optimizer._started().arrived(parameter)
+
+        for p in self.param_groups[-1]["params"]:
+            if p.requires_grad:
+                self._hooks[p] = p.register_post_accumulate_grad_hook(arrived)
 
     def read_counters(self) -> Reading | None:
         """Clocks and counters so far, without waiting for the device; None before the state has its memory."""
-        return None if self._run is None else self._run.training.parts.read_counters()
+        return None if self._engine is None else self._engine.training.parts.read_counters()
 
     def close(self) -> None:
         """Ends the worker, and frees the state; weights stay."""
-        if self._run is not None:
-            self._run.training.flush()
-            self._run.training.end(keep_state=False)
+        if self._engine is not None:
+            self._engine.training.flush()
+            self._engine.training.end(keep_state=False)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
@@ -217,218 +207,6 @@ class OffloadAdamW(Optimizer):
         )
 
 
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
+def _remove(hooks: Mapping[Tensor, Any]) -> None:
+    for handle in hooks.values():
         handle.remove()
-
-
-class _LastPass:
-    """Which backward pass of a step is its last, as far as that is known when the pass begins.
-
-    Attributes:
-        learned: backward passes of a step; 0: those inside a closure are the last ones; None: not known yet.
-        is_accumulating: whether the user has said that the pass is not the last.
-    """
-
-    def __init__(self, given: int | None) -> None:
-        self.learned = given
-        self.is_accumulating = self._is_in_closure = False
-        self._n_silent = 0
-
-    @contextmanager
-    def in_closure(self) -> Iterator[None]:
-        """Context of a step's closure."""
-        self._is_in_closure = True
-        try:
-            yield
-        finally:
-            self._is_in_closure = False
-
-    def is_last(self, number: int) -> bool:
-        """Whether the backward pass that begins, the `number`-th of its step, is the last."""
-        if self.is_accumulating:
-            return False
-        return self._is_in_closure or bool(self.learned and number >= self.learned)
-
-    def end_step(self, n_passes: int, *, in_closure: bool, was_known: bool) -> None:
-        """Learns from a step, and warns where nothing hides."""
-        if self.learned is None:
-            self.learned = 0 if in_closure else n_passes
-            return
-        self._n_silent = 0 if was_known else self._n_silent + 1
-        if self._n_silent == _SILENT_STEPS:
-            rank_zero_warn(
-                f"OffloadAdamW: in {_SILENT_STEPS} steps no backward pass was known to be the last one of its step, so that no update was"
-                f" hidden: set accumulation_steps to the number of backward passes, which is {n_passes} now and was {self.learned} in the"
-                " first step"
-            )
-
-
-class _Run:
-    """The training of an `OffloadAdamW`, from its first gradient on: the `Engine` of a `Training`, and the source of its gradients.
-
-    It does not hold the optimizer, which ends it.
-    """
-
-    loss_scale = 1.0
-
-    def __init__(self, optimizer: Optimizer, config: ZenFlowConfig, signs: _LastPass) -> None:
-        self._optimizer, self._signs = weakref.ref(optimizer), signs
-        self._trained, frozen = trained_parameters(optimizer.param_groups)
-        refuse_unsupported(self._trained)
-        part = rank_part(self._trained)
-        self._addresses = [w.data_ptr() for w in part.weights]
-        self._inner, self._n_groups = part.optimizer, len(self._trained)
-        resources = rank_resources(config, part.device, ranks_on_host=1, world_size=1, timeout=None)
-        self.training = Training(config, resources, CALLS, frozen)
-        self.training.start(part, self, serves=self)
-        self._gradients: ServedGradients = self.training.taken
-        self._task = -1
-        self._knows_last = False
-
-    def arrived(self, parameter: Tensor) -> None:
-        """Takes the gradient of a parameter, in its hook in backward."""
-        gradient = parameter.grad
-        if isinstance(gradient, ServedGradient) or gradient is None:
-            return  # autograd has added to it
-        if gradient.requires_grad:
-            raise MisconfigurationException("OffloadAdamW: `backward` must be called without create_graph=True")
-        parameter.grad = None
-        if (index := self.training.slice_of.get(parameter)) is not None:
-            self.add_gradient(index, gradient)
-            self._gradients.put(parameter)
-
-    def add_gradient(self, slice_index: int, gradient: Tensor) -> None:
-        """See `GradientSource`."""
-        # Private: as `torch.utils.checkpoint`, which tells one backward pass from another by it.
-        task = torch._C._current_graph_task_id()
-        if task == -1:
-            raise self._gradients.error("something other than a backward pass would change it")
-        if not self.training.in_backward:
-            self._begin_backward(task)
-        elif task != self._task:
-            raise MisconfigurationException(
-                "OffloadAdamW: a backward pass must not run inside of another one, nor behind one that an exception has interrupted: use"
-                " `checkpoint(use_reentrant=False)`, or call `optimizer.zero_grad()` behind the exception"
-            )
-        self.training.receive(slice_index, gradient.detach().reshape(-1), last=self._knows_last)
-
-    def _begin_backward(self, task: int) -> None:
-        steps = self.training.steps
-        if steps.is_complete:
-            raise MisconfigurationException(
-                "OffloadAdamW: a backward pass must not come behind the last one of its step, whose gradients have updated weights: call"
-                " `optimizer.zero_grad()` before it; or set accumulation_steps to the number of backward passes of a step; or put those"
-                " that are not the last into `with optimizer.accumulate():`"
-            )
-        last = self._signs.is_last(steps.micro_batches + 1)
-        self.training.before_backward(last=last)
-        self._task, self._knows_last = task, last
-        # Private: what runs behind a backward pass, as of torch's own FSDP and DDP.
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _end_backward(self) -> None:
-        self.training.end_backward()
-        self.training.parts.rank.d2h.join()
-
-    def step(self, *, in_closure: bool) -> None:
-        """One step."""
-        training, gradients = self.training, self._gradients
-        training.in_update.end()
-        self._refuse_moved()
-        n_passes, was_known = training.steps.micro_batches, training.steps.is_complete
-        is_scaled, training.factor = gradients.has_factors, gradients.factor()
-        try:
-            done = training.step(asks_finite=False, refuses_unused=True)
-        finally:
-            training.factor = None
-        if done is None:
-            return
-        if is_scaled:
-            # From now on backward passes do not rely on a factor of 1.
-            training.max_norm = math.inf
-        gradients.use()
-        self._signs.end_step(n_passes, in_closure=in_closure, was_known=was_known)
-
-    def _refuse_moved(self) -> None:
-        for of, address in zip(self._trained, self._addresses, strict=True):
-            if of.parameter.data_ptr() != address:
-                raise MisconfigurationException(
-                    f"OffloadAdamW: {of.name} must keep its memory from the first backward pass on, got another one: move the model, or"
-                    " assign `data`, before it"
-                )
-
-    def state(self) -> dict[int, dict[str, Any]]:
-        """State by the numbers of the parameters, as `torch.optim.AdamW.state_dict` has it."""
-        full, steps = self.training.full_state, self.training.steps
-        if steps.is_complete:
-            raise RuntimeError(
-                "OffloadAdamW: state_dict must be called between steps, got a call between backward and step: call `optimizer.step()`, or"
-                " `optimizer.zero_grad()`, before it"
-            )
-        self.training.flush()
-        counts = steps.state_dict()["counts"]
-        if not any(counts.values()):
-            return {}
-        keys: dict[str, str | None] = {key: key for key in MOMENTS}
-        if self.training.parts.rank.dtype != torch.float32:
-            keys["master"] = None
-        numbers = {id(p): n for n, p in enumerate(self._parameters())}
-        state = {}
-        for of in self._trained:
-            memory = {key: full.in_memory(of.name, which) for key, which in keys.items()}
-            tensors = {key: full.read(of.name, keys[key]).cpu() if t is None else t for key, t in memory.items()}
-            count = torch.tensor(float(counts[of.name]), dtype=torch.float32, device="cpu")
-            state[numbers[id(of.parameter)]] = {"step": count, **tensors}
-        return state
-
-    def load(self, indices: list[Any], state: Mapping[Any, Mapping[str, Any]], run_state: Any) -> None:
-        """Continues from a state by the numbers of the parameters, which are `indices` in their order, and from `Training.state_dict`."""
-        training = self.training
-        training.drop_gradients()
-        training.flush()
-        of_parameter = {id(p): state.get(i, {}) for p, i in zip(self._parameters(), indices, strict=True)}
-        saved = {of.name: of_parameter[id(of.parameter)] for of in self._trained}
-        counts = {name: int(values.get("step", 0)) for name, values in saved.items()}
-        weights = {of.name: saved[of.name].get("master", of.parameter.detach()) for of in self._trained}
-        moments = {key: {name: v[key] for name, v in saved.items() if key in v} for key in MOMENTS}
-        run = {"count": max(counts.values()), "counts": counts, "groups": [{}] * self._n_groups, "moments": moments}
-        run[CHECKPOINT_KEY] = run_state
-        training.load(weights, run)
-        training.written.note()
-
-    def _parameters(self) -> list[Tensor]:
-        """All parameters of the optimizer, in the order in which its state counts them."""
-        optimizer = self._optimizer()
-        assert optimizer is not None, "the optimizer ends the run"
-        return [p for group in optimizer.param_groups for p in group["params"]]
-
-    def gradient_norm_of(self, slice_index: int) -> Tensor:
-        """See `GradientSource`."""
-        self.training.complete()
-        return self.training.parts.fill.squared_norm(slice_index).sqrt().float()
-
-    def copy_gradient(self, slice_index: int) -> Tensor:
-        """See `GradientSource`."""
-        self.training.complete()
-        rank = self.training.parts.rank
-        return self.training.parts.fill.gradient(slice_index).to(rank.device, rank.dtype, copy=True)
-
-    def read_groups(self) -> list[GroupHyperparameters]:
-        """See `Engine`, as below."""
-        optimizer = self._optimizer()
-        assert optimizer is not None, "the optimizer ends the run"
-        of_groups = read_hyperparameters(optimizer)
-        return [of_groups[of.group] for of in self._trained]
-
-    def refuse_use(self) -> None:
-        """See `Engine`: behind `close`."""
-        if self.training.closed:
-            raise MisconfigurationException(
-                "OffloadAdamW: a backward pass must not come behind `close()`: make another optimizer, and load this one's `state_dict()`"
-            )
-
-    def _nothing(self) -> None:
-        """There are no other ranks, streams or places of weights."""
-
-    gather_weights = take_weights = join_reads = refuse_other_backward = has_ended = _nothing

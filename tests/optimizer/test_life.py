@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_zenflow import OffloadAdamW
 from lightning_zenflow.core.errors import MisconfigurationException
-from plain_loops import close, loss_of, make_loop, make_model
+from plain_loops import Who, close, groups_of, loss_of, make_loop, make_model, make_optimizer
 from processes import workers
 
 ALONE = """
@@ -142,6 +142,39 @@ def test_refused_parameters(make: Any, message: str) -> None:
 def test_refused_values(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OffloadAdamW(make_model().parameters(), **keys)
+
+
+def test_further_parameters() -> None:
+    """Before the first backward pass."""
+
+    def train(who: Who) -> list[float]:
+        model = make_model()
+        first, *rest = groups_of(model)
+        optimizer = make_optimizer(who, [first])
+        for group in rest:
+            optimizer.add_param_group(group)
+        losses = []
+        for number in range(3):
+            loss = loss_of(model, number)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        if isinstance(optimizer, OffloadAdamW):
+            optimizer.close()
+        return losses
+
+    torch.testing.assert_close(train("ours"), train("torch"), rtol=3e-6, atol=0)
+
+
+def test_trained_later() -> None:
+    """A parameter that did not require gradients when the optimizer got it."""
+    model = make_model()
+    model[0].requires_grad_(False)
+    optimizer = OffloadAdamW(model.parameters(), worker_cores=1)
+    model[0].requires_grad_(True)
+    with pytest.raises(MisconfigurationException, match=r"requires_grad must be True when the optimizer gets it"):
+        loss_of(model, 1).backward()
 
 
 def test_refused_in_training() -> None:
