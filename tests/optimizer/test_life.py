@@ -175,6 +175,7 @@ def test_trained_later() -> None:
     model[0].requires_grad_(True)
     with pytest.raises(MisconfigurationException, match=r"requires_grad must be True when the optimizer gets it"):
         loss_of(model, 1).backward()
+    del optimizer
 
 
 def test_refused_in_training() -> None:
