@@ -1,22 +1,29 @@
-"""ZenFlow for PyTorch Lightning: train a model that does not fit its GPU's memory, without waiting for the CPU.
+"""ZenFlow for PyTorch Lightning and torch: train a model that does not fit its GPU's memory, without waiting for the CPU.
 
-The import makes the names "zenflow" and "zenflow_adamw" known to the Trainer and to Fabric. Each public name is imported when it is used
-first: DeepSpeed takes seconds more. The command `lightning-zenflow` imports no Lightning where it needs none.
+The import makes the names "zenflow" and "zenflow_adamw" known to the Trainer and to Fabric, and imports neither Lightning nor DeepSpeed:
+each public name is imported when it is used first.
 """
 
 import sys
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from pathlib import Path
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from lightning_zenflow.config import ZenFlowConfig
+    from lightning_zenflow.optimizer.offload_adamw import OffloadAdamW
     from lightning_zenflow.stall_monitor import StallMonitor
     from lightning_zenflow.strategy import ZenFlowStrategy
 
-__all__ = ["StallMonitor", "ZenFlowConfig", "ZenFlowStrategy"]
+__all__ = ["OffloadAdamW", "StallMonitor", "ZenFlowConfig", "ZenFlowStrategy"]
 
 _MODULES = {
+    "OffloadAdamW": "lightning_zenflow.optimizer.offload_adamw",
     "StallMonitor": "lightning_zenflow.stall_monitor",
     "ZenFlowConfig": "lightning_zenflow.config",
     "ZenFlowStrategy": "lightning_zenflow.strategy",
@@ -45,18 +52,59 @@ def register(registry: Any, module: str) -> None:
     registry.register("zenflow_adamw", make, "ZenFlow with AdamW's own weights in every step", override=True, **adamw)
 
 
-def _register_names() -> None:
-    from lightning.fabric.strategies import STRATEGY_REGISTRY
+def _register_with_fabric(strategies: ModuleType) -> None:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
-    from lightning.pytorch.strategies import StrategyRegistry
 
     from lightning_zenflow.core.errors import catch_as
 
     catch_as(MisconfigurationException)
-    register(StrategyRegistry, "lightning_zenflow.strategy")
-    register(STRATEGY_REGISTRY, "lightning_zenflow.fabric")
+    register(strategies.STRATEGY_REGISTRY, "lightning_zenflow.fabric")
 
 
-# The command's script, which uses no names.
-if Path(sys.argv[0] if sys.argv else "").name != "lightning-zenflow":
-    _register_names()
+def _register_with_trainer(strategies: ModuleType) -> None:
+    register(strategies.StrategyRegistry, "lightning_zenflow.strategy")
+
+
+_REGISTRIES: dict[str, Callable[[ModuleType], None]] = {
+    "lightning.fabric.strategies": _register_with_fabric,
+    "lightning.pytorch.strategies": _register_with_trainer,
+}
+"""Lightning's modules with a registry, and what registers the names there."""
+
+
+class _Registering(Loader):
+    """Loads a module, and registers the names when it is there."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    @override
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    @override
+    def exec_module(self, module: ModuleType) -> None:
+        # As if this loader had never been there.
+        assert module.__spec__ is not None, "a module that is being imported has one"
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        _REGISTRIES[module.__name__](module)
+
+
+class _Finder(MetaPathFinder):
+    """Finds Lightning's modules with a registry."""
+
+    @override
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path) if fullname in _REGISTRIES else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Registering(spec.loader)
+        return spec
+
+
+for _name, _register in _REGISTRIES.items():
+    if _name in sys.modules:
+        _register(sys.modules[_name])
+sys.meta_path.insert(0, _Finder())

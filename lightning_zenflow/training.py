@@ -1,6 +1,7 @@
 """One model's training on one rank: what every front calls, without DeepSpeed and without Lightning."""
 
 import os
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
@@ -11,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_zenflow.between_steps.full_state import FullState
+from lightning_zenflow.between_steps.served_gradients import GradientSource, ServedGradients
 from lightning_zenflow.between_steps.uses import FOLLOWED, TakenGradients, WeightsInUpdate, WrittenWeights
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import runtime_of
@@ -48,6 +50,7 @@ class Training:
         config, calls: as given.
         max_norm: largest norm of the whole gradient after clipping; also of a step that is complete already. 0: no clipping. Infinity: no
             clipping, which backward passes do not rely on.
+        factor: what the user's code has multiplied to all gradients of the step that is next: 0-D float32; None: nothing.
         in_backward: whether a backward pass of the front is under way.
         parts, telemetry, steps, host_state, full_state, written, taken, in_update: components of this rank, from `start` on.
         slice_of: for each trained parameter of which this rank has a part, the number of its slice; from `start` on.
@@ -59,14 +62,21 @@ class Training:
     ) -> None:
         self.config, self.calls = config, calls
         self.max_norm = 0.0
+        self.factor: Tensor | None = None
         self._resources, self._frozen = resources, frozen
         self._updates_in_backward = config.updates_in_backward
         self._worker: SupervisedWorker | None = None
         self.in_backward = False
-        self._process = os.getpid()
+        self._process, self._thread = os.getpid(), threading.get_ident()
 
-    def start(self, part: RankPart, engine: Engine) -> None:
-        """Makes the arena, which takes the place of the engine's memory, and starts the worker; all ranks call it together."""
+    def start(self, part: RankPart, engine: Engine, *, serves: GradientSource | None = None) -> None:
+        """Makes the arena, which takes the place of the engine's memory, and starts the worker; all ranks call it together.
+
+        Args:
+            part: this rank's part of the state.
+            engine: what is around the training.
+            serves: where gradients are read that are asked for in `parameter.grad`; None: such uses are refused.
+        """
         self.parts, self.host_state = parts, host_state = build(self.config, part, self._resources)
         self._worker, self.telemetry = parts.rank.worker, parts.rank.telemetry
         self._engine, self._optimizer = engine, part.optimizer
@@ -81,7 +91,10 @@ class Training:
             gather_weights=self._gather_weights,
         )
         self.full_state = FullState(self.steps, parts, host_state.states, part, flush=self.flush)
-        self.taken = TakenGradients(self.full_state.names, self.calls)
+        names = self.full_state.names
+        self.taken: TakenGradients | ServedGradients = TakenGradients(names, self.calls)
+        if serves is not None:
+            self.taken = ServedGradients(names, self.slice_of, serves, self.calls)
         self.written = WrittenWeights(self.steps, parts, part, self.calls)
         self.in_update = WeightsInUpdate(parts.rank.weights, part, self.calls)
         # The engine's start needs up to 6 bytes a parameter more than a step, which `HostRuntime.has_room` would count for ever.
@@ -112,7 +125,8 @@ class Training:
         self.before_forward()
         if self.steps.micro_batches == 0:
             self.taken.refuse_accumulation()
-        self.allow_all()
+        self.in_update.end()
+        self.taken.begin_pass()
         self._engine.refuse_other_backward()
         if last:
             self.complete()
@@ -183,6 +197,7 @@ class Training:
 
     def drop_gradients(self) -> None:
         """Drops the gradients since the last step."""
+        self.in_backward = False
         self.allow_all()
         self.steps.drop_gradients()
 
@@ -259,7 +274,7 @@ class Training:
         self.host_state.write_count(count)
         run_state = None if saved is None else saved.get(CHECKPOINT_KEY)
         difference = self.steps.load_state_dict(run_state, count, counts)
-        if difference and saved is not None:
+        if difference and saved is not None and not self.config.is_immediate:
             rank_zero_info(
                 f"ZenFlow: the checkpoint has AdamW's exact state after {count} steps, but {difference}: the schedule,"
                 " the selection of columns and the second moments of provisional updates start again"
@@ -310,7 +325,7 @@ class Training:
         self._engine.refuse_use()
         self.written.begin_updates()
         groups, max_norm = self._engine.read_groups(), float(self.max_norm)
-        return StepInputs(groups=groups, loss_scale=self._engine.loss_scale, max_norm=max_norm)
+        return StepInputs(groups=groups, loss_scale=self._engine.loss_scale, max_norm=max_norm, factor=self.factor)
 
     def _gather_weights(self) -> None:
         self._engine.gather_weights()
@@ -318,7 +333,9 @@ class Training:
         self.written.note_gather()
 
     def _guard(self) -> None:
-        if self._updates_in_backward and self.steps.has_gradients:
+        # The mode is the thread's: on a device a backward pass may end in one of autograd's.
+        is_here = threading.get_ident() == self._thread
+        if self._updates_in_backward and self.steps.has_gradients and is_here:
             self.in_update.begin()
 
     def _follow_dropped(self) -> None:

@@ -268,6 +268,10 @@ class TakenGradients:
                 self._of_shape[p.shape] = TakenGradient(p, self._calls)
             p.grad = self._of_shape[p.shape]
 
+    def begin_pass(self) -> None:
+        """Before a backward pass, which puts gradients there."""
+        self.clear()
+
     def clear(self) -> None:
         """Removes them, before a backward pass and at the end of training."""
         if self._are_put:

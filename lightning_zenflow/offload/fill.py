@@ -151,6 +151,9 @@ class Fill:
         self._factors: list[Tensor] = []  # of the blocks that were submitted in this backward pass
         self.factor_error = DeviceNumber()
         self._zero = torch.zeros((), dtype=rank.dtype, device=rank.device)
+        self._norm_parts = dict[
+            int, list[Tensor]
+        ]()  # `SquaredNorms.parts` of the slices of the step that have been routed
         # For each slice the rectangles that squared norms are taken of, which must not depend on blocks; and the tiles of the partition
         # that block boundaries cut them into.
         self._rectangles = [
@@ -184,6 +187,7 @@ class Fill:
         self._arrived.clear()
         self._unpolled.clear()
         self._factors.clear()
+        self._norm_parts.clear()
         for block in self._rank.blocks:
             block.missing = block.slices & self.trained
         self.norms.open(context.number, max_norm=context.inputs.max_norm, loss_scale=context.inputs.loss_scale)
@@ -247,6 +251,13 @@ class Fill:
         runtime_of(self._rank.device).synchronize()
         return torch.cat([slot for _, slot in self._jobs.slots.views_of_slice(slice_index)])
 
+    def squared_norm(self, slice_index: int) -> Tensor:
+        """Squared norm of `gradient`: 0-D float64 on the device. Waits for nothing where the gradient is on the device or was measured."""
+        if (parts := self._norm_parts.get(slice_index)) is not None:
+            return torch.cat(parts).sum(dtype=torch.float64)
+        norm: Tensor = torch.linalg.vector_norm(self.gradient(slice_index).to(self._rank.device), dtype=torch.float64)
+        return norm.square()
+
     def unused(self) -> list[int]:
         """Trained slices without a gradient in the step that is next, ascending."""
         return sorted(self.trained - self.arrived - self.accumulation.pending)
@@ -292,6 +303,7 @@ class Fill:
         if provisional is not None and update is not None:
             provisional.apply_gradient(context, index, *update)
         self.norms.add(parts_of_norm)
+        self._norm_parts[index] = parts_of_norm
 
     def _route_zeros(self, index: int) -> None:
         """Routes a slice without any gradient in the step."""

@@ -46,6 +46,8 @@ class StepInputs:
     """Factor that the loss is multiplied by before backward."""
     max_norm: float
     """Largest norm of the whole gradient after clipping; 0: no clipping."""
+    factor: torch.Tensor | None = None
+    """Factor that the user's code has put on all gradients: 0-D float32, on the device or the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """One optimizer step, without DeepSpeed: its phases, and the state that they share."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -164,6 +165,8 @@ class ZenFlowStep:
 
         # clip
         scale = step_scale(squared_norm, max_norm=inputs.max_norm, loss_scale=loss_scale, count=self.count)
+        if inputs.factor is not None:
+            scale = replace(scale, factor=scale.factor * inputs.factor)
         self._fill.end_step(squared_norm, scale, context)
         finite = AsyncHostCopy(scale.finite) if copies_finite else None
         # seal

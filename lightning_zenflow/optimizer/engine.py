@@ -1,0 +1,207 @@
+"""The training of an `OffloadAdamW`: what is around a `Training`, between the hooks of parameters and the step."""
+
+import math
+import os
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zenflow.between_steps.served_gradients import ServedGradient, ServedGradients
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.errors import Calls, MisconfigurationException
+from lightning_zenflow.core.step_inputs import GroupHyperparameters, read_hyperparameters
+from lightning_zenflow.offload.build import rank_resources
+from lightning_zenflow.offload.host_state import MOMENTS
+from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
+from lightning_zenflow.optimizer.last_pass import LastPass
+from lightning_zenflow.optimizer.parameters import rank_part, refuse_unsupported, trained_parameters
+from lightning_zenflow.training import Training
+
+# As Lightning does when it is imported: messages are those of one rank, which nobody else may have said.
+rank_zero_only.rank = getattr(rank_zero_only, "rank", int(os.environ.get("RANK", "0")))  # type: ignore[attr-defined]  # as Lightning
+
+CALLS = Calls(
+    front="OffloadAdamW",
+    setup="the first backward pass",
+    backward="loss.backward()",
+    clip="torch.nn.utils.clip_grad_norm_",
+    accumulate="call `backward()` several times before `step()`",
+    read="between `backward()` and `step()`",
+    write="between `step()` and the next forward pass",
+)
+
+
+class OptimizerEngine:
+    """The training of an `OffloadAdamW`, from its first gradient on: the `Engine` of a `Training`, and the source of its gradients.
+
+    It does not hold the optimizer, which ends it.
+    """
+
+    loss_scale = 1.0
+
+    def __init__(self, optimizer: Optimizer, config: ZenFlowConfig, signs: LastPass) -> None:
+        self._optimizer, self._signs = weakref.ref(optimizer), signs
+        self._trained, frozen = trained_parameters(optimizer.param_groups)
+        refuse_unsupported(self._trained)
+        part = rank_part(self._trained)
+        self._addresses = [w.data_ptr() for w in part.weights]
+        self._inner, self._n_groups = part.optimizer, len(self._trained)
+        resources = rank_resources(config, part.device, ranks_on_host=1, world_size=1, timeout=None)
+        self.training = Training(config, resources, CALLS, frozen)
+        self.training.start(part, self, serves=self)
+        assert isinstance(self.training.taken, ServedGradients), "as `serves` says"
+        self._gradients = self.training.taken
+        self._task = -1
+        self._knows_last = False
+
+    def arrived(self, parameter: Tensor) -> None:
+        """Takes the gradient of a parameter, in its hook in backward."""
+        gradient = parameter.grad
+        if isinstance(gradient, ServedGradient) or gradient is None:
+            return  # autograd has added to it
+        if gradient.requires_grad:
+            raise MisconfigurationException("OffloadAdamW: `backward` must be called without create_graph=True")
+        parameter.grad = None
+        if (index := self.training.slice_of.get(parameter)) is not None:
+            self.add_gradient(index, gradient)
+            self._gradients.put(parameter)
+
+    def add_gradient(self, slice_index: int, gradient: Tensor) -> None:
+        """See `GradientSource`."""
+        # Private: as `torch.utils.checkpoint`, which tells one backward pass from another by it.
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            raise self._gradients.error("something other than a backward pass would change it")
+        if not self.training.in_backward:
+            self._begin_backward(task)
+        elif task != self._task:
+            raise MisconfigurationException(
+                "OffloadAdamW: a backward pass must not run inside of another one, nor behind one that an exception has interrupted: use"
+                " `checkpoint(use_reentrant=False)`, or call `optimizer.zero_grad()` behind the exception"
+            )
+        self.training.receive(slice_index, gradient.detach().reshape(-1), last=self._knows_last)
+
+    def _begin_backward(self, task: int) -> None:
+        steps = self.training.steps
+        if steps.is_complete:
+            raise MisconfigurationException(
+                "OffloadAdamW: a backward pass must not come behind the last one of its step, whose gradients have updated weights: call"
+                " `optimizer.zero_grad()` before it; or set accumulation_steps to the number of backward passes of a step; or put those"
+                " that are not the last into `with optimizer.accumulate():`"
+            )
+        last = self._signs.is_last(steps.micro_batches + 1)
+        self.training.before_backward(last=last)
+        self._task, self._knows_last = task, last
+        # Private: what runs behind a backward pass, as of torch's own FSDP and DDP.
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self.training.end_backward()
+        self.training.parts.rank.d2h.join()
+
+    def step(self, *, in_closure: bool) -> None:
+        """One step."""
+        training, gradients = self.training, self._gradients
+        training.in_update.end()
+        self._refuse_moved()
+        n_passes, was_known = training.steps.micro_batches, training.steps.is_complete
+        is_scaled, training.factor = gradients.has_factors, gradients.factor()
+        try:
+            done = training.step(asks_finite=False, refuses_unused=True)
+        finally:
+            training.factor = None
+        if done is None:
+            return
+        if is_scaled:
+            # From now on backward passes do not rely on a factor of 1.
+            training.max_norm = math.inf
+        gradients.use()
+        self._signs.end_step(n_passes, in_closure=in_closure, was_known=was_known)
+
+    def _refuse_moved(self) -> None:
+        for of, address in zip(self._trained, self._addresses, strict=True):
+            if of.parameter.data_ptr() != address:
+                raise MisconfigurationException(
+                    f"OffloadAdamW: {of.name} must keep its memory from the first backward pass on, got another one: move the model, or"
+                    " assign `data`, before it"
+                )
+
+    def state(self) -> dict[int, dict[str, Any]]:
+        """State by the numbers of the parameters, as `torch.optim.AdamW.state_dict` has it."""
+        full, steps = self.training.full_state, self.training.steps
+        if steps.is_complete:
+            raise RuntimeError(
+                "OffloadAdamW: state_dict must be called between steps, got a call between backward and step: call `optimizer.step()`, or"
+                " `optimizer.zero_grad()`, before it"
+            )
+        self.training.flush()
+        counts = steps.state_dict()["counts"]
+        if not any(counts.values()):
+            return {}
+        keys: dict[str, str | None] = {key: key for key in MOMENTS}
+        if self.training.parts.rank.dtype != torch.float32:
+            keys["master"] = None
+        numbers = {id(p): n for n, p in enumerate(self._parameters())}
+        state = {}
+        for of in self._trained:
+            memory = {key: full.in_memory(of.name, which) for key, which in keys.items()}
+            tensors = {key: full.read(of.name, keys[key]).cpu() if t is None else t for key, t in memory.items()}
+            count = torch.tensor(float(counts[of.name]), dtype=torch.float32, device="cpu")
+            state[numbers[id(of.parameter)]] = {"step": count, **tensors}
+        return state
+
+    def load(self, indices: list[Any], state: Mapping[Any, Mapping[str, Any]], run_state: Any) -> None:
+        """Continues from a state by the numbers of the parameters, which are `indices` in their order, and from `Training.state_dict`."""
+        training = self.training
+        training.drop_gradients()
+        training.flush()
+        of_parameter = {id(p): state.get(i, {}) for p, i in zip(self._parameters(), indices, strict=True)}
+        saved = {of.name: of_parameter[id(of.parameter)] for of in self._trained}
+        counts = {name: int(values.get("step", 0)) for name, values in saved.items()}
+        weights = {of.name: saved[of.name].get("master", of.parameter.detach()) for of in self._trained}
+        moments = {key: {name: v[key] for name, v in saved.items() if key in v} for key in MOMENTS}
+        run = {"count": max(counts.values()), "counts": counts, "groups": [{}] * self._n_groups, "moments": moments}
+        run[CHECKPOINT_KEY] = run_state
+        training.load(weights, run)
+        training.written.note()
+
+    def _parameters(self) -> list[Tensor]:
+        """All parameters of the optimizer, in the order in which its state counts them."""
+        optimizer = self._optimizer()
+        assert optimizer is not None, "the optimizer ends the run"
+        return [p for group in optimizer.param_groups for p in group["params"]]
+
+    def gradient_norm_of(self, slice_index: int) -> Tensor:
+        """See `GradientSource`."""
+        self.training.complete()
+        return self.training.parts.fill.squared_norm(slice_index).sqrt().float()
+
+    def copy_gradient(self, slice_index: int) -> Tensor:
+        """See `GradientSource`."""
+        self.training.complete()
+        rank = self.training.parts.rank
+        return self.training.parts.fill.gradient(slice_index).to(rank.device, rank.dtype, copy=True)
+
+    def read_groups(self) -> list[GroupHyperparameters]:
+        """See `Engine`, as below."""
+        optimizer = self._optimizer()
+        assert optimizer is not None, "the optimizer ends the run"
+        of_groups = read_hyperparameters(optimizer)
+        return [of_groups[of.group] for of in self._trained]
+
+    def refuse_use(self) -> None:
+        """See `Engine`: behind `close`."""
+        if self.training.closed:
+            raise MisconfigurationException(
+                "OffloadAdamW: a backward pass must not come behind `close()`: make another optimizer, and load this one's `state_dict()`"
+            )
+
+    def _nothing(self) -> None:
+        """There are no other ranks, streams or places of weights."""
+
+    gather_weights = take_weights = join_reads = refuse_other_backward = has_ended = _nothing

@@ -1,0 +1,212 @@
+"""AdamW whose state is in host memory, updated behind the backward pass, as an optimizer of torch."""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+from typing_extensions import override
+
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.step_inputs import read_hyperparameters
+from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
+from lightning_zenflow.optimizer.engine import OptimizerEngine
+from lightning_zenflow.optimizer.last_pass import LastPass
+from lightning_zenflow.optimizer.parameters import trained_parameters
+from lightning_zenflow.telemetry import Reading
+
+_OF_TORCH = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+"""Keys of a parameter group of `torch.optim.AdamW`, which reads them where it continues from a `state_dict`."""
+
+
+class OffloadAdamW(Optimizer):
+    """`torch.optim.AdamW` with its state in host memory (12 bytes a parameter), which a process on the CPU updates while the backward pass
+    goes on (ZenFlow, arXiv 2505.12242, with S = 1, d = 0). Each step ends with AdamW's own weights.
+
+    Gradients leave `parameter.grad` as they arrive; what stands there instead can be read, scaled, clipped by torch and accumulated.
+    Weights change between the last backward pass and `step`, behind which they are AdamW's. Where no more than one step in three is
+    clipped, nearly all of the update hides.
+
+    Args:
+        params, lr, betas, eps, weight_decay: as of `torch.optim.AdamW`. Parameters must be of one type and on one device.
+        accumulation_steps: backward passes of a step; None: as many as the first step has, or the last one inside of `step(closure)`.
+            Steps with fewer are exact, and hide nothing.
+        moments_dtype: type of the moments in host memory.
+        worker_cores: number of the CPU's cores for updates, or their numbers.
+        accumulate_on: where sums over micro-batches are.
+
+    Raises:
+        ValueError: a value is out of range.
+        MisconfigurationException: parameters cannot be trained like this; the message says why.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        accumulation_steps: int | None = None,
+        moments_dtype: Literal["float32", "bfloat16", "int8"] = "float32",
+        worker_cores: int | tuple[int, ...] | Literal["auto"] = "auto",
+        accumulate_on: Literal["auto", "device", "host"] = "auto",
+    ) -> None:
+        if accumulation_steps is not None and accumulation_steps < 1:
+            raise ValueError(f"accumulation_steps must be an integer >= 1 or None, got {accumulation_steps!r}")
+        self._config = ZenFlowConfig(
+            update_interval=1,
+            publish_lag=0,
+            clip_prediction=False,
+            moments_dtype=moments_dtype,
+            worker_cores=worker_cores,
+            accumulate_on=accumulate_on,
+        )
+        self._engine: OptimizerEngine | None = None
+        self._signs = LastPass(accumulation_steps)
+        self._hooks = dict[Tensor, Any]()
+        weakref.finalize(self, _remove, self._hooks)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **_OF_TORCH})
+        read_hyperparameters(self)
+        if any(p.device.type != "cpu" for p in self._hooks):
+            self._started()
+
+    def _started(self) -> OptimizerEngine:
+        """The training, which begins with the first use on a CPU: parameters may be moved to a device before.
+
+        Raises:
+            MisconfigurationException: parameters cannot be trained like this.
+        """
+        if self._engine is None:
+            for of in trained_parameters(self.param_groups)[0]:
+                if of.parameter not in self._hooks:
+                    raise MisconfigurationException(
+                        f"OffloadAdamW: {of.name}.requires_grad must be True when the optimizer gets it, got False: freeze it behind that"
+                    )
+            self._engine = OptimizerEngine(self, self._config, self._signs)
+            weakref.finalize(self, self._engine.training.end, keep_state=False)
+        return self._engine
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Context of backward passes that are not the step's last."""
+        before, self._signs.is_accumulating = self._signs.is_accumulating, True
+        try:
+            yield
+        finally:
+            self._signs.is_accumulating = before
+
+    @override
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; without a backward pass since the last one, nothing.
+
+        Args:
+            closure: computes the loss and its gradients, and returns the loss. Its backward pass is the step's last.
+
+        Raises:
+            MisconfigurationException: the step did not use a parameter, or gradients were changed in a way that cannot be followed.
+            WorkerError: the worker has ended.
+        """
+        loss = None
+        if closure is not None:
+            with self._signs.in_closure(), torch.enable_grad():
+                loss = closure()
+        if self._engine is not None:
+            self._engine.step(in_closure=closure is not None)
+        return loss
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients since the last step, and undoes what has been updated with them; `grad` is None then in any case."""
+        if self._engine is not None:
+            self._engine.training.drop_gradients()
+        super().zero_grad(set_to_none=True)
+
+    def flush(self) -> None:
+        """Waits until the state in host memory is that of all steps so far."""
+        if self._engine is not None:
+            self._engine.training.flush()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """As `torch.optim.AdamW`'s, which can load it, with "master" beside the moments where weights are of fewer than 32 bits: float32
+        weights. Tensors are on the CPU and, like torch's, the state itself where that is float32: the next step changes them.
+
+        Raises:
+            RuntimeError: between the last backward pass of a step and the step.
+        """
+        packed = super().state_dict()
+        if self._engine is not None:
+            packed["state"], packed[CHECKPOINT_KEY] = self._engine.state(), self._engine.training.state_dict()
+        return packed
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continues from a `state_dict` of this class or of `torch.optim.AdamW` or Adam, behind the model's `load_state_dict`.
+
+        Raises:
+            ValueError: it has other parameter groups.
+        """
+        groups, saved_groups = self.param_groups, state_dict["param_groups"]
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved_groups]:
+            raise ValueError(
+                f"state_dict must have parameter groups of {[len(g['params']) for g in groups]} parameters, got"
+                f" {[len(g['params']) for g in saved_groups]}"
+            )
+        for group, saved in zip(groups, saved_groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
+        indices = [index for saved in saved_groups for index in saved["params"]]
+        self._started().load(indices, state_dict["state"], state_dict.get(CHECKPOINT_KEY))
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, before the first backward pass only."""
+        if self._engine is not None:
+            raise MisconfigurationException(
+                "OffloadAdamW: add_param_group must come before the first backward pass, when the state gets its memory: give all"
+                " parameters at construction, and set their `requires_grad` between steps"
+            )
+        super().add_param_group(param_group)
+        me = weakref.ref(self)
+
+        def arrived(parameter: Tensor) -> None:
+            if (optimizer := me()) is not None:
+                optimizer._started().arrived(parameter)
+
+        for p in self.param_groups[-1]["params"]:
+            if p.requires_grad:
+                self._hooks[p] = p.register_post_accumulate_grad_hook(arrived)
+
+    def read_counters(self) -> Reading | None:
+        """Clocks and counters so far, without waiting for the device; None before the state has its memory."""
+        return None if self._engine is None else self._engine.training.parts.read_counters()
+
+    def close(self) -> None:
+        """Ends the worker, and frees the state; weights stay."""
+        if self._engine is not None:
+            self._engine.training.flush()
+            self._engine.training.end(keep_state=False)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "OffloadAdamW has a process of its own and cannot be pickled or copied: save its `state_dict()`"
+        )
+
+
+def _remove(hooks: Mapping[Tensor, Any]) -> None:
+    for handle in hooks.values():
+        handle.remove()

@@ -1,0 +1,217 @@
+"""What an `OffloadAdamW` needs and leaves: imports, processes, memory."""
+
+import copy
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zenflow import OffloadAdamW
+from lightning_zenflow.core.errors import MisconfigurationException
+from plain_loops import Who, close, groups_of, loss_of, make_loop, make_model, make_optimizer
+from processes import workers
+
+ALONE = """
+import sys
+import torch
+from lightning_zenflow import OffloadAdamW
+
+model = torch.nn.Linear(4, 4)
+optimizer = OffloadAdamW(model.parameters(), worker_cores=1)
+for _ in range(2):
+    model(torch.ones(2, 4)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+print([name for name in ("lightning", "deepspeed", "pytorch_lightning") if name in sys.modules])
+assert not torch.distributed.is_initialized()
+"""
+
+
+def test_alone() -> None:
+    """Neither Lightning nor DeepSpeed is imported, and the worker ends with the program."""
+    ended = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "[]\n"), ended.stderr
+    assert "Warning" not in ended.stderr
+
+
+def test_names_are_registered_when_lightning_is_imported() -> None:
+    code = (
+        "import lightning_zenflow; from lightning.pytorch.strategies import StrategyRegistry;"
+        " from lightning.fabric.strategies import STRATEGY_REGISTRY;"
+        " assert {'zenflow', 'zenflow_adamw'} <= {*StrategyRegistry} & {*STRATEGY_REGISTRY}"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
+
+
+def test_ends_with_the_object() -> None:
+    loop = make_loop("ours").train(2)
+    assert len(workers()) == 1
+    parameter, gone = loop.model[0].weight, weakref.ref(loop.optimizer)
+    model = loop.model
+    del loop
+    gc.collect()
+    assert gone() is None
+    assert not workers()
+    # The model is as if it had not been.
+    loss_of(model, 1).backward()
+    assert type(parameter.grad) is torch.Tensor
+
+
+def test_closed() -> None:
+    """The weights stay, and a further step is refused."""
+    loop = make_loop("ours").train(2)
+    close(loop)
+    weights = loop.weights()
+    close(loop)
+    assert all(map(torch.equal, loop.weights(), weights))
+    with pytest.raises(
+        MisconfigurationException, match=r"OffloadAdamW: a backward pass must not come behind `close\(\)`"
+    ):
+        loss_of(loop.model, 1).backward()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_copies(copied: Any) -> None:
+    with pytest.raises(TypeError, match=r"cannot be pickled or copied.*state_dict"):
+        copied(OffloadAdamW(make_model().parameters(), worker_cores=1))
+
+
+def test_killed_worker() -> None:
+    """The worker is started again, and nothing is other than without."""
+    other = make_loop("ours").train(6)
+    close(other)
+    loop = make_loop("ours").train(3)
+    for pid in workers():
+        os.kill(pid, signal.SIGKILL)
+    assert loop.train(3).losses == other.losses
+    close(loop)
+
+
+def _double(model: nn.Module) -> Any:
+    return model.double().parameters()
+
+
+def _mixed(model: nn.Module) -> Any:
+    model[0].to(torch.bfloat16)  # type: ignore[index]  # a Sequential
+    return model.parameters()
+
+
+def _frozen(model: nn.Module) -> Any:
+    return model.requires_grad_(False).parameters()
+
+
+def _transposed(model: nn.Module) -> Any:
+    model[-1].weight.data = model[-1].weight.data.t().contiguous().t()  # type: ignore[index]  # a Sequential
+    return model.parameters()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (_double, "must be dense and of torch.float32"),
+        (_mixed, "must be of one type and device"),
+        (_frozen, "some parameter must require gradients"),
+        (_transposed, "must be contiguous"),
+    ],
+)
+def test_refused_parameters(make: Any, message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=f"OffloadAdamW: .*{message}"):
+        OffloadAdamW(make(make_model()), worker_cores=1).load_state_dict(
+            torch.optim.AdamW(make(make_model())).state_dict()
+        )
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"lr": -1.0}, "lr must be"),
+        ({"betas": (0.9, 1.0)}, "beta2 must be"),
+        ({"accumulation_steps": 0}, "accumulation_steps must be"),
+        ({"moments_dtype": "float16"}, "moments_dtype must be"),
+    ],
+)
+def test_refused_values(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OffloadAdamW(make_model().parameters(), **keys)
+
+
+def test_further_parameters() -> None:
+    """Before the first backward pass."""
+
+    def train(who: Who) -> list[float]:
+        model = make_model()
+        first, *rest = groups_of(model)
+        optimizer = make_optimizer(who, [first])
+        for group in rest:
+            optimizer.add_param_group(group)
+        losses = []
+        for number in range(3):
+            loss = loss_of(model, number)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        if isinstance(optimizer, OffloadAdamW):
+            optimizer.close()
+        return losses
+
+    torch.testing.assert_close(train("ours"), train("torch"), rtol=3e-6, atol=0)
+
+
+def test_trained_later() -> None:
+    """A parameter that did not require gradients when the optimizer got it."""
+    model = make_model()
+    model[0].requires_grad_(False)
+    optimizer = OffloadAdamW(model.parameters(), worker_cores=1)
+    model[0].requires_grad_(True)
+    with pytest.raises(MisconfigurationException, match=r"requires_grad must be True when the optimizer gets it"):
+        loss_of(model, 1).backward()
+    del optimizer
+
+
+def test_refused_in_training() -> None:
+    """Other memory of a parameter, further parameters, parts of the graph that are kept, parameters without a gradient."""
+    loop = make_loop("ours").train(1)
+    with pytest.raises(MisconfigurationException, match="add_param_group must come before"):
+        loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(MisconfigurationException, match="create_graph"):
+        loss_of(loop.model, 1).backward(create_graph=True)
+    loop.optimizer.zero_grad()
+    loop.model[:-1](torch.zeros((1, 2), dtype=torch.int64)).sum().backward()
+    with pytest.raises(MisconfigurationException, match="must depend on every trained parameter"):
+        loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    weight = loop.model[-1].weight
+    weight.data = weight.data.clone()
+    loss_of(loop.model, 1).backward()
+    with pytest.raises(MisconfigurationException, match="must keep its memory"):
+        loop.optimizer.step()
+    close(loop)
+
+
+def test_nothing_hides() -> None:
+    """A first step with more backward passes than all others: said after some time."""
+    weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = OffloadAdamW([weight], worker_cores=1)
+
+    def step(n: int) -> None:
+        for _ in range(n):
+            weight.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(2)
+    for _ in range(49):
+        step(1)
+    with pytest.warns(UserWarning, match="set accumulation_steps"):
+        step(1)
+    optimizer.close()

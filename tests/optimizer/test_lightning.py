@@ -1,0 +1,111 @@
+"""`OffloadAdamW` under Lightning's own strategy and its Fabric: clipping, accumulation, checkpoints, without a line for them."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+from lightning_zenflow import OffloadAdamW
+from plain_loops import Who, batch, groups_of, make_model, make_optimizer
+
+
+class Module(L.LightningModule):
+    """A small transformer with a scheduler; keeps its losses."""
+
+    def __init__(self, who: Who) -> None:
+        super().__init__()
+        self.who, self.model, self.losses = who, make_model(layers=2), list[float]()
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    @override
+    def training_step(self, tokens: list[Tensor], _: int) -> Tensor:
+        loss = self.loss(tokens[0])
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    @override
+    def validation_step(self, tokens: list[Tensor], _: int) -> None:
+        self.losses.append(float(self.loss(tokens[0])))
+
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer = make_optimizer(self.who, groups_of(self.model))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def data() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.cat([batch(number) for number in range(7)])), batch_size=4)
+
+
+def fit(who: Who, folder: Path, *, epochs: int = 2, ckpt: Path | None = None, **options: Any) -> Module:
+    module = Module(who)
+    trainer = L.Trainer(
+        strategy="auto",
+        accelerator="cpu",
+        max_epochs=epochs,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(module, data(), data(), ckpt_path=ckpt)
+    for optimizer in trainer.optimizers:
+        if isinstance(optimizer, OffloadAdamW):
+            optimizer.close()
+    return module
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_clip_val": 1.0}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}],
+    ids=["plain", "clipped", "accumulated"],
+)
+def test_trainer(tmp_path: Path, options: dict[str, Any]) -> None:
+    ours, theirs = (fit(who, tmp_path, **options) for who in ("ours", "torch"))
+    torch.testing.assert_close(ours.losses, theirs.losses, rtol=3e-6, atol=0)
+
+
+@pytest.mark.parametrize("second", ["ours", "torch"])
+def test_checkpoints(tmp_path: Path, second: Who) -> None:
+    """A file of ours is continued with equal bits, and by torch's AdamW."""
+    whole = fit("ours", tmp_path / "whole")
+    fit("ours", tmp_path / "first", epochs=1)
+    (file,) = (tmp_path / "first").rglob("*.ckpt")
+    rest = fit(second, tmp_path / "second", ckpt=file, num_sanity_val_steps=0)
+    expected = whole.losses[-len(rest.losses) :]
+    if second == "ours":
+        assert rest.losses == expected
+    torch.testing.assert_close(rest.losses, expected, rtol=3e-6, atol=0)
+
+
+def test_fabric(tmp_path: Path) -> None:
+    def train(who: Who) -> list[float]:
+        fabric = L.Fabric(accelerator="cpu", devices=1)
+        bare = make_model(layers=2)
+        model, optimizer = fabric.setup(bare, make_optimizer(who, groups_of(bare)))
+        losses = []
+        for number in range(6):
+            tokens = batch(number)
+            loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            fabric.backward(loss)
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        fabric.save(tmp_path / who, {"model": model, "optimizer": optimizer})
+        if isinstance(optimizer.optimizer, OffloadAdamW):
+            optimizer.optimizer.close()
+        return losses
+
+    torch.testing.assert_close(train("ours"), train("torch"), rtol=3e-6, atol=0)
+    files = [torch.load(tmp_path / who)["optimizer"] for who in ("ours", "torch")]
+    torch.testing.assert_close(*(file["state"] for file in files), rtol=1e-4, atol=1e-6)
