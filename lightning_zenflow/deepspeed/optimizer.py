@@ -25,7 +25,7 @@ from lightning_zenflow.deepspeed.removal import in_pieces, restore_process
 from lightning_zenflow.deepspeed.saved_state import SavedState
 from lightning_zenflow.deepspeed.sleep import Sleep
 from lightning_zenflow.deepspeed.users_groups import UsersGroups
-from lightning_zenflow.offload.engine import RankPart
+from lightning_zenflow.offload.build import RankPart
 from lightning_zenflow.training import Training
 from lightning_zenflow.worker.process import WorkerError
 

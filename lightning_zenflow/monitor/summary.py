@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.schedule import HIDDEN, SMALL_STALL
+from lightning_zenflow.offload.plan import HIDDEN, SMALL_STALL
 from lightning_zenflow.telemetry import CAUSES, Cause, Reading
 
 if TYPE_CHECKING:

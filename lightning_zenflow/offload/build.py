@@ -1,24 +1,28 @@
-"""Construction of a rank's components from its part of the state and the host's resources."""
+"""Construction of a rank's components from its part of the state and the host's resources; what the engine around a training gives and is
+asked for.
+"""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import PAGE_BYTES, SideStream
 from lightning_zenflow.core.distributed import in_common, raise_together, raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.core.partition import Partition, build_partition, row_length
+from lightning_zenflow.core.partition import Partition, Slice, build_partition, row_length
 from lightning_zenflow.core.schedule import (
-    SchedulePolicy,
     StaggeredSchedule,
     UpdateSchedule,
     blocks_wanted,
@@ -26,17 +30,16 @@ from lightning_zenflow.core.schedule import (
     that_fit,
     with_changes,
 )
+from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.kernels.base import kernels_for
-from lightning_zenflow.offload.columns import Ownership
-from lightning_zenflow.offload.engine import RankPart
+from lightning_zenflow.offload.columns import Ownership, Selector
 from lightning_zenflow.offload.fill import Fill
 from lightning_zenflow.offload.host_state import HostState
 from lightning_zenflow.offload.jobs import JobQueue
-from lightning_zenflow.offload.plan import Planner, ScheduleControl
+from lightning_zenflow.offload.plan import Planner, ScheduleControl, SchedulePolicy
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
 from lightning_zenflow.offload.rank_state import Blocks, RankState
 from lightning_zenflow.offload.run_state import StepParts
-from lightning_zenflow.offload.selection import Selector
 from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
 from lightning_zenflow.worker.machine import (
@@ -49,6 +52,63 @@ from lightning_zenflow.worker.machine import (
 )
 from lightning_zenflow.worker.process import Worker
 from lightning_zenflow.worker.supervisor import SupervisedWorker
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPart:
+    """This rank's part of the training state, as the optimizer around the step holds it."""
+
+    optimizer: Optimizer
+    """The user's."""
+    groups: Sequence[Mapping[str, Tensor]]
+    """For each of its groups the trained parameters by name; `Slice.parameter` counts all of them in this order."""
+    shapes: Mapping[str, torch.Size]
+    """Of the whole parameters, by name, in the same order."""
+    piece_of: Callable[[Tensor], Tensor] | None = None
+    """This rank's piece of a parameter that the ranks divide, with padding, or the parameter where it is whole; None: all are whole."""
+    masters: Sequence[Tensor]
+    """The rank's flat fp32 partitions, parameters of the optimizer, whose memory is replaced by the arena's."""
+    slices: Sequence[Slice]
+    """Parts of the model's parameters that lie in the partitions."""
+    weights: Sequence[Tensor]
+    """For each flat partition the model's weights, which the values of `masters` equal. In place only their lengths and type count."""
+    device: torch.device
+    """Training device, on which the gradients are."""
+    in_place: bool = False
+    """Whether the weights are to be in host memory, where the worker writes them: `RankState.weights` then take the place of `weights`,
+    until the arena is closed. Forked processes do not have that memory."""
+    release_weights: Callable[[], None] | None = None
+    """In place: frees the memory of the model's weights, when the arena has master weights and before the rest of it takes memory."""
+    group: dist.ProcessGroup | None
+    """Data-parallel ranks; None: this one alone, without `torch.distributed`."""
+
+
+class Engine(Protocol):
+    """What a training asks of the optimizer around it."""
+
+    loss_scale: float
+    """Factor that the loss is multiplied by before backward."""
+
+    def read_groups(self) -> list[GroupHyperparameters]:
+        """Present hyperparameters of each flat partition; never waits for a device."""
+
+    def gather_weights(self) -> None:
+        """Exchanges the ranks' updated weights, where that is not done when they are used."""
+
+    def take_weights(self) -> None:
+        """Copies weights that are in place to memory of their own, before the arena's is freed; perhaps in the engine's constructor."""
+
+    def join_reads(self) -> None:
+        """Orders the training stream behind reads of weights on streams of the engine's."""
+
+    def refuse_use(self) -> None:
+        """Raises MisconfigurationException if no training can go on at present."""
+
+    def refuse_other_backward(self) -> None:
+        """Raises MisconfigurationException if there are gradients of a backward pass that the front has not begun."""
+
+    def has_ended(self) -> None:
+        """Called when the worker has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +126,7 @@ class RankResources:
 def rank_resources(
     config: ZenFlowConfig, device: torch.device, *, ranks_on_host: int, world_size: int, timeout: timedelta | None
 ) -> RankResources:
-    """Chooses the worker's cores; all ranks call it together.
-
-    Args:
-        config: configuration.
-        device: of the rank.
-        ranks_on_host: see `RankResources`.
-        world_size: number of ranks.
-        timeout: limit of a collective; None: torch's default.
+    """Chooses the worker's cores; all ranks call it together. `timeout` is that of collectives; None: torch's default.
 
     Raises:
         ValueError: this or another rank may not use the cores that `worker_cores` asks for, or its `HOST_MEMORY` is wrong.
@@ -93,20 +146,15 @@ def rank_resources(
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Sizes of a rank's arena, for the schedules that the configuration allows. Pure."""
+    """Sizes of a rank's arena. Pure."""
 
     config: ZenFlowConfig
     part: RankPart
     partition: Partition
     resources: RankResources
 
-    @property
-    def candidates(self) -> list[UpdateSchedule]:
-        """Schedules that the configuration allows, the least stale first."""
-        return candidates_of(self.config.update_intervals, self.config.publish_lags)
-
     def sizes(self, schedules: Sequence[UpdateSchedule]) -> ArenaSizes:
-        """Sizes of an arena for any of the schedules and the changes between them."""
+        """For any of the schedules and the changes between them."""
         config, n_blocks = self.config, len(self.partition.blocks)
         staggered = [
             StaggeredSchedule.of(
@@ -126,7 +174,7 @@ class MemoryPlan:
         )
 
     def n_bytes(self, schedules: Sequence[UpdateSchedule]) -> int:
-        """Host memory for a run that may use all of the schedules."""
+        """Host memory for `sizes`."""
         return arena_bytes(self.partition, self.sizes(schedules))
 
 
@@ -148,23 +196,20 @@ def build(config: ZenFlowConfig, part: RankPart, resources: RankResources) -> tu
     multiple = PAGE_BYTES // part.weights[0].dtype.itemsize if part.in_place else None
     partition = build_partition(part.slices, sizes, n_blocks, multiple=multiple)
     plan = MemoryPlan(config=config, part=part, partition=partition, resources=resources)
-    policy = _agree(plan)
+    candidates = candidates_of(config.update_intervals, config.publish_lags)
+    policy = _agree(plan, candidates)
     # Outermost, so that ranks that have built their parts release them if another one has not.
     with ExitStack() as undo:
         with raising_together(RuntimeError):
-            parts, host_state = _make(plan, policy, undo)
+            parts, host_state = _make(plan, candidates, policy, undo)
         undo.pop_all()
     rank_zero_info(_description(config, parts.rank, policy.schedule, resources.cores))
     return parts, host_state
 
 
-def _agree(plan: MemoryPlan) -> SchedulePolicy:
-    """Checks the plan on all ranks; returns a policy for the schedules that every rank has memory for.
-
-    Raises:
-        MisconfigurationException: the arenas do not fit the memory of this or another rank's host; the same on all ranks.
-    """
-    config, candidates, ranks_on_host = plan.config, plan.candidates, plan.resources.ranks_on_host
+def _agree(plan: MemoryPlan, candidates: list[UpdateSchedule]) -> SchedulePolicy:
+    """Checks the plan on all ranks; returns a policy for the schedules that every rank has memory for."""
+    config, ranks_on_host = plan.config, plan.resources.ranks_on_host
     # The state of an earlier fit may be garbage that has not been collected, and would count as taken.
     gc.collect()
     available = free_host_memory().n_bytes / ranks_on_host
@@ -183,13 +228,14 @@ def _agree(plan: MemoryPlan) -> SchedulePolicy:
     return policy
 
 
-def _make(plan: MemoryPlan, policy: SchedulePolicy, undo: ExitStack) -> tuple[StepParts, HostState]:
+def _make(
+    plan: MemoryPlan, candidates: list[UpdateSchedule], policy: SchedulePolicy, undo: ExitStack
+) -> tuple[StepParts, HostState]:
     """Makes the components, in the order in which one needs another; `undo` releases them."""
     config, part, resources = plan.config, plan.part, plan.resources
     cores = resources.cores.cores
     # For every schedule that the configuration allows: what is not used takes no memory.
-    sizes = plan.sizes(plan.candidates)
-    arena = Arena(plan.partition, sizes, device=part.device, cores=cores)
+    arena = Arena(plan.partition, plan.sizes(candidates), device=part.device, cores=cores)
     undo.callback(arena.close, keep_state=False)
     weights = part.weights
     if part.in_place:

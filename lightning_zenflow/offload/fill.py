@@ -1,7 +1,8 @@
-"""Phase *fill*: a step's gradients on their way to the slots and to device-owned columns, before DeepSpeed reuses their buffer. What has
-arrived; small vectors, which are handled together; complete blocks, which go to the worker in backward.
+"""Phase *fill*: a step's gradients on their way to the slots and to device-owned columns, before DeepSpeed reuses their buffer. Sums over
+micro-batches; small vectors, which are handled together; complete blocks, which go to the worker in backward.
 """
 
+import logging
 from collections.abc import Iterable, Sequence, Set
 from typing import Literal
 
@@ -12,23 +13,85 @@ from lightning_zenflow.core.device import DeviceNumber, runtime_of
 from lightning_zenflow.core.partition import Tile, tiles_of_slice
 from lightning_zenflow.core.step_inputs import GradientNorms, StepScale
 from lightning_zenflow.kernels.base import Destination
-from lightning_zenflow.offload.accumulation import Accumulation
 from lightning_zenflow.offload.columns import Ownership
 from lightning_zenflow.offload.jobs import JobQueue
-from lightning_zenflow.offload.plan import StepContext
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
-from lightning_zenflow.offload.rank_state import Block, RankState, SlotPool, Vectors
+from lightning_zenflow.offload.rank_state import Block, RankState, SlotPool, StepContext, Vectors
+
+_log = logging.getLogger(__name__)
 
 _LARGEST_NUMEL = 1 << 16
 """Elements of a slice that `VectorGradients` handles. Kept gradients take device memory, and larger ones are worth a pass of their own."""
 
 
-class VectorGradients:
-    """Owner of one step's gradients of small vectors, concatenated in one tensor on the device.
+class Accumulation:
+    """Owner of the sums of gradients over the micro-batches of a step but the last, in device memory or in the slots that the step's
+    gradients go to in the end. Sums are rounded to the model's type after each micro-batch: the same bits wherever they are.
 
-    A transformer has two to three vectors for every matrix, and the cost of a vector is the calls that are made for it. Here one call is
-    made when its gradient arrives; all others serve many vectors at once, at the end of backward or when their block is submitted. Vectors
-    have no columns to choose from, hence no proxies and no provisional update. A slice without gradient has the gradient zero.
+    Args:
+        where: `ZenFlowConfig.accumulate_on`; "auto" is decided at the first micro-batch, when the device's memory has been as full as it
+            gets.
+
+    Attributes:
+        pending: slices with a sum that has not been taken.
+    """
+
+    def __init__(self, rank: RankState, jobs: JobQueue, *, where: Literal["auto", "device", "host"]) -> None:
+        self._rank = rank
+        self._jobs = jobs
+        self._where = where
+        self._on_device: Tensor | None = None  # [partition.numel], model dtype
+        self.pending: set[int] = set()
+
+    def add(self, slice_index: int, gradient: Tensor, step: int) -> None:
+        """Adds a gradient of a micro-batch that is not the step's last, as `Fill.receive` takes it."""
+        if self._where == "auto":
+            n_bytes = self._rank.partition.numel * self._rank.dtype.itemsize
+            self._where = "device" if runtime_of(self._rank.device).has_room(n_bytes) else "host"
+            _log.info("ZenFlow: accumulate_on='auto': gradients are accumulated on the %s", self._where)
+        if self._where == "host":
+            if slice_index in self.pending:
+                gradient.add_(self.sum(slice_index))
+            else:
+                self._jobs.acquire(self._rank.blocks.of_slice[slice_index], step)
+            for begin, slot in self._jobs.slots.views_of_slice(slice_index):
+                slot.copy_(gradient.narrow(0, begin, slot.numel()), non_blocking=True)
+                self._rank.telemetry.d2h_bytes += slot.nbytes
+        elif slice_index in self.pending:
+            self.sum(slice_index).add_(gradient)
+        else:
+            self.sum(slice_index).copy_(gradient)
+        self.pending.add(slice_index)
+
+    def take(self, slice_index: int) -> Tensor:
+        """A pending sum, which is no longer pending: [slice.numel], model dtype, on the device."""
+        total = self.sum(slice_index)
+        self.pending.remove(slice_index)
+        return total
+
+    def release(self) -> Tensor | None:
+        """Frees the device memory of the sums where none is pending; where some are, returns it."""
+        if not self.pending:
+            self._on_device = None
+        return self._on_device
+
+    def sum(self, slice_index: int) -> Tensor:
+        """A sum, [slice.numel], model dtype, on the device; not initialised before the first gradient."""
+        rank, s = self._rank, self._rank.partition.slices[slice_index]
+        if self._where == "device":
+            if self._on_device is None:
+                self._on_device = torch.empty(rank.partition.numel, dtype=rank.dtype, device=rank.device)
+            return self._on_device.narrow(0, s.begin, s.numel)
+        total = torch.empty(s.numel, dtype=rank.dtype, device=rank.device)
+        for begin, slot in self._jobs.slots.views_of_slice(slice_index):
+            total.narrow(0, begin, slot.numel()).copy_(slot, non_blocking=True)
+            rank.telemetry.h2d_bytes += slot.nbytes
+        return total
+
+
+class VectorGradients:
+    """Owner of one step's gradients of small vectors, concatenated in one tensor on the device. One call is made when a vector's gradient
+    arrives; all others serve many vectors at once, at the end of backward or when their block is submitted.
 
     Attributes:
         of_slice: for each small vector's slice the step's gradient, once it is there: [slice.numel], model dtype, on the device.
@@ -57,15 +120,7 @@ class VectorGradients:
         assert end == self._values.numel(), "blocks and slices ascend alike"
 
     def fill(self, blocks: Sequence[Block], arrived: Set[int]) -> Sequence[Tensor]:
-        """Phase *fill* of some blocks, which are submitted next, or of all others at the end of backward.
-
-        Args:
-            blocks: some of them, ascending; all of them are filled in one pass.
-            arrived: slices whose gradients are there.
-
-        Returns:
-            `SquaredNorms.parts`; empty where the blocks have no vectors.
-        """
+        """Phase *fill* of some blocks, ascending; slices that have not `arrived` have the gradient zero. Returns `SquaredNorms.parts`."""
         of_blocks = [block.vectors for block in blocks if block.vectors is not None]
         if len(blocks) == len(self._rank.blocks):
             return self._fill(of_blocks, self._values, arrived)
@@ -95,22 +150,19 @@ class VectorGradients:
 
 
 class Fill:
-    """Phase *fill* of `JobQueue`: the gradients of a step, from their reduction to the slots, and all that is done when one arrives.
+    """Phase *fill*: the gradients of a step, from their reduction to the slots, and all that is done when one arrives.
 
-    A trained slice moves through three sets. It is *pending* while its gradient is a sum over earlier micro-batches
-    (`Accumulation.pending`); *arrived* from when the gradient of the whole step has been routed (`_slice_complete`), which no block then
-    misses (`Block.missing`); and besides *unpolled* until `JobsInFlight.poll` hears that its weights may be overwritten. A parameter
-    without a gradient in a step has the gradient zero, as under ZeRO-2 without offload: its moments decay.
+    A trained slice is *pending* while its gradient is a sum over earlier micro-batches (`Accumulation.pending`); *arrived* from when the
+    gradient of the whole step has been routed, which no block then misses (`Block.missing`); and besides *unpolled* until
+    `JobsInFlight.poll` hears that its weights may be overwritten. A parameter without a gradient in a step has the gradient zero, as under
+    ZeRO-2 without offload: its moments decay.
 
-    *In backward*, single blocks are submitted as soon as the gradients of all of their trained slices have arrived. The factor on the
-    gradients (clipping) is known only at the end of backward. A complete block is submitted before, with a factor that decides on nothing
-    but the weights that the next forward pass sees; the exact state always takes the true one, with the block's next job.
-    Without clipping the factor is known, unless a gradient overflows. With clipping it is
+    *In backward* a block is submitted as soon as the gradients of all of its trained slices have arrived. Its factor, which decides on
+    nothing but the weights that the next forward pass sees, is known without clipping. With clipping it is
 
-    * *predicted* from the gradients so far (`GradientNorms`). The weights differ by at most (1 - beta1) of one normalised update times the
-      factor's error, once; or not at all in place, where blocks with another factor than the true one are published again;
-    * *speculated*, where such blocks would have to wait at the end of the step: as in a step that is not clipped. Behind two applied steps
-      that were clipped no block is submitted in backward.
+    * *predicted* from the gradients so far (`GradientNorms`), or
+    * *speculated* to be that of a step without clipping, where blocks with another factor than the true one would have to wait at the end
+      of the step. Behind two applied steps that were clipped no block is submitted in backward.
 
     `JobQueue` verifies the factor where forward passes must not see another one than the true one. From the first gradient on that is not
     finite, submitted blocks are published without the step. (A vector's gradient counts when its block is submitted.)
@@ -120,7 +172,6 @@ class Fill:
         speculates: whether factors are speculated.
 
     Attributes:
-        accumulation: sums over earlier micro-batches.
         trained: slices whose gradients are expected.
         norms: squared norms of what has arrived.
         factor_error: mean relative error of the factors in backward in some step since it was read.
@@ -153,20 +204,13 @@ class Fill:
         self._zero = torch.zeros((), dtype=rank.dtype, device=rank.device)
         # For each slice the rectangles that squared norms are taken of, which must not depend on blocks; and the tiles of the partition
         # that block boundaries cut them into.
-        self._rectangles = [
-            [
-                (
-                    r,
-                    [
-                        part
-                        for part in partition.tiles_by_slice[index]
-                        if r.begin <= partition.tiles[part].begin < r.end
-                    ],
-                )
-                for r in tiles_of_slice(index, s)
-            ]
-            for index, s in enumerate(partition.slices)
-        ]
+        self._rectangles: list[list[tuple[Tile, list[int]]]] = []
+        for index, s in enumerate(partition.slices):
+            begins = {tile: partition.tiles[tile].begin for tile in partition.tiles_by_slice[index]}
+            rectangles = tiles_of_slice(index, s)
+            self._rectangles.append(
+                [(r, [t for t, begin in begins.items() if r.begin <= begin < r.end]) for r in rectangles]
+            )
 
     @property
     def arrived(self) -> Set[int]:
@@ -174,7 +218,7 @@ class Fill:
         return self._arrived.keys()
 
     def accumulate(self, slice_index: int, gradient: Tensor, step: int) -> None:
-        """Takes a gradient of a micro-batch that is not its step's last; as `Accumulation.add`."""
+        """Takes a gradient of a micro-batch that is not its step's last."""
         if slice_index in self.trained:
             self.accumulation.add(slice_index, gradient, step)
 
@@ -202,10 +246,8 @@ class Fill:
             self._submit(complete, context)
 
     def finish(self, context: StepContext) -> Tensor:
-        """Routes the gradients of parameters that the last micro-batch did not use, after backward.
-
-        Returns:
-            Squared norm of this rank's gradients: 0-D float64 on the device, not finite if any element is not.
+        """Routes the gradients of parameters that the last micro-batch did not use, after backward. Returns the squared norm of this rank's
+        gradients: 0-D float64 on the device, not finite if any element is not.
         """
         for index in sorted(self.accumulation.pending):
             self._route(context, index, self.accumulation.take(index))
@@ -231,10 +273,8 @@ class Fill:
                 self.factor_error.copy((torch.stack(self._factors) / scale.factor - 1).abs().mean())
 
     def gradient(self, slice_index: int) -> Tensor:
-        """Gradient of a slice in the step that is next, where `ZenFlowStep.has_gradients`; to be read before it. Waits for the device.
-
-        Returns:
-            [slice.numel], model dtype, on the device or the host.
+        """Gradient of a slice in the step that is next, where `ZenFlowStep.has_gradients`: [slice.numel], model dtype, on the device or the
+        host. To be read before the step. Waits for the device.
         """
         if slice_index in self.accumulation.pending:
             return self.accumulation.sum(slice_index)
@@ -264,7 +304,7 @@ class Fill:
 
     def _route_rectangles(self, context: StepContext, index: int, gradient: Tensor) -> None:
         """Copies one slice's gradient to its destinations, measures it, and updates weights provisionally where some forward pass will lack
-        it; in stream order behind its reduction. Squared norms of columns are added to the step's.
+        it; in stream order behind its reduction.
         """
         s = self._rank.partition.slices[index]
         column_norms = context.column_norms if s.is_matrix else None

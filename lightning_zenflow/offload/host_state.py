@@ -1,9 +1,4 @@
-"""AdamW's state in the arena, as the user's optimizer has it.
-
-Moments in fewer bits get to every reader of a checkpoint's file as float32, DeepSpeed's tools among them: with 16 bits the file has those
-of the arena and the call of `Tensor.float`; this package copies such moments to its own arena, and leaves that call out. What torch has no
-type for is copied to disk before, as float32.
-"""
+"""AdamW's state in the arena, as the user's optimizer has it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,11 +20,11 @@ class HostState:
     """Replaces DeepSpeed's flat fp32 partitions and the optimizer's moments by views of the arena, so that DeepSpeed's checkpoint code
     reads and writes the arena.
 
-    Every reader of a checkpoint gets the moments as float32. With moments in 8 bits, which DeepSpeed's code cannot read, the optimizer's
-    state has NaN of the right length in their place.
+    Every reader of a checkpoint gets the moments as float32: with 16 bits the file has those of the arena and the call of `Tensor.float`.
+    With moments in 8 bits, which DeepSpeed's code cannot read, the optimizer's state has NaN of the right length in their place.
 
     Args:
-        optimizer: the user's optimizer, whose state is created here.
+        optimizer: the user's, whose state is created here.
         flats: DeepSpeed's flat fp32 partitions, the optimizer's parameters in its order. Their values, of any type and on any device, are
             copied into the arena.
         partition: of this rank.
@@ -86,10 +81,7 @@ class HostState:
         return {**state, "state": of_keys}
 
     def load(self, partitions: Sequence[Sequence[Tensor]], *, moments: bool) -> None:
-        """Copies loaded states into the arena.
-
-        A float32 moment is rounded to nearest where the arena has another type. That happens once, so no bias can grow as with every
-        window. What a run with the same blocks has saved stays as it is.
+        """Copies loaded states into the arena; a moment is rounded to nearest where the arena has another type than float32.
 
         Args:
             partitions: for each flat partition master weights, perhaps without padding, and moments, any type.

@@ -9,6 +9,7 @@ Layout 5, of plain numbers, lists and CPU tensors::
         slices          [(begin, start, numel, columns)] of `Partition.slices`
         block_length    of the `Partition`, where its blocks have one length
     step, skipped       steps done, and how many of them were not finite
+    single_backward     see `ZenFlowStep.has_single_backward`; earlier versions have it in the planner's
     trained             [parameter] whether it was trained, not frozen, in the last step
     counts              {name of a parameter: applied steps in which it was trained}
     ownership
@@ -16,7 +17,7 @@ Layout 5, of plain numbers, lists and CPU tensors::
         of_block        [block] number of the selection, None before the first one
         wanted          the same; in checkpoints of earlier versions, what blocks changed to with their next windows
     planner
-        synchronous_until, single_backward
+        synchronous_until
         changing_until  0; read by earlier versions
         selector        owned (positions of selected columns, None before the first selection), next, epoch
         schedule        None for fixed S and d; else update_interval, publish_lag
@@ -32,15 +33,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.offload.columns import Ownership
+from lightning_zenflow.offload.columns import Ownership, Selector
 from lightning_zenflow.offload.fill import Fill
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.plan import Planner
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
 from lightning_zenflow.offload.rank_state import RankState
-from lightning_zenflow.offload.selection import Selector
 from lightning_zenflow.telemetry import Reading
 
 CHECKPOINT_KEY = "zenflow"
@@ -51,8 +53,63 @@ VERSION = 5
 
 
 @dataclass(frozen=True, kw_only=True)
+class Trained:
+    """Which parameters are trained between two changes of that, each list in the order in which `Slice.parameter` counts them."""
+
+    flags: list[bool]
+    """Whether it is trained."""
+    since: int
+    """Applied steps of the run before."""
+    counts: list[int]
+    """Those in which it was trained."""
+
+    @property
+    def n_missed(self) -> list[int | None]:
+        """Applied steps of the run that AdamW's own count lacks; None of a frozen parameter, whose count stands still."""
+        return [self.since - n if is_trained else None for is_trained, n in zip(self.flags, self.counts, strict=True)]
+
+
+class Freezing:
+    """Record of the parameters that are trained at present, with the steps in which they were. As under plain torch, a frozen parameter and
+    its moments do not change, and AdamW's step count, which its bias correction depends on, is each parameter's own.
+
+    Args:
+        parameters: parameters of the model that required gradients at setup, by name, in the order in which `Slice.parameter` counts them.
+
+    Attributes:
+        now: which are trained, as everything else follows it.
+    """
+
+    def __init__(self, partition: Partition, parameters: Mapping[str, Tensor]) -> None:
+        self._partition = partition
+        self._parameters = parameters
+        self.now = Trained(flags=[True] * len(parameters), since=0, counts=[0] * len(parameters))
+
+    def present(self) -> list[bool]:
+        """What `Trained.flags` should be by `requires_grad`, alike on every rank."""
+        return [p.requires_grad for p in self._parameters.values()]
+
+    def counts(self, count: int) -> dict[str, int]:
+        """AdamW's own count of each parameter by name, after `count` applied steps of the run."""
+        now = self.now
+        own = (n + is_trained * (count - now.since) for is_trained, n in zip(now.flags, now.counts, strict=True))
+        return dict(zip(self._parameters, own, strict=True))
+
+    def trained(self, flags: list[bool], counts: Mapping[str, int] | None, count: int) -> Trained:
+        """What is trained from `count` applied steps on. `counts`: as above, those of the run where missing; None: of this run."""
+        own = self.counts(count) if counts is None else counts
+        return Trained(flags=flags, since=count, counts=[own.get(name, count) for name in self._parameters])
+
+    def slices(self, trained: Trained) -> dict[int, int]:
+        """Slices of the parameters that are trained, each with the steps that it has missed."""
+        n_missed = trained.n_missed
+        of_slices = enumerate(n_missed[s.parameter] for s in self._partition.slices)
+        return {index: n for index, n in of_slices if n is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """Components of the step of one rank, built together; each is documented where it is defined."""
+    """Components of the step of one rank."""
 
     rank: RankState
     jobs: JobQueue

@@ -1,6 +1,7 @@
 """One optimizer step, without DeepSpeed: its phases, and the state that they share."""
 
 from collections.abc import Callable, Mapping
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -11,29 +12,29 @@ from torch.profiler import record_function
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import AsyncHostCopy
 from lightning_zenflow.core.step_inputs import StepScale, add_over_ranks, step_scale
-from lightning_zenflow.offload.freezing import Freezing
-from lightning_zenflow.offload.plan import StepContext, StepInputs, StepState
-from lightning_zenflow.offload.run_state import VERSION, StepParts, difference_of, layout_of
-from lightning_zenflow.offload.selection import Columns
+from lightning_zenflow.offload.columns import Columns
+from lightning_zenflow.offload.rank_state import StepContext, StepInputs
+from lightning_zenflow.offload.run_state import VERSION, Freezing, StepParts, difference_of, layout_of
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.worker.supervisor import Transaction
 
 
+class StepState(Enum):
+    """State of the step that is next."""
+
+    IDLE = auto()
+    """No backward pass since the last step."""
+    ACCUMULATING = auto()
+    """The last micro-batch's backward pass has not begun: there is no context."""
+    OPEN = auto()
+    """It has begun, or is over: the step's `StepContext` is fixed. No more gradients are received once there is a squared norm."""
+    UNDER_WAY = auto()
+    """A change between these, or the phases behind *reduce*. If a later call finds this state, an exception has interrupted them."""
+
+
 class ZenFlowStep:
-    """Runs the optimizer steps of one rank: the device updates the selected columns at once, the worker all other weights (ZenFlow,
-    arXiv 2505.12242). `torch.profiler` shows phases as "zenflow update" and so on.
-
-    In backward `receive` copies each reduced gradient to the worker's slots (phase *fill* of `JobQueue`). `step` then runs these phases:
-
-    1. *reduce*: gradients of unused parameters count as zero; the squared norm is added over the ranks.
-    2. *clip*: one factor for all weights, on the device; NaN if the step must change nothing.
-    3. *seal*: factor and step number follow the gradients to the worker.
-    4. *update*: exact AdamW of the device-owned entries.
-    5. *select*: where weights are late, the columns with the largest gradients, behind the warm-up and with `select_interval` after it.
-    6. *submit*: the windows that close now go to the worker, except for blocks that were submitted in backward.
-    7. *publish*: jobs that are due overwrite the host-owned weights, provisional updates of later steps are applied again, selected columns
-       are loaded, and device-owned weights are written over them. In place: in the next forward pass (`JobQueue.await_slice`).
-    8. *gather*: the ranks exchange their updated weights, as in ZeRO-2.
+    """Runs the optimizer steps of one rank (ZenFlow, arXiv 2505.12242). In backward `receive` is phase *fill*; `step` then runs the phases
+    from *reduce* to *gather* (docs/how_it_works.md), which `torch.profiler` shows as "zenflow update" and so on.
 
     A `flush` after an interruption gives the exact state of the steps that were sealed; WorkerError: the interruption has cut a change of
     the records (`RankState.records`), which takes microseconds.
@@ -49,6 +50,8 @@ class ZenFlowStep:
         micro_batches: backward passes since the last step.
         count: 0-D float64 on the device: number of applied steps.
         layout: what must be the same for a run to continue this one bit for bit.
+        has_single_backward: in manual optimization, whether the last closure of a step had one backward pass, so that the first one of the
+            next closure is taken for its last.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class ZenFlowStep:
         self.micro_batches = 0
         self.number = self._flushed_number = self._silent_until = 0
         self._flushing, self._refreezing = Transaction(), Transaction()
-        self._state_written = False
+        self._state_written = self.has_single_backward = False
         self.start_over(count=0)
 
     @property
@@ -133,9 +136,8 @@ class ZenFlowStep:
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
-        """Norm of the step's whole gradient, without loss scale and before clipping: 0-D float32 on the device.
-
-        Phase *reduce*, before `step` runs the others; after it the step receives no more gradients. All ranks call it together.
+        """Phase *reduce*: norm of the step's whole gradient, without loss scale and before clipping, 0-D float32 on the device. The step
+        receives no more gradients. All ranks call it together.
         """
         context = self._opened()
         squared_norm, loss_scale = self._reduce(context), context.inputs.loss_scale
@@ -143,13 +145,8 @@ class ZenFlowStep:
 
     @torch.no_grad()
     def step(self, *, copies_finite: bool = False) -> tuple[StepScale, AsyncHostCopy | None]:
-        """One optimizer step; the phases are those of the class docstring.
-
-        Args:
-            copies_finite: whether the host will ask if the step was applied.
-
-        Returns:
-            Its scale; and the copy of `StepScale.finite`, which has begun before the rest of the step was enqueued, if it is asked for.
+        """One optimizer step. Returns its scale; and with `copies_finite`, where the host will ask if the step was applied, the copy of
+        `StepScale.finite`, which has begun before the rest of the step was enqueued.
         """
         context = self._opened()
         number = context.number
@@ -200,7 +197,8 @@ class ZenFlowStep:
             self._gather_weights()
 
         self._telemetry.steps += 1
-        self._planner.end_step(context)
+        if self._planner.control is not None:
+            self._planner.end_step(context)
         if not copies_finite:
             self._telemetry.warn_of_skipped(number)
         self._end_micro_batches()
@@ -260,7 +258,8 @@ class ZenFlowStep:
             self._gather_weights()
             # Not the arena's count: on a rank that holds only padding, no job ever counts steps there.
             self._parts.write_count(int(self.count))
-            self._planner.interrupt()
+            if self._planner.control is not None:
+                self._planner.control.interrupt()
             self._flushed_number = self.number
         self._flushing.repaired()
 
@@ -278,6 +277,7 @@ class ZenFlowStep:
             "skipped": int(self._telemetry.skipped),
             "trained": self._freezing.now.flags,
             "counts": self._freezing.counts(int(self.count)),
+            "single_backward": self.has_single_backward,
             **self._parts.state_dict(),
         }
 
@@ -305,10 +305,12 @@ class ZenFlowStep:
         self.start_over(count)
         if saved is not None and not difference:
             self._parts.load_state_dict(saved)
+            # Earlier checkpoints have it among the planner's, or do not say.
+            self.has_single_backward = saved.get("single_backward", saved["planner"].get("single_backward", False))
         return difference
 
     def _change_trained(self, flags: list[bool], counts: Mapping[str, int] | None) -> None:
-        """Updates other parameters, or with other counts; right after a flush only. `follow_freezing` repeats it if it is interrupted."""
+        """Updates other parameters, or with other counts; right after a flush. `follow_freezing` repeats it if it is interrupted."""
         trained = self._freezing.trained(flags, counts, count=int(self.count))
         is_other = trained.n_missed != self._freezing.now.n_missed or self._refreezing.is_broken
         with self._refreezing:
@@ -322,7 +324,7 @@ class ZenFlowStep:
         self._refreezing.repaired()
 
     def _reduce(self, context: StepContext) -> Tensor:
-        """Phase *reduce*, once a step; returns the squared norm of all ranks' gradients: 0-D float64 on the device."""
+        """Once a step; returns the squared norm of all ranks' gradients: 0-D float64 on the device."""
         if self._squared_norm is None:
             self._state = StepState.UNDER_WAY
             squared_norm = self._fill.finish(context)
@@ -353,13 +355,13 @@ class ZenFlowStep:
         return self._context
 
     def _select(self, context: StepContext, finite: Tensor) -> list[Columns | None] | None:
-        """Adds the proxies over the ranks and selects, where that is due; returns the columns of each slice, None for all."""
+        """Selects columns where that is due; returns those of each slice, None for all."""
         if context.releases:
             self._selector.start_over()
         if (norms := context.column_norms) is None:
             return None
         add_over_ranks(norms.flat, self._rank.group)
-        # The host waits for the proxies; counted as stall.
+        # The host waits; counted as stall.
         with self._telemetry.measure("select"):
             selected = self._selector.select(norms, context.number, finite=finite)
         if selected is None:

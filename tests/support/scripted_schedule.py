@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from lightning_zenflow.core.schedule import SchedulePolicy, UpdateSchedule
-from lightning_zenflow.offload.plan import StepContext
+from lightning_zenflow.core.schedule import UpdateSchedule
+from lightning_zenflow.offload.plan import SchedulePolicy
+from lightning_zenflow.offload.rank_state import StepContext
 
 Entry = tuple[int, int, int]
 """Step, S and d."""

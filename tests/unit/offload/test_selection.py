@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zenflow.core.partition import column_count
-from lightning_zenflow.offload.selection import Selector, select_columns
+from lightning_zenflow.offload.columns import Selector, select_columns
 
 WAITS = ("cpu", "tolist", "item", "numpy", "__bool__", "__int__", "__float__")
 
