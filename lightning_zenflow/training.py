@@ -21,7 +21,7 @@ from lightning_zenflow.core.distributed import raise_together
 from lightning_zenflow.core.errors import Calls, MisconfigurationException, other_backward
 from lightning_zenflow.offload.build import Engine, RankPart, RankResources, build
 from lightning_zenflow.offload.rank_state import StepInputs
-from lightning_zenflow.offload.run_state import CHECKPOINT_KEY, Freezing
+from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 from lightning_zenflow.offload.step import ZenFlowStep
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.worker.supervisor import SupervisedWorker
@@ -91,7 +91,7 @@ class Training:
         self.steps = ZenFlowStep(
             self.config,
             parts,
-            Freezing(parts.rank.partition, named),
+            named,
             read_inputs=self._read_inputs,
             gather_weights=self._gather_weights,
         )

@@ -67,14 +67,8 @@ GB/s, for 2^19 no longer than the training thread: none is smaller, unless there
 def blocks_wanted(
     update_intervals: Sequence[int], *, in_backward: bool, numel: int, awaited_singly: bool = False
 ) -> int:
-    """Number of blocks to cut a partition into: at least the largest S, so that every step closes a window.
-
-    Args:
-        update_intervals: values of S that may be used.
-        in_backward: whether blocks may be submitted in backward.
-        numel: elements of the partition.
-        awaited_singly: whether blocks are awaited one by one, in the next forward pass. It begins with that of the last gradient, so that
-            smaller ones make the wait shorter.
+    """Number of blocks to cut a partition of `numel` elements into: at least the largest S, so that every step closes a window. With
+    `awaited_singly` blocks are awaited one by one, in the next forward pass, so that smaller ones make the first wait shorter.
     """
     finer = 1 + awaited_singly
     fewest = min(max(numel // _SMALL_BLOCK, _FEW_BLOCKS), _MANY_BLOCKS)
@@ -129,18 +123,16 @@ class StaggeredSchedule(UpdateSchedule):
         Where blocks are submitted in backward with d = 0, windows of 1, 2, ... S slots are open between steps, the first slot of each
         with a gradient that the last job has shown. Jobs that find no slot beside these wait (`JobQueue.acquire`).
         """
-        s, d = self.update_interval, self.publish_lag
-        jobs = self._at_once(_JOBS_A_SLOT) if self._frees_in_backward else d * self._n_closing
-        return self._n_closing * s * (s + 1) // 2 + s * jobs
+        s = self.update_interval
+        return self._n_closing * s * (s + 1) // 2 + s * self._jobs(self.publish_lag, _JOBS_A_SLOT)
 
     @property
     def n_publish_buffers(self) -> int:
         """Largest number of publish buffers in use by staggered steps: the jobs of d + 1 steps; in backward a buffer is used again as soon
         as its weights are on their way up. One more is for jobs whose weights are not copied to the model.
         """
-        all_at_once = self._n_closing * (self.publish_lag + 1)
-        jobs = self._at_once(_JOBS_A_BUFFER) if self._frees_in_backward else all_at_once
-        return (self.n_blocks if self.in_place else jobs) + (self.in_backward and self.n_blocks > 0)
+        n_shown = self.n_blocks if self.in_place else self._jobs(self.publish_lag + 1, _JOBS_A_BUFFER)
+        return n_shown + (self.in_backward and self.n_blocks > 0)
 
     @property
     def n_step_records(self) -> int:
@@ -148,17 +140,15 @@ class StaggeredSchedule(UpdateSchedule):
         return 2 * self.update_interval + 4
 
     @property
-    def _frees_in_backward(self) -> bool:
-        return self.in_backward and self.publish_lag == 0
-
-    @property
     def _n_closing(self) -> int:
         """Windows that close in a step, at most."""
         return -(-self.n_blocks // self.update_interval)
 
-    def _at_once(self, share: int) -> int:
-        """Jobs in flight at once in backward: one in `share` of those that a step submits."""
-        return min(self._n_closing, max(_LEAST_AT_ONCE, -(-self._n_closing // share)))
+    def _jobs(self, n_steps: int, share: int) -> int:
+        """Jobs of some steps; in backward one in `share` of those that a step submits."""
+        if self.in_backward and self.publish_lag == 0:
+            return min(self._n_closing, max(_LEAST_AT_ONCE, -(-self._n_closing // share)))
+        return n_steps * self._n_closing
 
 
 def candidates_of(update_intervals: Sequence[int], publish_lags: Sequence[int]) -> list[UpdateSchedule]:
@@ -167,9 +157,8 @@ def candidates_of(update_intervals: Sequence[int], publish_lags: Sequence[int]) 
 
 
 def with_changes(schedules: Sequence[UpdateSchedule]) -> list[UpdateSchedule]:
-    """The schedules, and the one whose slots a change between any two of them may need.
-
-    Windows of the longest S may still be open, and jobs of the largest d in flight, while another schedule begins.
+    """The schedules, and the one whose slots a change between any two of them may need: windows of the longest S may still be open, and
+    jobs of the largest d in flight, while another schedule begins.
     """
     longest = max(s.update_interval for s in schedules)
     return [UpdateSchedule(update_interval=longest, publish_lag=max(s.publish_lag for s in schedules)), *schedules]
@@ -178,14 +167,8 @@ def with_changes(schedules: Sequence[UpdateSchedule]) -> list[UpdateSchedule]:
 def that_fit(
     candidates: Sequence[UpdateSchedule], fits: Callable[[Sequence[UpdateSchedule]], bool]
 ) -> list[UpdateSchedule]:
-    """Candidates between which a run may change without running out of memory; the less stale ones are preferred.
-
-    Args:
-        candidates: S and d, the least stale first.
-        fits: whether there is memory for a run that changes between these schedules; of fewer of them, whenever it is true of more.
-
-    Returns:
-        Some of the candidates, in their order. With one of them, all with a smaller S and the same d that were candidates are in it.
+    """Candidates, the least stale first, between which a run may change without running out of memory. With one of them, all candidates
+    with a smaller S and the same d are in it. `fits` is true of fewer schedules whenever it is true of more.
     """
     kept: list[UpdateSchedule] = []
     for candidate in candidates:
@@ -207,12 +190,8 @@ def momentum_steps(schedule: UpdateSchedule, beta1: float) -> float:
 
 @lru_cache
 def gradient_steps(schedule: UpdateSchedule, beta1: float, age: int) -> float:
-    """Mean of B_(n,i), relative to a whole AdamW step along the gradient.
-
-    Args:
-        schedule: S and d.
-        beta1: decay of the first moment, 0 <= beta1 < 1.
-        age: i, from 1. An i that no regular pass sees (after a change of schedule, or before the first publish) counts as the largest one.
+    """Mean of B_(n,i), relative to a whole AdamW step along the gradient; i is `age`, from 1. An i that no regular pass sees (after a
+    change of schedule, or before the first publish) counts as the largest one.
     """
     s, d = schedule.update_interval, schedule.publish_lag
     i = min(age, d + s - 1)
@@ -225,11 +204,6 @@ class StalenessCompensation:
 
     weight_prediction: float | Literal["auto"]
     provisional_scale: float | Literal["auto"]
-
-    @property
-    def predicts_weights(self) -> bool:
-        """True if published weights may differ from the exact ones."""
-        return self.weight_prediction != 0.0
 
     @property
     def updates_provisionally(self) -> bool:

@@ -144,38 +144,25 @@ def rank_resources(
     return RankResources(cores=cores, ranks_on_host=ranks_on_host, word_timeout_s=word_timeout_s)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryPlan:
-    """Sizes of a rank's arena. Pure."""
-
-    config: ZenFlowConfig
-    part: RankPart
-    partition: Partition
-    resources: RankResources
-
-    def sizes(self, schedules: Sequence[UpdateSchedule]) -> ArenaSizes:
-        """For any of the schedules and the changes between them."""
-        config, n_blocks = self.config, len(self.partition.blocks)
-        staggered = [
-            StaggeredSchedule.of(
-                schedule, n_blocks=n_blocks, in_backward=config.submits_in_backward, in_place=self.part.in_place
-            )
-            for schedule in with_changes(schedules)
-        ]
-        return ArenaSizes(
-            n_param_groups=len(self.part.masters),
-            n_step_records=max(s.n_step_records for s in staggered),
-            n_slots=max(s.n_slots for s in staggered),
-            n_publish_buffers=max(s.n_publish_buffers for s in staggered),
-            dtype=self.part.weights[0].dtype,
-            moments_dtype=getattr(torch, config.moments_dtype),
-            n_threads=len(self.resources.cores.cores),
-            newest_first=self.part.in_place,
-        )
-
-    def n_bytes(self, schedules: Sequence[UpdateSchedule]) -> int:
-        """Host memory for `sizes`."""
-        return arena_bytes(self.partition, self.sizes(schedules))
+def _arena_sizes(
+    config: ZenFlowConfig, part: RankPart, n_blocks: int, n_threads: int, schedules: Sequence[UpdateSchedule]
+) -> ArenaSizes:
+    """Sizes of an arena for any of the schedules and the changes between them."""
+    in_backward, in_place = config.submits_in_backward, part.in_place
+    staggered = [
+        StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=in_backward, in_place=in_place)
+        for schedule in with_changes(schedules)
+    ]
+    return ArenaSizes(
+        n_param_groups=len(part.masters),
+        n_step_records=max(s.n_step_records for s in staggered),
+        n_slots=max(s.n_slots for s in staggered),
+        n_publish_buffers=max(s.n_publish_buffers for s in staggered),
+        dtype=part.weights[0].dtype,
+        moments_dtype=getattr(torch, config.moments_dtype),
+        n_threads=n_threads,
+        newest_first=in_place,
+    )
 
 
 def build(config: ZenFlowConfig, part: RankPart, resources: RankResources) -> tuple[StepParts, HostState]:
@@ -188,38 +175,44 @@ def build(config: ZenFlowConfig, part: RankPart, resources: RankResources) -> tu
     """
     assert config.is_immediate or not part.in_place, "`with_weights_on_host` comes before"
     # Padding included.
-    sizes = [master.numel() for master in part.masters]
+    numels = [master.numel() for master in part.masters]
     n_blocks = blocks_wanted(
-        config.update_intervals, in_backward=config.submits_in_backward, numel=sum(sizes), awaited_singly=part.in_place
+        config.update_intervals, in_backward=config.submits_in_backward, numel=sum(numels), awaited_singly=part.in_place
     )
     # In place of whole memory pages, as publish buffers are, so that there is nothing between two of them.
     multiple = PAGE_BYTES // part.weights[0].dtype.itemsize if part.in_place else None
-    partition = build_partition(part.slices, sizes, n_blocks, multiple=multiple)
-    plan = MemoryPlan(config=config, part=part, partition=partition, resources=resources)
+    partition = build_partition(part.slices, numels, n_blocks, multiple=multiple)
+    sizes_for = partial(_arena_sizes, config, part, len(partition.blocks), len(resources.cores.cores))
     candidates = candidates_of(config.update_intervals, config.publish_lags)
-    policy = _agree(plan, candidates)
+    policy = _agree(config, candidates, lambda some: arena_bytes(partition, sizes_for(some)), resources.ranks_on_host)
+    # For every schedule that the configuration allows: what is not used takes no memory.
+    sizes = sizes_for(candidates)
     # Outermost, so that ranks that have built their parts release them if another one has not.
     with ExitStack() as undo:
         with raising_together(RuntimeError):
-            parts, host_state = _make(plan, candidates, policy, undo)
+            parts, host_state = _make(config, part, resources, partition, sizes, policy, undo)
         undo.pop_all()
     rank_zero_info(_description(config, parts.rank, policy.schedule, resources.cores))
     return parts, host_state
 
 
-def _agree(plan: MemoryPlan, candidates: list[UpdateSchedule]) -> SchedulePolicy:
-    """Checks the plan on all ranks; returns a policy for the schedules that every rank has memory for."""
-    config, ranks_on_host = plan.config, plan.resources.ranks_on_host
+def _agree(
+    config: ZenFlowConfig,
+    candidates: list[UpdateSchedule],
+    n_bytes: Callable[[Sequence[UpdateSchedule]], int],
+    ranks_on_host: int,
+) -> SchedulePolicy:
+    """Returns a policy for the candidates that every rank has memory for; `n_bytes` of host memory are for a run with some of them."""
     # The state of an earlier fit may be garbage that has not been collected, and would count as taken.
     gc.collect()
     available = free_host_memory().n_bytes / ranks_on_host
-    fitting = that_fit(candidates, lambda some: plan.n_bytes(some) <= available)
+    fitting = that_fit(candidates, lambda some: n_bytes(some) <= available)
     # The same on all ranks. Without any that fits, the check below says so.
     kept = in_common(fitting) or candidates
     policy = SchedulePolicy(kept)
     keys = ("update_interval", "publish_lag", "max_update_interval", "topk_ratio")
     with_values = ", ".join(f"{key}={getattr(config, key)!r}" for key in keys)
-    problem = lack_of_host_memory(plan.n_bytes([policy.schedule]), ranks=ranks_on_host, keys=with_values)
+    problem = lack_of_host_memory(n_bytes([policy.schedule]), ranks=ranks_on_host, keys=with_values)
     # Before any rank has taken its memory.
     raise_together(None if problem is None else MisconfigurationException(problem), MisconfigurationException)
     left_out = [s for s in candidates if s not in kept]
@@ -229,17 +222,21 @@ def _agree(plan: MemoryPlan, candidates: list[UpdateSchedule]) -> SchedulePolicy
 
 
 def _make(
-    plan: MemoryPlan, candidates: list[UpdateSchedule], policy: SchedulePolicy, undo: ExitStack
+    config: ZenFlowConfig,
+    part: RankPart,
+    resources: RankResources,
+    partition: Partition,
+    sizes: ArenaSizes,
+    policy: SchedulePolicy,
+    undo: ExitStack,
 ) -> tuple[StepParts, HostState]:
     """Makes the components, in the order in which one needs another; `undo` releases them."""
-    config, part, resources = plan.config, plan.part, plan.resources
     cores = resources.cores.cores
-    # For every schedule that the configuration allows: what is not used takes no memory.
-    arena = Arena(plan.partition, plan.sizes(candidates), device=part.device, cores=cores)
+    arena = Arena(partition, sizes, device=part.device, cores=cores)
     undo.callback(arena.close, keep_state=False)
     weights = part.weights
     if part.in_place:
-        places = zip(plan.partition.group_begins, weights, strict=True)
+        places = zip(partition.group_begins, weights, strict=True)
         weights = [arena.publish.view(-1).narrow(0, begin, of_group.numel()) for begin, of_group in places]
     telemetry = Telemetry(part.device)
     # Before anything is written to the states: their memory comes from the NUMA node of the thread that touches it first.
@@ -250,8 +247,8 @@ def _make(
     )
     undo.callback(worker.kill)
     rank = RankState(
-        partition=plan.partition,
-        blocks=Blocks(plan.partition),
+        partition=partition,
+        blocks=Blocks(partition),
         arena=arena,
         worker=worker,
         weights=weights,
@@ -262,7 +259,7 @@ def _make(
         d2h=SideStream(part.device),
         group=part.group,
     )
-    host_state = HostState(part.optimizer, part.masters, partition=plan.partition, arena=arena)
+    host_state = HostState(part.optimizer, part.masters, partition=partition, arena=arena)
     if part.in_place and part.release_weights is not None:
         part.release_weights()
     jobs = JobQueue(
@@ -274,7 +271,7 @@ def _make(
     )
     if part.in_place:
         # Their memory has been reserved by now.
-        for of_group, begin in zip(weights, plan.partition.group_begins, strict=True):
+        for of_group, begin in zip(weights, partition.group_begins, strict=True):
             of_group.copy_(arena.master.narrow(0, begin, of_group.numel()))
     selector = Selector(
         list(map(row_length, part.shapes.values())),

@@ -30,25 +30,9 @@ _GATHERED_AT_ONCE = 1 << 20
 """Entries of a tile that are gathered and copied at once, by whole rows: 12 MB of page-locked memory."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Columns:
-    """Columns of one matrix, on the device and on the host."""
-
-    device: Tensor
-    """int64, ascending."""
-    host: Tensor
-    """The same values on the CPU."""
-
-
 def select_columns(squared_norms: Tensor, topk_ratio: float) -> Tensor:
-    """Columns with the largest squared norms, in ascending order; among equals the first ones.
-
-    Args:
-        squared_norms: [..., columns] float32, not negative, finite, the same on every rank.
-        topk_ratio: share of the columns, 0 to 1.
-
-    Returns:
-        [..., `column_count`], int64, on the device of `squared_norms`.
+    """Columns with the largest squared norms, in ascending order; among equals the first ones: [..., `column_count`], int64, on the device
+    of `squared_norms`: [..., columns] float32, not negative, finite, the same on every rank.
     """
     columns = squared_norms.shape[-1]
     # Top-k leaves the order of equals open, and all ranks must choose alike: numbers that are never equal, and whose order is that of the
@@ -73,13 +57,9 @@ class ColumnSquaredNorms:
 
 
 class Selector:
-    """Decides, alike on every rank, in which steps columns are measured and which are selected.
-
-    Args:
-        columns: for each parameter of the model, the length of a row of its [out, rest] view; 0 where it has no columns to choose from.
-        topk_ratio: share of the columns.
-        by_epoch: whether `interval` counts epochs instead of steps.
-        interval: steps or epochs between selections; 0 selects once.
+    """Decides, alike on every rank, in which steps columns are measured and which are selected. `columns` has for each parameter of the
+    model the length of a row of its [out, rest] view, 0 where it has no columns to choose from. `interval` counts steps, or epochs; 0
+    selects once.
 
     Attributes:
         epoch: that the next step belongs to.
@@ -125,13 +105,13 @@ class Selector:
 
     def select(
         self, column_norms: ColumnSquaredNorms, step: int, *, finite: Tensor
-    ) -> tuple[list[Columns | None], Tensor] | None:
+    ) -> tuple[list[Tensor | None], Tensor] | None:
         """Chooses columns by the sums of a step, which `finite`, 0-D bool on the device, says is applied. Waits for the device.
 
         Returns:
-            None if the step is not applied; then the next one selects. Else for each parameter its columns, None standing for all; and
-            the share of the gradient's squared norm in the columns that were selected before, or in these if they are the first ones: 0-D
-            float32 on the device, not finite where all gradients are zero.
+            None if the step is not applied; then the next one selects. Else for each parameter its columns, int64 on the CPU, ascending,
+            None standing for all; and the share of the gradient's squared norm in the columns that were selected before, or in these if
+            they are the first ones: 0-D float32 on the device, not finite where all gradients are zero.
         """
         flat = column_norms.flat
         # All matrices of a width at once, since the host takes half a millisecond for each call; one copy brings all to the host.
@@ -143,12 +123,10 @@ class Selector:
         self.owned = positions
         self._next = self._now(step) + self._interval if self._interval else None
         numbers = [column_count(n, self._topk_ratio) if n else 0 for n in self._columns]
-        host, device = (_of_parameters(values, self._columns, numbers) for values in (copied[1:], chosen))
-        selected = [
-            None if k == n else Columns(device=device[parameter], host=host[parameter])
-            for parameter, (n, k) in enumerate(zip(self._columns, numbers, strict=True))
-        ]
-        return selected, share
+        columns = _of_parameters(copied[1:], self._columns, numbers)
+        return [
+            None if k == n else columns[i] for i, (n, k) in enumerate(zip(self._columns, numbers, strict=True))
+        ], share
 
     def _largest(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Columns with the largest norms, in the order of `flat`, and their positions in it: int64 on the device."""
@@ -169,10 +147,7 @@ class Selector:
 
 
 def _of_parameters(flat: Tensor, columns: Sequence[int], numbers: Sequence[int]) -> dict[int, Tensor]:
-    """Every parameter's part of `flat`, a view of as many entries as `numbers` says.
-
-    Matrices with equally many columns lie beside each other, so that one call works on all.
-    """
+    """Every parameter's part of `flat`, a view of as many entries as `numbers` says. Matrices of equally many columns are neighbours."""
     order = sorted(range(len(columns)), key=columns.__getitem__)
     return dict(zip(order, torch.split(flat, [numbers[parameter] for parameter in order]), strict=True))
 
@@ -184,8 +159,8 @@ class OwnedTile:
     tile: Tile
     group: int
     begin: int
-    columns: Columns | None
-    """Relative to the tile's first column; None if all of its columns are owned."""
+    columns: Tensor | None
+    """Int64 on the CPU, relative to the tile's first column; None if all of its columns are owned."""
     k: int
 
     @property
@@ -195,13 +170,11 @@ class OwnedTile:
 
 
 class DeviceColumns:
-    """Columns that the device owns, and the tensors of their entries: 12 bytes an entry, and the gradient in the model's type.
-
-    Entries of one parameter group whose parameters have been frozen for as many steps are a group here: they have one array, so that AdamW
-    is one call for a group, and the write of the weights one for the rank.
+    """Columns that the device owns, and the tensors of their entries: 12 bytes an entry, and the gradient in the model's type. Entries of
+    one parameter group whose parameters have been frozen for as many steps have one array, and AdamW is one call for it.
 
     Args:
-        columns: for each slice, the device-owned columns over the whole row; None where the device owns all of them.
+        columns: for each slice, the device-owned columns over the whole row, as of `Selector.select`.
         n_missed: for each trained slice the applied steps of the run that AdamW's count lacks; other slices own none.
 
     Attributes:
@@ -210,7 +183,7 @@ class DeviceColumns:
         selections: for each tile with such columns, what AdamW needs of its gradient.
     """
 
-    def __init__(self, rank: RankState, columns: Sequence[Columns | None], n_missed: Mapping[int, int]) -> None:
+    def __init__(self, rank: RankState, columns: Sequence[Tensor | None], n_missed: Mapping[int, int]) -> None:
         partition = rank.partition
         self._rank = rank
         kinds = {index: (partition.slices[index].param_group, n) for index, n in n_missed.items()}
@@ -231,7 +204,8 @@ class DeviceColumns:
         self.selections: dict[int, Selection] = {}
         writes: list[ColumnWrite] = []
         for number, owned in self._tiles.items():
-            tile, on_device = owned.tile, None if owned.columns is None else owned.columns.device
+            tile = owned.tile
+            on_device = None if owned.columns is None else runtime_of(rank.device).to_device(owned.columns)
             entries = self._staging[owned.group].narrow(0, owned.begin, owned.numel).view(tile.rows, owned.k)
             param_group, _ = self._groups[owned.group]
             matrix = rank.weights_at(param_group, tile.begin, tile.numel).view(tile.rows, tile.width)
@@ -264,7 +238,7 @@ class DeviceColumns:
             if owned.columns is None:
                 to.copy_(array.read(begin, n_rows * width))
             else:
-                to.view(n_rows, owned.k).copy_(array.read_columns(begin, n_rows, width, owned.columns.host))
+                to.view(n_rows, owned.k).copy_(array.read_columns(begin, n_rows, width, owned.columns))
         return part
 
     def step(self, groups: Sequence[GroupHyperparameters], scale: StepScale) -> None:
@@ -301,7 +275,7 @@ class Ownership:
         self.current: DeviceColumns | None = None
         self.selections: Mapping[int, Selection] = {}
 
-    def take(self, columns: Sequence[Columns | None], cause: Cause) -> None:
+    def take(self, columns: Sequence[Tensor | None], cause: Cause) -> None:
         """Makes other columns device-owned, for each slice over the whole row or None for all; behind a flush or synchronous jobs."""
         # First: both at once would take twice the memory.
         self.clear()
@@ -323,7 +297,7 @@ class Ownership:
 
     def state_dict(self) -> dict[str, Any]:
         """The columns; the values of their entries are the arena's, right after a flush."""
-        columns = {} if self.current is None else {1: [None if c is None else c.host for c in self.current.columns]}
+        columns = {} if self.current is None else {1: list(self.current.columns)}
         # Earlier versions had a selection for each block.
         of_block = [next(iter(columns), None)] * len(self._rank.blocks)
         return {"of_block": of_block, "wanted": of_block, "selections": columns}
@@ -334,15 +308,12 @@ class Ownership:
         """
         self.clear()
         if (number := next(iter(state["wanted"]), None)) is not None:
-            device, saved = self._rank.device, state["selections"][number]
-            self.take([None if c is None else Columns(device=c.to(device), host=c) for c in saved], "flush")
+            self.take(state["selections"][number], "flush")
 
 
-def _within(columns: Columns | None, tile: Tile, row_length: int) -> tuple[Columns | None, int]:
-    """Columns that lie in a tile, relative to its first one, and their number. Computed on the host: a range of sorted numbers."""
+def _within(columns: Tensor | None, tile: Tile, row_length: int) -> tuple[Tensor | None, int]:
+    """Columns that lie in a tile, relative to its first one, and their number: a range of sorted numbers."""
     if columns is None or tile.width == row_length:
-        return columns, tile.width if columns is None else columns.host.numel()
-    bounds = columns.host.new_tensor([tile.first_column, tile.first_column + tile.width])
-    first, last = torch.searchsorted(columns.host, bounds).tolist()
-    device, host = (of_row[first:last] - tile.first_column for of_row in (columns.device, columns.host))
-    return Columns(device=device, host=host), last - first
+        return columns, tile.width if columns is None else columns.numel()
+    first, last = torch.searchsorted(columns, columns.new_tensor([0, tile.width]) + tile.first_column).tolist()
+    return columns[first:last] - tile.first_column, last - first

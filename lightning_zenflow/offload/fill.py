@@ -4,13 +4,13 @@ micro-batches; small vectors, which are handled together; complete blocks, which
 
 import logging
 from collections.abc import Iterable, Sequence, Set
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_zenflow.core.device import DeviceNumber, runtime_of
-from lightning_zenflow.core.partition import Tile, tiles_of_slice
+from lightning_zenflow.core.partition import tiles_of_slice
 from lightning_zenflow.core.step_inputs import GradientNorms, StepScale
 from lightning_zenflow.kernels.base import Destination
 from lightning_zenflow.offload.columns import Ownership
@@ -28,12 +28,8 @@ class Accumulation:
     """Owner of the sums of gradients over the micro-batches of a step but the last, in device memory or in the slots that the step's
     gradients go to in the end. Sums are rounded to the model's type after each micro-batch: the same bits wherever they are.
 
-    Args:
-        where: `ZenFlowConfig.accumulate_on`; "auto" is decided at the first micro-batch, when the device's memory has been as full as it
-            gets.
-
-    Attributes:
-        pending: slices with a sum that has not been taken.
+    `where` is `ZenFlowConfig.accumulate_on`; "auto" is decided at the first micro-batch, when the device's memory has been as full as it
+    gets. `pending` are the slices with a sum that has not been taken.
     """
 
     def __init__(self, rank: RankState, jobs: JobQueue, *, where: Literal["auto", "device", "host"]) -> None:
@@ -149,6 +145,18 @@ class VectorGradients:
         return [torch.linalg.vector_norm(values, dim=0, keepdim=True, dtype=torch.float64).square_()]
 
 
+class Rectangle(NamedTuple):
+    """A rectangle of a slice that squared norms are taken of, which must not depend on blocks."""
+
+    begin: int
+    """First element in the slice."""
+    rows: int
+    first_column: int
+    width: int
+    parts: list[tuple[int, int]]
+    """Tiles of the partition that block boundaries cut it into, each with its first element in the rectangle."""
+
+
 class Fill:
     """Phase *fill*: the gradients of a step, from their reduction to the slots, and all that is done when one arrives.
 
@@ -166,10 +174,6 @@ class Fill:
 
     `JobQueue` verifies the factor where forward passes must not see another one than the true one. From the first gradient on that is not
     finite, submitted blocks are published without the step. (A vector's gradient counts when its block is submitted.)
-
-    Args:
-        accumulate_on: `ZenFlowConfig.accumulate_on`.
-        speculates: whether factors are speculated.
 
     Attributes:
         trained: slices whose gradients are expected.
@@ -202,15 +206,13 @@ class Fill:
         self._factors: list[Tensor] = []  # of the blocks that were submitted in this backward pass
         self.factor_error = DeviceNumber()
         self._zero = torch.zeros((), dtype=rank.dtype, device=rank.device)
-        # For each slice the rectangles that squared norms are taken of, which must not depend on blocks; and the tiles of the partition
-        # that block boundaries cut them into.
-        self._rectangles: list[list[tuple[Tile, list[int]]]] = []
-        for index, s in enumerate(partition.slices):
-            begins = {tile: partition.tiles[tile].begin for tile in partition.tiles_by_slice[index]}
-            rectangles = tiles_of_slice(index, s)
-            self._rectangles.append(
-                [(r, [t for t, begin in begins.items() if r.begin <= begin < r.end]) for r in rectangles]
-            )
+        self._rectangles: list[list[Rectangle]] = []  # by slice
+        for index, (s, tiles) in enumerate(zip(partition.slices, partition.tiles_by_slice, strict=True)):
+            begins = [(tile, partition.tiles[tile].begin) for tile in tiles]
+            self._rectangles.append([])
+            for r in tiles_of_slice(index, s):
+                parts = [(tile, begin - r.begin) for tile, begin in begins if r.begin <= begin < r.end]
+                self._rectangles[-1].append(Rectangle(r.begin - s.begin, r.rows, r.first_column, r.width, parts))
 
     @property
     def arrived(self) -> Set[int]:
@@ -229,7 +231,7 @@ class Fill:
         self._unpolled.clear()
         self._factors.clear()
         for block in self._rank.blocks:
-            block.missing = block.slices & self.trained
+            block.missing = block.slices.keys() & self.trained
         self.norms.open(context.number, max_norm=context.inputs.max_norm, loss_scale=context.inputs.loss_scale)
         if self._provisional is not None:
             self._provisional.open(context.inputs.loss_scale)
@@ -311,14 +313,12 @@ class Fill:
         provisional = None if context.shows_exact_weights else self._provisional
         may_be_late = provisional is not None and provisional.applies_to(index)
         parts_of_norm, update = [], None
-        for tile, parts in self._rectangles[index]:
-            # Most slices are one rectangle.
-            part = gradient if tile.numel == s.numel else gradient.narrow(0, tile.begin - s.begin, tile.numel)
-            matrix = part.view(tile.rows, tile.width)
-            destinations = self._destinations(tile, parts)
+        for begin, rows, first_column, width, parts in self._rectangles[index]:
+            matrix = gradient.narrow(0, begin, rows * width).view(rows, width)
+            destinations = self._destinations(parts)
             late = []
-            if may_be_late and tile.rows > 1:
-                late = list(zip((self._rank.blocks.of_tile[part] for part in parts), destinations, strict=True))
+            if may_be_late and rows > 1:
+                late = list(zip((self._rank.blocks.of_tile[tile] for tile, _ in parts), destinations, strict=True))
             per_axis = column_norms is not None or bool(late)
             norms = self._rank.kernels.route(
                 matrix, destinations, per_axis=per_axis, copies=self._rank.d2h.behind(reads=matrix)
@@ -326,7 +326,7 @@ class Fill:
             self._rank.telemetry.d2h_bytes += matrix.nbytes
             parts_of_norm.append(norms.parts)
             if column_norms is not None:
-                column_norms.of_parameter[s.parameter].narrow(0, tile.first_column, tile.width).add_(norms.columns)
+                column_norms.of_parameter[s.parameter].narrow(0, first_column, width).add_(norms.columns)
             if late:
                 update = matrix, norms, late
         if provisional is not None and update is not None:
@@ -335,22 +335,16 @@ class Fill:
 
     def _route_zeros(self, index: int) -> None:
         """Routes a slice without any gradient in the step."""
-        for tile, parts in self._rectangles[index]:
-            for destination in self._destinations(tile, parts):
-                # From the device: in the order of its streams, the slot may still be read for an update that is reapplied.
+        for rectangle in self._rectangles[index]:
+            for destination in self._destinations(rectangle.parts):
+                # From the device: in the order of its streams, the slot may still be read for a kept update.
                 destination.slot.copy_(self._zero.expand_as(destination.slot), non_blocking=True)
                 if destination.selection is not None:
                     destination.selection.entries.zero_()
 
-    def _destinations(self, rectangle: Tile, parts: Iterable[int]) -> list[Destination]:
-        return [
-            Destination(
-                begin=self._rank.partition.tiles[part].begin - rectangle.begin,
-                slot=self._jobs.slots.view(part),
-                selection=self._ownership.selections.get(part),
-            )
-            for part in parts
-        ]
+    def _destinations(self, parts: Iterable[tuple[int, int]]) -> list[Destination]:
+        view, selections = self._jobs.slots.view, self._ownership.selections
+        return [Destination(begin=begin, slot=view(tile), selection=selections.get(tile)) for tile, begin in parts]
 
     def _slice_complete(self, index: int) -> list[Block]:
         """Notes that a slice's gradient of the whole step has been routed; returns the blocks that are complete with it, ascending."""

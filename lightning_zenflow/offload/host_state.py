@@ -23,15 +23,9 @@ class HostState:
     Every reader of a checkpoint gets the moments as float32: with 16 bits the file has those of the arena and the call of `Tensor.float`.
     With moments in 8 bits, which DeepSpeed's code cannot read, the optimizer's state has NaN of the right length in their place.
 
-    Args:
-        optimizer: the user's, whose state is created here.
-        flats: DeepSpeed's flat fp32 partitions, the optimizer's parameters in its order. Their values, of any type and on any device, are
-            copied into the arena.
-        partition: of this rank.
-        arena: memory of the state from now on.
-
-    Attributes:
-        states: moments by key, and master weights (None), of the whole partition.
+    The state of the user's `optimizer` is created here. `flats` are DeepSpeed's flat fp32 partitions, the optimizer's parameters in its
+    order; their values, of any type and on any device, are copied into the arena. `states` has the moments by key, and master weights
+    (None), of the whole partition.
     """
 
     def __init__(self, optimizer: Optimizer, flats: Sequence[Tensor], *, partition: Partition, arena: Arena) -> None:
@@ -64,11 +58,8 @@ class HostState:
             self._optimizer.state.pop(flat, None)
 
     def as_saved(self, state: Mapping[str, Any], copied: Sequence[Sequence[Tensor]] | None) -> dict[str, Any]:
-        """The result of the user's `Optimizer.state_dict`, as a checkpoint holds it.
-
-        Args:
-            state: the result.
-            copied: for each flat partition copies, the moments last; None: the arena's memory is shared.
+        """The result of the user's `Optimizer.state_dict`, as a checkpoint holds it. `copied` has for each flat partition copies, the
+        moments last; None: the arena's memory is shared.
         """
         moments = copied or [
             [saved_as_float32(self.states[name].read(begin, flat.numel())) for name in MOMENTS]
@@ -81,11 +72,8 @@ class HostState:
         return {**state, "state": of_keys}
 
     def load(self, partitions: Sequence[Sequence[Tensor]], *, moments: bool) -> None:
-        """Copies loaded states into the arena; a moment is rounded to nearest where the arena has another type than float32.
-
-        Args:
-            partitions: for each flat partition master weights, perhaps without padding, and moments, any type.
-            moments: whether moments are loaded, too.
+        """Copies for each flat partition master weights, perhaps without padding, and, with `moments`, moments of any type into the arena,
+        which rounds them to nearest where it has another type than float32.
         """
         for flat, begin, (master, *of_names) in zip(self._flats, self._begins, partitions, strict=True):
             flat.data.narrow(0, 0, master.numel()).copy_(master.detach())

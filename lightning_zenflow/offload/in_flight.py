@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Container, Iterable, Set
+from collections.abc import Iterable, Set
 
 import torch
 
@@ -28,9 +28,7 @@ class JobsInFlight:
     kernels or by copies to the device that kernels wait for. A copy that nothing waits for may read a mixture. In a flush the word was
     written before the job is submitted, so the training thread waits for the device.
 
-    Args:
-        slots: takes back the slots that jobs have committed.
-        has_scratch: whether there are jobs whose weights are discarded, which have a buffer of their own.
+    With `has_scratch` there are jobs whose weights are discarded, which have a buffer of their own.
 
     Attributes:
         free_buffers: publish buffers that no job uses, the one that has been free longest first, each with the event behind the device's
@@ -56,14 +54,9 @@ class JobsInFlight:
         self._worker.diagnosis = self._diagnosis
         self.follow(range(len(rank.partition.slices)))
 
-    def follow(self, trained: Container[int]) -> None:
+    def follow(self, trained: Iterable[int]) -> None:
         """Publishes these slices from now on."""
-        partition = self._rank.partition
-        for block in () if self._rank.in_place else self._rank.blocks:
-            block.published.clear()
-            for index in block.tiles:
-                if (number := partition.tiles[index].slice) in trained:
-                    block.published.setdefault(number, []).append(index)
+        self._trained = frozenset(trained)
 
     def grow_buffers(self, n_buffers: int) -> None:
         """Allows jobs to use the first `n_buffers` buffers of the arena."""
@@ -95,14 +88,9 @@ class JobsInFlight:
     ) -> None:
         """Makes a block's window a job, which `SupervisedWorker.send` sends; within `records`, together with the change of the window.
 
-        Args:
-            block: a block.
-            window: of the block.
-            due_step: step at whose end the weights are published.
-            buffer: the block's `free_buffer`; None: the weights are discarded. In place a correction has that of the job in backward.
-            prediction_steps: steps along the momentum by which the weights are ahead of the exact ones.
-            tentative: whether the window's last gradient is applied to the published weights only, and with which factor.
-            overwritable: of a job in backward: the event from which on no kernel of the step reads or updates the block's weights.
+        `buffer` is the block's `free_buffer`, or None: the weights are discarded; in place a correction has that of the job in backward.
+        The weights are `prediction_steps` along the momentum ahead of the exact ones. A job in backward has `overwritable`, the event from
+        which on no kernel of the step reads or updates the block's weights.
         """
         n_committed = len(window.slots) - (tentative is not Tentative.NONE)
         holds_buffer = buffer is not None and tentative is not Tentative.CORRECTION
@@ -119,7 +107,8 @@ class JobsInFlight:
                 tentative=tentative,
             )
         )
-        slices = set() if buffer is None else set(block.published)
+        is_copied = buffer is not None and not self._rank.in_place
+        slices = block.slices.keys() & self._trained if is_copied else set()
         job = Job(
             block=block,
             window=window,
@@ -286,14 +275,15 @@ class JobsInFlight:
 
     def _copy(self, job: Job, slices: Iterable[int]) -> None:
         """Copies the new weights of some slices from the job's buffer into the model, on the current stream."""
-        block, partition = job.block, self._rank.partition
-        new_weights = self._rank.arena.publish[job.buffer]
-        targets, sources = [], []
-        tiles = (tile for number in sorted(slices) for tile in block.published[number])
-        for index, numel in partition.runs(tiles).items():
-            tile = partition.tiles[index]
-            targets.append(self._rank.weights_at(partition.slices[tile.slice].param_group, tile.begin, numel))
-            sources.append(new_weights.narrow(0, tile.begin - block.begin, numel))
-            self._rank.telemetry.h2d_bytes += numel * new_weights.element_size()
-        if targets:
+        # Neighbours of one parameter group are one copy.
+        ranges: list[tuple[int, int, int]] = []
+        for group, begin, end in (job.block.slices[number] for number in sorted(slices)):
+            if ranges and (ranges[-1][0], ranges[-1][2]) == (group, begin):
+                begin = ranges.pop()[1]
+            ranges.append((group, begin, end))
+        if ranges:
+            targets = [self._rank.weights_at(group, begin, end - begin) for group, begin, end in ranges]
+            new_weights, first = self._rank.arena.publish[job.buffer], job.block.begin
+            sources = [new_weights[begin - first : end - first] for _, begin, end in ranges]
+            self._rank.telemetry.h2d_bytes += sum(source.nbytes for source in sources)
             torch._foreach_copy_(targets, sources, non_blocking=True)

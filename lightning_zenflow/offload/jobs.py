@@ -27,11 +27,8 @@ class JobQueue:
     of the block's own (`Fill`), and its gradient stays in the block's next window. In place a job is waited for where its weights are
     fetched in the next step (`await_slice`).
 
-    Args:
-        schedule: S and d at the start.
-        compensation: weight prediction and provisional updates of the run.
-        in_backward: whether blocks may be submitted in backward.
-        verifies: whether no forward pass may see another clip factor than the true one.
+    `schedule` has S and d at the start. Blocks may be submitted in backward with `in_backward`. With `verifies` no forward pass may see
+    another clip factor than the true one.
 
     Attributes:
         n_steps_in_backward: steps in which blocks were submitted in backward, since the start.
@@ -54,7 +51,7 @@ class JobQueue:
         self._compensation = compensation
         self._in_backward = in_backward
         # Whether host-owned weights equal the master weights of some step at all times.
-        self._publishes_exactly = not (compensation.predicts_weights or compensation.updates_provisionally)
+        self._publishes_exactly = compensation.weight_prediction == 0 and not compensation.updates_provisionally
         # In place a job may begin behind the end of its step. But weights that are published again start from moments that have been
         # rounded, if they are: which job has shown the true factor makes a difference then, and must not depend on when the worker begins.
         may_know = verifies and rank.in_place and not rank.arena.rounds

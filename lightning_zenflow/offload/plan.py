@@ -149,13 +149,9 @@ class ScheduleControl:
         """The current schedule."""
         return self._policy.schedule
 
-    def state_dict(self) -> dict[str, Any]:
-        """The schedule, as plain numbers. Excludes measured steps."""
-        return asdict(self.schedule)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`."""
-        self._policy.restore(UpdateSchedule(**state))
+    def restore(self, schedule: UpdateSchedule) -> None:
+        """As `SchedulePolicy.restore`."""
+        self._policy.restore(schedule)
         self._sent = None
         self._steps.clear()
         self.interrupt()
@@ -176,7 +172,7 @@ class ScheduleControl:
         """
         step, last, self._last = context.number, self._last, self._clocks()
         duration, waited, worker = (now - before for now, before in zip(self._last, last, strict=True))
-        if not context.changes_columns:
+        if context.column_norms is None and not context.releases:
             if context.synchronous and self.schedule.update_interval > 1:
                 self.interrupt()
             elif self._left_out:
@@ -228,12 +224,8 @@ class Planner:
         self._synchronous_until = 0
 
     def start_over(self, step: int, count: int, *, shows_exact: bool = False) -> None:
-        """Forgets the selection; makes the rest of the warm-up synchronous, in whose last step columns are selected where some are wanted.
-
-        Args:
-            step: last step so far.
-            count: number of applied steps; the warm-up is not repeated after a checkpoint is loaded.
-            shows_exact: whether the model must show exact weights behind the next step.
+        """Behind `step`, after `count` applied steps: forgets the selection; makes the rest of the warm-up synchronous, in whose last step
+        columns are selected where some are wanted. With `shows_exact` the model must show exact weights behind the next step.
         """
         self._selector.start_over()
         is_late = shows_exact and not self._jobs.schedule.is_immediate
@@ -243,10 +235,8 @@ class Planner:
         """State that later plans depend on."""
         return {
             "synchronous_until": self._synchronous_until,
-            # For earlier versions, which changed the columns block by block.
-            "changing_until": 0,
             "selector": self._selector.state_dict(),
-            "schedule": None if self.control is None else self.control.state_dict(),
+            "schedule": None if self.control is None else asdict(self.control.schedule),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -254,7 +244,7 @@ class Planner:
         self._synchronous_until = state["synchronous_until"]
         self._selector.load_state_dict(state["selector"])
         if self.control is not None and state["schedule"] is not None:
-            self.control.load_state_dict(state["schedule"])
+            self.control.restore(UpdateSchedule(**state["schedule"]))
         self.apply_schedule()
 
     def plan(self, step: int, inputs: StepInputs) -> StepContext:

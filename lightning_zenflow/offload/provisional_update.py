@@ -58,10 +58,8 @@ class ProvisionalUpdate:
     entries are updated as well, and overwritten by their exact values in the same step.
 
     The clip coefficient of the last applied step takes the place of the step's own, which is not known yet. Before any step has been
-    applied, a step updates nothing here, and its gradient is not in the second moment, so that an unclipped one never is.
-
-    Args:
-        rank_number: number of the rank; ranks use different rounding noise.
+    applied, a step updates nothing here, and its gradient is not in the second moment, so that an unclipped one never is. Ranks use
+    different rounding noise.
     """
 
     def __init__(self, rank: RankState, compensation: StalenessCompensation, *, rank_number: int) -> None:
@@ -101,7 +99,7 @@ class ProvisionalUpdate:
         """Updates the weights of a slice's tiles: now, or after the publish of a job in flight.
 
         Args:
-            context: inputs of the step.
+            context: the step.
             slice_index: a slice that the update `applies_to`.
             gradient: of its full rows, [rows, columns], model dtype, on the device; its memory may be reused after the work that this call
                 enqueues.
@@ -136,11 +134,8 @@ class ProvisionalUpdate:
         self._clip.copy_(torch.where(scale.finite, scale.factor * loss_scale, self._clip))
 
     def published(self, last_steps: Mapping[Block, int], schedule: StaggeredSchedule) -> None:
-        """Applies kept updates, but for those that the published weights have.
-
-        Args:
-            last_steps: for each published block the last step that its weights are exact for.
-            schedule: present S and d.
+        """Applies kept updates, but for those that the published weights have. `last_steps` has for each published block the last step that
+        its weights are exact for.
         """
         for block, last in last_steps.items():
             block.exact_for = last

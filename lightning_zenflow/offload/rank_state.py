@@ -64,11 +64,6 @@ class StepContext:
         """The step ends with weights that have all of its gradients, so that no provisional update is needed."""
         return self.synchronous or self.schedule.is_immediate
 
-    @property
-    def changes_columns(self) -> bool:
-        """The device owns other columns, or none, from the end of the step on."""
-        return self.column_norms is not None or self.releases
-
 
 @dataclass(kw_only=True)
 class Window:
@@ -129,14 +124,11 @@ class Block:
     number: int
     """Index into `Partition.blocks`."""
     begin: int
-    end: int
-    """Elements [begin, end) of the partition."""
+    """First element in the partition."""
     tiles: Sequence[int]
     """Indexes into `Partition.tiles`."""
-    slices: set[int]
-    """Slices that have tiles in the block."""
-    published: dict[int, list[int]] = field(default_factory=dict)
-    """For each trained slice of the block, its tiles there, which a publish copies; none in place."""
+    slices: dict[int, tuple[int, int, int]]
+    """For each slice that has tiles in the block its parameter group and, in the partition, its elements [begin, end)."""
     missing: set[int] = field(default_factory=set)
     """Trained slices whose gradient has not arrived in the open step."""
     slot: int | None = None
@@ -175,10 +167,12 @@ class Blocks(list[Block]):
     """
 
     def __init__(self, partition: Partition) -> None:
-        super().__init__(
-            Block(number=n, begin=b.begin, end=b.end, tiles=b.tiles, slices={partition.tiles[i].slice for i in b.tiles})
-            for n, b in enumerate(partition.blocks)
-        )
+        for number, block in enumerate(partition.blocks):
+            slices: dict[int, tuple[int, int, int]] = {}
+            for tile in (partition.tiles[index] for index in block.tiles):
+                begin = slices[tile.slice][1] if tile.slice in slices else tile.begin
+                slices[tile.slice] = partition.slices[tile.slice].param_group, begin, tile.end
+            self.append(Block(number=number, begin=block.begin, tiles=block.tiles, slices=slices))
         self.of_tile = [block for block in self for _ in block.tiles]
         self.of_slice = [[block for block in self if index in block.slices] for index in range(len(partition.slices))]
 

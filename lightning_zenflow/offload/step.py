@@ -12,20 +12,19 @@ from torch.profiler import record_function
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import AsyncHostCopy
 from lightning_zenflow.core.step_inputs import StepScale, add_over_ranks, step_scale
-from lightning_zenflow.offload.columns import Columns
 from lightning_zenflow.offload.rank_state import StepContext, StepInputs
-from lightning_zenflow.offload.run_state import VERSION, Freezing, StepParts, difference_of, layout_of
+from lightning_zenflow.offload.run_state import VERSION, StepParts, Trained, difference_of, layout_of
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.worker.supervisor import Transaction
 
 
 class StepState(Enum):
-    """State of the step that is next."""
+    """State of the step that is next, and what `ZenFlowStep` has of it."""
 
     IDLE = auto()
-    """No backward pass since the last step."""
+    """No backward pass since the last step: `micro_batches` is 0, there is no context and no norm."""
     ACCUMULATING = auto()
-    """The last micro-batch's backward pass has not begun: there is no context."""
+    """The last micro-batch's backward pass has not begun: `micro_batches` is more than 0, there is no context."""
     OPEN = auto()
     """It has begun, or is over: the step's `StepContext` is fixed. No more gradients are received once there is a squared norm."""
     UNDER_WAY = auto()
@@ -39,11 +38,8 @@ class ZenFlowStep:
     A `flush` after an interruption gives the exact state of the steps that were sealed; WorkerError: the interruption has cut a change of
     the records (`RankState.records`), which takes microseconds.
 
-    Args:
-        parts: components of the step.
-        freezing: parameters that are trained.
-        read_inputs: present inputs from the optimizer around the step; never waits for a device.
-        gather_weights: exchanges the ranks' updated weights.
+    `parameters` are those of `Trained`. `read_inputs` gives the present inputs and never waits for a device; `gather_weights` exchanges the
+    ranks' updated weights.
 
     Attributes:
         number: steps so far.
@@ -58,14 +54,16 @@ class ZenFlowStep:
         self,
         config: ZenFlowConfig,
         parts: StepParts,
-        freezing: Freezing,
+        parameters: Mapping[str, Tensor],
         *,
         read_inputs: Callable[[], StepInputs],
         gather_weights: Callable[[], None],
     ) -> None:
         self.layout = layout_of(config, parts.rank.partition, world_size=parts.rank.n_ranks)
         self._parts = parts
-        self._freezing = freezing
+        self._trained = Trained(
+            parameters=parameters, flags=[True] * len(parameters), since=0, counts=[0] * len(parameters)
+        )
         self._read_inputs = read_inputs
         self._gather_weights = gather_weights
         self._rank, self._telemetry = parts.rank, parts.rank.telemetry
@@ -206,8 +204,8 @@ class ZenFlowStep:
 
     def follow_freezing(self) -> None:
         """Follows changes of `requires_grad`; between steps, alike on all ranks."""
-        flags = self._freezing.present()
-        if flags == self._freezing.now.flags and not self._refreezing.is_broken:
+        flags = self._trained.present_flags()
+        if flags == self._trained.flags and not self._refreezing.is_broken:
             return
         self.flush()
         self._change_trained(flags, None)
@@ -275,25 +273,18 @@ class ZenFlowStep:
             "layout": self.layout,
             "step": self.number,
             "skipped": int(self._telemetry.skipped),
-            "trained": self._freezing.now.flags,
-            "counts": self._freezing.counts(int(self.count)),
+            "trained": self._trained.flags,
+            "counts": self._trained.counts_at(int(self.count)),
             "single_backward": self.has_single_backward,
             **self._parts.state_dict(),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any] | None, count: int, counts: Mapping[str, int] | None) -> str:
-        """Continues a run; AdamW's state has been loaded into the arena.
-
-        Args:
-            saved: a `state_dict`; None: the checkpoint has none.
-            count: number of applied steps.
-            counts: as of `Freezing.trained`.
-
-        Returns:
-            Reason why the run does not continue bit for bit; empty if it does.
+        """Continues a run after `count` applied steps, where AdamW's state has been loaded into the arena. `saved` is a `state_dict`, or
+        None; `counts` as of `Trained.changed`. Returns the reason why the run does not continue bit for bit; empty if it does.
         """
         self.count = torch.full_like(self.count, count)
-        flags, difference = self._freezing.now.flags, "it is not one of ZenFlow"
+        flags, difference = self._trained.flags, "it is not one of ZenFlow"
         if saved is not None:
             difference = difference_of(saved, self.layout, len(self._rank.blocks))
             self.number = self._flushed_number = saved["step"]
@@ -311,16 +302,19 @@ class ZenFlowStep:
 
     def _change_trained(self, flags: list[bool], counts: Mapping[str, int] | None) -> None:
         """Updates other parameters, or with other counts; right after a flush. `follow_freezing` repeats it if it is interrupted."""
-        trained = self._freezing.trained(flags, counts, count=int(self.count))
-        is_other = trained.n_missed != self._freezing.now.n_missed or self._refreezing.is_broken
+        trained = self._trained.changed(flags, counts, int(self.count))
+        n_missed = trained.n_missed
+        is_other = n_missed != self._trained.n_missed or self._refreezing.is_broken
         with self._refreezing:
             if is_other:
-                self._jobs.change_trained(slices := self._freezing.slices(trained))
+                of_slices = enumerate(n_missed[s.parameter] for s in self._rank.partition.slices)
+                slices = {index: n for index, n in of_slices if n is not None}
+                self._jobs.change_trained(slices)
                 self._fill.trained = frozenset(slices)
                 self._ownership.follow(slices)
                 # Those who freeze in turns do so in each step, behind the forward pass perhaps, whose weights the flush must not change.
                 self.start_over(trained.since, shows_exact=True)
-            self._freezing.now = trained
+            self._trained = trained
         self._refreezing.repaired()
 
     def _reduce(self, context: StepContext) -> Tensor:
@@ -354,7 +348,7 @@ class ZenFlowStep:
         assert self._context is not None
         return self._context
 
-    def _select(self, context: StepContext, finite: Tensor) -> list[Columns | None] | None:
+    def _select(self, context: StepContext, finite: Tensor) -> list[Tensor | None] | None:
         """Selects columns where that is due; returns those of each slice, None for all."""
         if context.releases:
             self._selector.start_over()

@@ -1,6 +1,5 @@
 """Changes of schedule at given steps instead of measured ones, so that tests do not depend on time."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,13 +27,9 @@ class ScriptedSchedule:
         self.changes: list[tuple[int, UpdateSchedule]] = []
         """(step after which it changed, to what)."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """As `ScheduleControl.state_dict`."""
-        return dataclasses.asdict(self.schedule)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As `ScheduleControl.load_state_dict`."""
-        self.schedule = UpdateSchedule(**state)
+    def restore(self, schedule: UpdateSchedule) -> None:
+        """As `ScheduleControl.restore`."""
+        self.schedule = schedule
 
     def interrupt(self) -> None:
         """No effect: nothing is measured."""
