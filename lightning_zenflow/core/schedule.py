@@ -29,10 +29,8 @@ from typing_extensions import Self
 @total_ordering
 @dataclass(frozen=True, kw_only=True)
 class UpdateSchedule:
-    """S and d; ordered by staleness.
-
-    The forward passes that see a window's weights lack d, ..., d + S - 1 gradients. Less stale is the smaller mean, d + (S - 1) / 2; among
-    equal means, the smaller maximum.
+    """S and d; ordered by staleness. The forward passes that see a window's weights lack d, ..., d + S - 1 gradients: less stale is the
+    smaller mean, d + (S - 1) / 2; among equal means, the smaller maximum.
     """
 
     update_interval: int
@@ -118,10 +116,8 @@ class StaggeredSchedule(UpdateSchedule):
         """Largest number of gradient slots in use; a slot holds the gradient of one block and step.
 
         Of S blocks with different phases, the open windows hold at most 1 + 2 + ... + S slots, and d jobs of at most S slots each are
-        in flight while the next step's gradients arrive. Windows that follow a simultaneous close of all blocks are shorter.
-
-        Where blocks are submitted in backward with d = 0, windows of 1, 2, ... S slots are open between steps, the first slot of each
-        with a gradient that the last job has shown. Jobs that find no slot beside these wait (`JobQueue.acquire`).
+        in flight while the next step's gradients arrive. Where blocks are submitted in backward with d = 0, windows of 1, 2, ... S slots
+        are open between steps, and jobs that find no slot beside these wait (`JobQueue.acquire`).
         """
         s = self.update_interval
         return self._n_closing * s * (s + 1) // 2 + s * self._jobs(self.publish_lag, _JOBS_A_SLOT)

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zenflow.deepspeed.flat_buffers import DiskCopies, Layout, runs
-from lightning_zenflow.offload.host_state import MOMENTS
-from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
+from lightning_zenflow.offload.run_state import CHECKPOINT_KEY, MOMENTS
 from lightning_zenflow.training import Training
 from lightning_zenflow.worker.moments import CodedMoment
 

@@ -34,12 +34,11 @@ from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.kernels.base import kernels_for
 from lightning_zenflow.offload.columns import Ownership, Selector
 from lightning_zenflow.offload.fill import Fill
-from lightning_zenflow.offload.host_state import HostState
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.plan import Planner, ScheduleControl, SchedulePolicy
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
 from lightning_zenflow.offload.rank_state import Blocks, RankState
-from lightning_zenflow.offload.run_state import StepParts
+from lightning_zenflow.offload.run_state import HostState, StepParts
 from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
 from lightning_zenflow.worker.machine import (

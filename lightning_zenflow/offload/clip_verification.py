@@ -103,16 +103,9 @@ class ResidentWeights(Verification):
     def begin(
         self, context: StepContext, shown: Sequence[Block], *, as_shown: bool, is_awaited: bool
     ) -> Sequence[Block]:
-        """Begins the phase, behind *seal*.
-
-        Args:
-            context: the step.
-            shown: blocks that were submitted in backward, in order.
-            as_shown: whether the step has the hyperparameters of the jobs in backward.
-            is_awaited: whether a job that commits the step is published in it.
-
-        Returns:
-            Blocks that are to be submitted with the step committed.
+        """Begins the phase, behind *seal*. `shown` are the blocks that were submitted in backward, in order, with the step's
+        hyperparameters if `as_shown`; if `is_awaited`, a job that commits the step is published in it. Returns the blocks that are to be
+        submitted with the step committed.
         """
         resubmitted = () if as_shown else shown
         for block in shown[-1:] if as_shown else ():

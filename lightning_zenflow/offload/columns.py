@@ -2,11 +2,8 @@
 at once.
 
 A column's importance is the squared norm of its gradient (ZenFlow, arXiv 2505.12242, section 3). Partitions hold row ranges, so each rank
-sums over its own rows, and the sums are added over the ranks.
-
-The arena alone is AdamW's exact state: the worker replays *every* element, the selected columns too (they are scattered over the rows, so
-leaving them out would save no memory traffic). The state here is a copy of the selected entries that runs ahead of the arena, so a new
-selection moves nothing back to the host. The training thread gathers it where the arena is exact and the trainer's: behind the jobs of a
+sums over its own rows, and the sums are added over the ranks. The arena alone is AdamW's exact state. The state here is a copy of the
+selected entries that runs ahead of it; the training thread gathers it where the arena is exact and the trainer's: behind the jobs of a
 synchronous step, and behind a flush.
 """
 
@@ -44,11 +41,8 @@ def select_columns(squared_norms: Tensor, topk_ratio: float) -> Tensor:
 
 
 class ColumnSquaredNorms:
-    """Squared norms of the columns of all matrices of the model in one step, of this rank's rows until they are added over the ranks.
-
-    Attributes:
-        flat: float32, on the device.
-        of_parameter: views, [columns] each.
+    """Squared norms of the columns of all matrices of the model in one step, of this rank's rows until they are added over the ranks:
+    `flat`, float32 on the device, and views of it, [columns] each.
     """
 
     def __init__(self, columns: Sequence[int], device: torch.device) -> None:

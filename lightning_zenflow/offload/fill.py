@@ -172,8 +172,8 @@ class Fill:
     * *speculated* to be that of a step without clipping, where blocks with another factor than the true one would have to wait at the end
       of the step. Behind two applied steps that were clipped no block is submitted in backward.
 
-    `JobQueue` verifies the factor where forward passes must not see another one than the true one. From the first gradient on that is not
-    finite, submitted blocks are published without the step. (A vector's gradient counts when its block is submitted.)
+    From the first gradient on that is not finite, submitted blocks are published without the step. (A vector's gradient counts when its
+    block is submitted.)
 
     Attributes:
         trained: slices whose gradients are expected.

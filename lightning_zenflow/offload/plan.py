@@ -65,7 +65,7 @@ class SchedulePolicy:
     * *Steps wait*, in two looks in a row, and the worker's own load explains the wait: a staler schedule, the least stale one that hides.
       If steps with d = 0 wait although the work hides, the last blocks are late, which a longer window would not change: d grows.
     * *The load has halved* since the present schedule was taken: a less stale one, the least stale one that hides.
-    * Otherwise nothing changes. A wait that the load does not explain is another process's doing, which no schedule mends.
+    * Otherwise nothing changes: no schedule mends a wait that another process causes.
 
     S is a power of two: windows of S and 2 S steps then close at the same steps, and a change needs neither a pause nor more slots than
     the larger S.

@@ -96,15 +96,9 @@ class ProvisionalUpdate:
         squared_norms: SquaredNorms,
         late: Sequence[tuple[Block, Destination]],
     ) -> None:
-        """Updates the weights of a slice's tiles: now, or after the publish of a job in flight.
-
-        Args:
-            context: the step.
-            slice_index: a slice that the update `applies_to`.
-            gradient: of its full rows, [rows, columns], model dtype, on the device; its memory may be reused after the work that this call
-                enqueues.
-            squared_norms: of the gradient, with those of rows and columns.
-            late: for each tile of the full rows the block, and the position in the rows with the gradient's slot in host memory.
+        """Updates the weights of the tiles of a slice that it `applies_to`: now, or after the publish of a job in flight. `late` has for
+        each tile of the slice's full rows the block, and the position in the rows with the gradient's slot in host memory. The gradient,
+        [rows, columns], is of the full rows; its memory may be reused after the work that this call enqueues.
         """
         step, schedule = context.number, context.schedule
         rows, h = self._rows[slice_index], context.inputs.groups[self._rank.partition.slices[slice_index].param_group]

@@ -179,10 +179,8 @@ class Blocks(list[Block]):
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """The model's weights, the optimizer state and the tools of one data-parallel rank. The record itself never changes.
-
-    Ownership of the memory behind `arena` is defined in ``protocol.h``; `weights` on the device belong to the training thread, in the order
-    of the device's streams.
+    """The model's weights, the optimizer state and the tools of one data-parallel rank. The record itself never changes. Ownership of the
+    memory behind `arena` is defined in ``protocol.h``; `weights` on the device are the training thread's, in the order of the streams.
     """
 
     partition: Partition
