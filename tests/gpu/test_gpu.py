@@ -133,7 +133,7 @@ def test_dynamic_loss_scale(fp16_baseline: Run) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(run.shown[17], run.shown[18], strict=True))
 
 
-@pytest.mark.parametrize("schedule", ["defaults", "reselection", "long lag", "changes of schedule"])
+@pytest.mark.parametrize("schedule", ["defaults", "reselection", "S=1, d=1", "changes of schedule"])
 def test_dynamic_loss_scale_changes_no_bit(schedule: str, fp16_baseline: Run) -> None:
     run = run_here(replace(MIXED_FP16, **{"update_interval": 4, "publish_lag": 1, **SCHEDULES[schedule]}))
     assert_same_state(run, fp16_baseline)
