@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from typing_extensions import Self
 
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.core.schedule import LARGEST_LAG, StalenessCompensation, candidates_of
+from lightning_zenflow.core.schedule import StalenessCompensation, candidates_of
 
 _LARGEST_INTERVAL = 1024
 """Steps. Each of them is a gradient in host memory, two bytes a parameter at least."""
@@ -41,6 +41,7 @@ _Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 # The worker's own bound: products with learning rates stay in the range of float32.
 _Factor: TypeAlias = Annotated[float, Field(ge=0, le=1e6)]
 _Interval: TypeAlias = Annotated[int, Field(ge=1, le=_LARGEST_INTERVAL)]
+_Lag: TypeAlias = Annotated[int, Field(ge=0, le=1, json_schema_extra={"text": "0 or 1"})]
 _Cores: TypeAlias = Annotated[
     tuple[Annotated[int, Field(ge=0)], ...],
     # A strict tuple is no list, nor one of Hydra's; pydantic 2.7 makes no exception (`strict=False`) in a union.
@@ -77,13 +78,13 @@ class ZenFlowConfig(BaseModel):
 
     update_interval: _Interval | _Auto = _key("auto", unit="steps")
     """S, the number of steps whose gradients the CPU applies in one pass over the state. "auto" takes a power of two: with
-    publish_lag, the least stale pair whose work hides behind training; see `lightning_zenflow.core.schedule`."""
+    publish_lag, the least stale pair whose work hides behind training; see `lightning_zenflow.offload.plan`."""
 
     max_update_interval: _Interval = _key(16, unit="steps")
     """Upper bound of `update_interval: auto`, hence of the gradients held in host memory."""
 
-    publish_lag: Annotated[int, Field(ge=0, le=_LARGEST_INTERVAL)] | _Auto = _key("auto", unit="steps")
-    """d, the number of further steps until the model has the result of the CPU's pass. "auto" takes 0 or 1:
+    publish_lag: _Lag | _Auto = _key("auto", unit="steps")
+    """d, the number of further steps until the model has the result of the CPU's pass. "auto" takes,
     with update_interval, the least stale pair whose work hides behind training."""
 
     clip_prediction: bool | _Auto = _key("auto")
@@ -218,7 +219,7 @@ class ZenFlowConfig(BaseModel):
         """Publish lags d that may be used, ascending."""
         if not self.overlap_step:
             return [0]
-        return list(range(LARGEST_LAG + 1)) if self.publish_lag == "auto" else [self.publish_lag]
+        return [0, 1] if self.publish_lag == "auto" else [self.publish_lag]
 
     @property
     def is_immediate(self) -> bool:

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.core.schedule import HIDDEN, SMALL_STALL
+from lightning_zenflow.offload.plan import HIDDEN, SMALL_STALL
 from lightning_zenflow.telemetry import CAUSES, Cause, Reading
 
 if TYPE_CHECKING:

@@ -141,16 +141,16 @@ class TrainerSteps:
 
     def begin_step(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Before a step; returns the closure that runs its last micro-batches, forward and backward, if there are some in `closure`."""
-        planner, is_automatic = self._training.parts.planner, self._module.automatic_optimization
+        steps, is_automatic = self._training.steps, self._module.automatic_optimization
         set_boundary = self._engine.set_gradient_accumulation_boundary
-        set_boundary(is_automatic or planner.has_single_backward)
+        set_boundary(is_automatic or steps.has_single_backward)
         self._n_in_closure = 0
 
         def complete() -> Any:
             output = closure()
             # A step without a closure says nothing about later ones, nor does one of automatic optimization.
             if self._n_in_closure and not is_automatic:
-                planner.has_single_backward = self._n_in_closure == 1
+                steps.has_single_backward = self._n_in_closure == 1
             set_boundary(True)
             return output
 

@@ -18,10 +18,8 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.errors import Calls, MisconfigurationException, other_backward
 from lightning_zenflow.core.process import raise_together
-from lightning_zenflow.offload.build import RankResources, build
-from lightning_zenflow.offload.engine import Engine, RankPart
-from lightning_zenflow.offload.freezing import Freezing
-from lightning_zenflow.offload.plan import StepInputs
+from lightning_zenflow.offload.build import Engine, RankPart, RankResources, build
+from lightning_zenflow.offload.rank_state import StepInputs
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 from lightning_zenflow.offload.step import ZenFlowStep
 from lightning_zenflow.worker.process import WorkerError
@@ -86,7 +84,7 @@ class Training:
         self.steps = ZenFlowStep(
             self.config,
             parts,
-            Freezing(parts.rank.partition, part.parameters),
+            part.parameters,
             read_inputs=self._read_inputs,
             gather_weights=self._gather_weights,
         )

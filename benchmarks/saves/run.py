@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from benchmarks.step_time.run import StepSpec, train
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.offload.host_state import MOMENTS
+from lightning_zenflow.offload.run_state import MOMENTS
 
 KINDS = ("synchronous", "background", "dcp")
 """Our two ways, and `torch.distributed.checkpoint.async_save` of the same master weights and moments."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_zenflow.core.partition import Slice
 from lightning_zenflow.core.saved_tensors import with_own_storage
-from lightning_zenflow.offload.engine import RankPart
+from lightning_zenflow.offload.build import RankPart
 from lightning_zenflow.offload.run_state import StepParts
 from lightning_zenflow.offload.step import ZenFlowStep
 from lightning_zenflow.worker.moments import Moment

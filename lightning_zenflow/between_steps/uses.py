@@ -16,7 +16,7 @@ from typing_extensions import Self, override
 
 from lightning_zenflow.core.device import AsyncHostCopy
 from lightning_zenflow.core.errors import Calls, MisconfigurationException
-from lightning_zenflow.offload.engine import RankPart
+from lightning_zenflow.offload.build import RankPart
 from lightning_zenflow.offload.run_state import StepParts
 from lightning_zenflow.offload.step import ZenFlowStep
 

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from lightning_zenflow.checkpoint.files import read, refusal, refuse_other_version, verify
 from lightning_zenflow.deepspeed.flat_buffers import Layout, copy_parts
-from lightning_zenflow.offload.host_state import MOMENTS
-from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
+from lightning_zenflow.offload.run_state import CHECKPOINT_KEY, MOMENTS
 
 _ATTRIBUTES = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 """Attributes of DeepSpeed's optimizers that checkpoints have."""

@@ -36,8 +36,7 @@ from lightning_zenflow.core.saved_tensors import DiskCopies, parts_on_disk
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.users_module import further_names, is_divided, is_in_pieces
 from lightning_zenflow.deepspeed.users_objects import REQUIRED_OPTIONS
-from lightning_zenflow.offload.host_state import MOMENTS
-from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
+from lightning_zenflow.offload.run_state import CHECKPOINT_KEY, MOMENTS
 
 FILE_KEY = "lightning_zenflow.run_state"
 """Entry of ours in a file, beside those of users."""

@@ -1,35 +1,26 @@
-"""Staggered update schedule: the steps at which windows close and update jobs are published. Its automatic choice, and the compensation of
+"""Staggered update schedule: the steps at which windows close and update jobs are published, the memory for them, and the compensation of
 the staleness that remains. Pure Python.
 
-Steps count from 1. The *window* of a block holds the gradients of consecutive steps until the worker replays them together. Blocks have
-phases 0..S-1 (S = update_interval). Each step closes the windows of one phase, so that all steps copy the same number of bytes and
-give the worker the same work. A closed window becomes an *update job*. A job submitted at the end of step t is published before
-step t + 1 + d (d = publish_lag). If the worker has not finished it by then, the trainer waits, and the wait counts as stall.
-The step number alone determines all of this, so that runs repeat bit for bit.
+Steps count from 1. Blocks have phases 0..S-1 (S = update_interval). Each step closes the windows of one phase, so that all steps copy the
+same number of bytes and give the worker the same work. A job submitted at the end of step t is published before step t + 1 + d
+(d = publish_lag). The step number alone determines all of this, so that runs repeat bit for bit.
 
-`SchedulePolicy` chooses S and d where they are "auto": measure, choose the least stale schedule that hides, look again.
-
-Compensation moves weights beyond the exact ones, so that a forward pass sees nearly AdamW's.
+Compensation moves weights beyond the exact ones, so that a forward pass sees nearly AdamW's (docs/decisions.md has the reasons).
 A window that closes with step t is published d steps later. The forward passes of steps t + d + 1 to t + d + S see its weights: the exact
 weights w and momentum m of step t. At these passes n = d, ..., d + S - 1 newer gradients g_1, ..., g_n exist, and AdamW would have
 
     w - lr / (sqrt(v) + eps) * (A_n * m + B_(n,1) * g_1 + ... + B_(n,n) * g_n)
     A_n = beta1 + beta1^2 + ... + beta1^n,        B_(n,i) = 1 - beta1^(n - i + 1)
 
-up to the bias corrections and the change of v. Weight prediction adds one multiple of m when the weights are published, for all their
-passes. A provisional update adds one multiple of each gradient when it arrives, for all passes after it. The multiples are the means of
-A_n and B_(n,i) over these passes, which minimise the mean square distance from AdamW. With S = 1 each is seen by a single pass,
-and only the approximations of v remain.
-
-This matters for stability more than for the lag itself. A gradient that is one step late lowers the largest stable curvature of Adam with
-beta1 = 0.9 from 38 / step size to 1.0 / step size, and to 0.4 / step size with S = 4. See docs/decisions.md.
+up to the bias corrections and the change of v. Weight prediction adds one multiple of m when the weights are published, a provisional
+update one multiple of each gradient when it arrives, for all passes after it. The multiples are the means of A_n and B_(n,i) over these
+passes, which minimise the mean square distance from AdamW.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, total_ordering
-from statistics import fmean, median
+from functools import cached_property, lru_cache, total_ordering
+from statistics import fmean
 from typing import Literal
 
 from typing_extensions import Self
@@ -38,16 +29,14 @@ from typing_extensions import Self
 @total_ordering
 @dataclass(frozen=True, kw_only=True)
 class UpdateSchedule:
-    """S and d; ordered by staleness.
-
-    The forward passes that see a window's weights lack d, ..., d + S - 1 gradients. Less stale is the smaller mean, d + (S - 1) / 2; among
-    equal means, the smaller maximum.
+    """S and d; ordered by staleness. The forward passes that see a window's weights lack d, ..., d + S - 1 gradients: less stale is the
+    smaller mean, d + (S - 1) / 2; among equal means, the smaller maximum.
     """
 
     update_interval: int
     """S, in steps."""
     publish_lag: int
-    """d, in steps."""
+    """d, in steps: 0 or 1. A larger one hides no more work, and a longer window absorbs jitter as well."""
 
     def __lt__(self, other: "UpdateSchedule") -> bool:
         return self._staleness < other._staleness
@@ -56,19 +45,15 @@ class UpdateSchedule:
     def _staleness(self) -> tuple[int, int]:
         return self.update_interval - 1 + 2 * self.publish_lag, self.update_interval
 
-    @property
+    @cached_property
     def is_immediate(self) -> bool:
         """True if every step ends with weights that have all of its gradients: S = 1, d = 0."""
         return self.update_interval == 1 and self.publish_lag == 0
 
     @property
     def kept_share(self) -> float:
-        """Gradients kept to be reapplied after a publish, at the end of backward, in sizes of the model: d (d + 1) / (2 S) for d <= S.
-
-        A block keeps all gradients since its oldest job in flight was submitted, 1 to d steps ago; jobs of a step are of 1/S of the blocks.
-        """
-        s, d = self.update_interval, self.publish_lag
-        return sum(range(max(0, d - s) + 1, d + 1)) / s
+        """Gradients kept to be reapplied after a publish, in sizes of the model: those of the blocks with a job in flight."""
+        return self.publish_lag / self.update_interval
 
 
 _FEW_BLOCKS, _MANY_BLOCKS, _MOST_BLOCKS, _SMALL_BLOCK, _BLOCK = 8, 16, 64, 1 << 19, 1 << 22
@@ -80,14 +65,8 @@ GB/s, for 2^19 no longer than the training thread: none is smaller, unless there
 def blocks_wanted(
     update_intervals: Sequence[int], *, in_backward: bool, numel: int, awaited_singly: bool = False
 ) -> int:
-    """Number of blocks to cut a partition into: at least the largest S, so that every step closes a window.
-
-    Args:
-        update_intervals: values of S that may be used.
-        in_backward: whether blocks may be submitted in backward.
-        numel: elements of the partition.
-        awaited_singly: whether blocks are awaited one by one, in the next forward pass. It begins with that of the last gradient, so that
-            smaller ones make the wait shorter.
+    """Number of blocks to cut a partition of `numel` elements into: at least the largest S, so that every step closes a window. With
+    `awaited_singly` blocks are awaited one by one, in the next forward pass, so that smaller ones make the first wait shorter.
     """
     finer = 1 + awaited_singly
     fewest = min(max(numel // _SMALL_BLOCK, _FEW_BLOCKS), _MANY_BLOCKS)
@@ -95,9 +74,10 @@ def blocks_wanted(
     return max(*update_intervals, of_backward)
 
 
-_SLOTS_AT_ONCE, _BUFFERS_AT_ONCE = (4, 3), (8, 3)
-"""Where blocks are submitted in backward: there are slots for one in 4 of the jobs that a step submits, at least for 3, beside those that
-are held between steps, and buffers for one in 8, at least 3. A block takes its slot with its first gradient, its buffer with the last."""
+_JOBS_A_SLOT, _JOBS_A_BUFFER, _LEAST_AT_ONCE = 4, 8, 3
+"""Where blocks are submitted in backward, one in `_JOBS_A_SLOT` of a step's jobs has slots at once, beside those that are held between
+steps, and one in `_JOBS_A_BUFFER` a publish buffer; at least `_LEAST_AT_ONCE` jobs have both. A block takes its slot with its first
+gradient, its buffer with the last."""
 
 _BUCKETS = 32
 """Per step. Gradients leave the device bucket by bucket; with few buckets, copies that could hide behind backward wait for its end."""
@@ -117,8 +97,7 @@ class StaggeredSchedule(UpdateSchedule):
 
     n_blocks: int
     in_backward: bool = False
-    """True if blocks are submitted in backward where d = 0. The last gradient of a window then keeps its slot until the next job commits
-    it, and slots and publish buffers are freed block by block."""
+    """True if blocks are submitted in backward where d = 0. Slots and publish buffers are then freed block by block."""
     in_place: bool = False
     """True if the publish buffers are the weights: one for each block."""
 
@@ -137,61 +116,35 @@ class StaggeredSchedule(UpdateSchedule):
         """Largest number of gradient slots in use; a slot holds the gradient of one block and step.
 
         Of S blocks with different phases, the open windows hold at most 1 + 2 + ... + S slots, and d jobs of at most S slots each are
-        in flight while the next step's gradients arrive. Windows that follow a simultaneous close of all blocks are shorter.
-
-        Where blocks are submitted in backward with d = 0, windows of 1, 2, ... S slots are open between steps, the first slot of each
-        with a gradient that the last job has shown. Beside them there is room for a few jobs (`_at_once`) and their new gradients;
-        more of them wait (`JobQueue`, backpressure).
+        in flight while the next step's gradients arrive. Where blocks are submitted in backward with d = 0, windows of 1, 2, ... S slots
+        are open between steps, and jobs that find no slot beside these wait (`JobQueue.acquire`).
         """
-        s, d = self.update_interval, self.publish_lag
-        jobs = self._at_once(*_SLOTS_AT_ONCE) if self._frees_in_backward else d * self._n_closing
-        return self._n_closing * s * (s + 1) // 2 + s * jobs
+        s = self.update_interval
+        return self._n_closing * s * (s + 1) // 2 + s * self._jobs(self.publish_lag, _JOBS_A_SLOT)
 
     @property
     def n_publish_buffers(self) -> int:
-        """Largest number of publish buffers in use by staggered steps: the jobs of d + 1 steps.
-
-        In backward a buffer is used again as soon as its weights are on their way up. One more is for jobs whose weights are not copied to
-        the model.
+        """Largest number of publish buffers in use by staggered steps: the jobs of d + 1 steps; in backward a buffer is used again as soon
+        as its weights are on their way up. One more is for jobs whose weights are not copied to the model.
         """
-        all_at_once = self._n_closing * (self.publish_lag + 1)
-        jobs = self._at_once(*_BUFFERS_AT_ONCE) if self._frees_in_backward else all_at_once
-        return (self.n_blocks if self.in_place else jobs) + (self.in_backward and self.n_blocks > 0)
+        n_shown = self.n_blocks if self.in_place else self._jobs(self.publish_lag + 1, _JOBS_A_BUFFER)
+        return n_shown + (self.in_backward and self.n_blocks > 0)
 
     @property
-    def _frees_in_backward(self) -> bool:
-        return self.in_backward and self.publish_lag == 0
+    def n_step_records(self) -> int:
+        """Number of step records to keep: a job reaches back S + 1 steps, and its block may close up to S steps later."""
+        return 2 * self.update_interval + 4
 
     @property
     def _n_closing(self) -> int:
         """Windows that close in a step, at most."""
         return -(-self.n_blocks // self.update_interval)
 
-    def _at_once(self, share: int, least: int) -> int:
-        """Jobs in flight at once in backward: one in `share` of those that a step submits, at least `least` of them."""
-        return min(self._n_closing, max(least, -(-self._n_closing // share)))
-
-    @property
-    def n_step_records(self) -> int:
-        """Number of step records to keep: a job reaches back S + 1 steps, and its block may close up to S steps later."""
-        return 2 * self.update_interval + max(1, self.publish_lag) + 3
-
-
-LARGEST_LAG = 1
-"""Largest d of `publish_lag: auto`. A larger one hides no more work; a longer window absorbs jitter as well."""
-
-SMALL_STALL = 0.05
-"""Tolerated wait, as a share of a step."""
-
-HIDDEN, LIKELY_HIDDEN = 0.95, 0.85
-"""Largest share of the time that may hide the worker's which counts as hidden where it was measured, and where it is predicted."""
-
-_FALLEN = 0.5
-"""A less stale schedule is taken where the load is at most this part of what it was when the present one was taken."""
-
-_IN_BACKWARD = 0.55
-"""Part of a step that hides work where d = 0 and each gradient is submitted in backward, which is some 2/3 of a step. On several ranks the
-gather at its end hides nothing; where it is long, the measured waits decide."""
+    def _jobs(self, n_steps: int, share: int) -> int:
+        """Jobs of some steps; in backward one in `share` of those that a step submits."""
+        if self.in_backward and self.publish_lag == 0:
+            return min(self._n_closing, max(_LEAST_AT_ONCE, -(-self._n_closing // share)))
+        return n_steps * self._n_closing
 
 
 def candidates_of(update_intervals: Sequence[int], publish_lags: Sequence[int]) -> list[UpdateSchedule]:
@@ -200,9 +153,8 @@ def candidates_of(update_intervals: Sequence[int], publish_lags: Sequence[int]) 
 
 
 def with_changes(schedules: Sequence[UpdateSchedule]) -> list[UpdateSchedule]:
-    """The schedules, and the one whose slots a change between any two of them may need.
-
-    Windows of the longest S may still be open, and jobs of the largest d in flight, while another schedule begins (`JobQueue`).
+    """The schedules, and the one whose slots a change between any two of them may need: windows of the longest S may still be open, and
+    jobs of the largest d in flight, while another schedule begins.
     """
     longest = max(s.update_interval for s in schedules)
     return [UpdateSchedule(update_interval=longest, publish_lag=max(s.publish_lag for s in schedules)), *schedules]
@@ -211,14 +163,8 @@ def with_changes(schedules: Sequence[UpdateSchedule]) -> list[UpdateSchedule]:
 def that_fit(
     candidates: Sequence[UpdateSchedule], fits: Callable[[Sequence[UpdateSchedule]], bool]
 ) -> list[UpdateSchedule]:
-    """Candidates between which a run may change without running out of memory; the less stale ones are preferred.
-
-    Args:
-        candidates: S and d, the least stale first.
-        fits: whether there is memory for a run that changes between these schedules; of fewer of them, whenever it is true of more.
-
-    Returns:
-        Some of the candidates, in their order. With one of them, all with a smaller S and the same d that were candidates are in it.
+    """Candidates, the least stale first, between which a run may change without running out of memory. With one of them, all candidates
+    with a smaller S and the same d are in it. `fits` is true of fewer schedules whenever it is true of more.
     """
     kept: list[UpdateSchedule] = []
     for candidate in candidates:
@@ -227,110 +173,11 @@ def that_fit(
     return kept
 
 
-def load_and_stall(steps: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Worker's time / device's time, and the share of the time spent waiting, over several steps of one schedule.
-
-    Medians, and without the step that waited longest: a single slow step (of the data loader, say) does not depend on the schedule.
-
-    Args:
-        steps: for each step the seconds of the device without waiting, of the worker's computation, and of waiting; at least two steps.
-    """
-    device, worker, waits = zip(*sorted(steps, key=lambda step: step[2])[:-1], strict=True)
-    load = median(worker) / max(median(device), 1e-9)
-    return load, sum(waits) / max(sum(device) + sum(waits), 1e-9)
-
-
-def relative_cost(schedule: UpdateSchedule) -> float:
-    """Worker's time per step, relative to S = 1 with a lag. A job reads and writes master weights and moments once, and each gradient once.
-
-    With d = 0, it applies one more gradient tentatively, in backward. The coefficients are fitted to two cores near the limit of memory
-    bandwidth (0.60, 0.67, 0.93 ns per parameter and job for S = 1, 2, 4); with more cores for that bandwidth, a larger S saves more.
-    """
-    s = schedule.update_interval
-    return (0.5 + 0.1 * (s + (schedule.publish_lag == 0))) / (0.6 * s)
-
-
-class SchedulePolicy:
-    """Chooses a schedule by observations. Deterministic, so that ranks with equal observations agree.
-
-    It begins with the least stale schedule of all, S = 1, d = 0 where that is allowed. Each look at measured times has one of these
-    answers:
-
-    * *Steps wait*, in two looks in a row, and the worker's own load explains the wait: a staler schedule, the least stale one that hides.
-      If steps with d = 0 wait although the work hides, the last blocks are late, which a longer window would not change: d grows.
-    * *The load has halved* since the present schedule was taken: a less stale one, the least stale one that hides.
-    * Otherwise nothing changes. A wait that the load does not explain is another process's doing, which no schedule mends.
-
-    S is a power of two: windows of S and 2 S steps then close at the same steps, and a change needs neither a pause nor more slots than
-    the larger S.
-
-    Args:
-        candidates: S and d to choose from, the least stale first; with one, those of a smaller S, a power of two, and the same d as well.
-            With d = 0, blocks are submitted in backward.
-
-    Attributes:
-        schedule: the current one.
-    """
-
-    def __init__(self, candidates: Sequence[UpdateSchedule]) -> None:
-        self._candidates = list(candidates)
-        self.schedule = self._candidates[0]
-        self._waited = False  # in the last look
-        self._taken_at = math.inf
-        """The load of S = 1 with a lag at which the present schedule was taken because steps waited."""
-
-    def observe(self, load: float, stall: float) -> str | None:
-        """Looks at measurements of the slowest rank, the same numbers on every rank, and changes `schedule` where that is due.
-
-        Args:
-            load: worker's time per step / device's time per step without stall.
-            stall: share of the time spent waiting for the worker.
-
-        Returns:
-            Reason of the change, for the log; None if there is none.
-        """
-        present = self.schedule
-        of_one = load / relative_cost(present)
-        # For each schedule the worker's time / the part of the device's time that may hide it.
-        occupied = {
-            c: of_one * relative_cost(c) / (1.0 if c.publish_lag > 0 else _IN_BACKWARD) for c in self._candidates
-        }
-        hides = occupied[present] <= HIDDEN
-        # Without a lag the last blocks are exposed even where the work hides.
-        explained = stall <= load if present.publish_lag == 0 else not hides
-        waited_before, self._waited = self._waited, stall > SMALL_STALL and explained
-        if self._waited and waited_before:
-            self._waited = False
-            staler = [c for c in self._candidates if c > present and occupied[c] < occupied[present]]
-            if present.publish_lag == 0 and hides:
-                staler = [c for c in staler if c.publish_lag > 0]
-            if not staler:
-                return None
-            # If there is none that likely hides, the one that comes nearest to it.
-            nearest = min(staler, key=occupied.__getitem__)
-            self.schedule = next((c for c in staler if occupied[c] <= LIKELY_HIDDEN), nearest)
-            self._taken_at = of_one
-            return f"{stall:.1%} of the time is spent waiting, and the worker needs {load:.2f} of a step"
-        if not self._waited and of_one <= _FALLEN * self._taken_at:
-            for c in self._candidates:
-                if c < present and occupied[c] <= LIKELY_HIDDEN:
-                    self.schedule = c
-                    return f"the worker needs {load:.2f} of a step only"
-        return None
-
-    def restore(self, schedule: UpdateSchedule) -> None:
-        """Continues a run; ignores a schedule that is not a candidate. Past looks are forgotten."""
-        if schedule in self._candidates:
-            self.schedule = schedule
-            self._waited, self._taken_at = False, math.inf
-
-
 _FACTORED_CORRECTION = 2.0
 """Corrects for the factored second moment (`lightning_zenflow.kernels.base`): where few entries hold most of a matrix's gradient, it
 exceeds the true second moment of most entries, and provisional updates are too small. Measured, see docs/decisions.md."""
 
 
-@lru_cache
 def momentum_steps(schedule: UpdateSchedule, beta1: float) -> float:
     """Mean of A_n, in steps along the momentum, whose decay `beta1` is below 1."""
     s, d = schedule.update_interval, schedule.publish_lag
@@ -339,12 +186,8 @@ def momentum_steps(schedule: UpdateSchedule, beta1: float) -> float:
 
 @lru_cache
 def gradient_steps(schedule: UpdateSchedule, beta1: float, age: int) -> float:
-    """Mean of B_(n,i), relative to a whole AdamW step along the gradient.
-
-    Args:
-        schedule: S and d.
-        beta1: decay of the first moment, 0 <= beta1 < 1.
-        age: i, from 1. An i that no regular pass sees (after a change of schedule, or before the first publish) counts as the largest one.
+    """Mean of B_(n,i), relative to a whole AdamW step along the gradient; i is `age`, from 1. An i that no regular pass sees (after a
+    change of schedule, or before the first publish) counts as the largest one.
     """
     s, d = schedule.update_interval, schedule.publish_lag
     i = min(age, d + s - 1)
@@ -357,11 +200,6 @@ class StalenessCompensation:
 
     weight_prediction: float | Literal["auto"]
     provisional_scale: float | Literal["auto"]
-
-    @property
-    def predicts_weights(self) -> bool:
-        """True if published weights may differ from the exact ones."""
-        return self.weight_prediction != 0.0
 
     @property
     def updates_provisionally(self) -> bool:

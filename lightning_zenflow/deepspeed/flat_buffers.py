@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from lightning_zenflow.core.partition import Slice, group_begins
 from lightning_zenflow.core.saved_tensors import DiskCopies
-from lightning_zenflow.offload.host_state import MOMENTS
+from lightning_zenflow.offload.run_state import MOMENTS
 from lightning_zenflow.training import Training
 from lightning_zenflow.worker.moments import CodedMoment
 

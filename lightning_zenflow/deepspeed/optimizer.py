@@ -24,7 +24,7 @@ from lightning_zenflow.deepspeed.flat_buffers import Layout, ReorderedStates, sl
 from lightning_zenflow.deepspeed.sleep import Sleep
 from lightning_zenflow.deepspeed.users_module import in_pieces, restore_process, whole_shape
 from lightning_zenflow.deepspeed.users_objects import UsersOptimizer
-from lightning_zenflow.offload.engine import RankPart
+from lightning_zenflow.offload.build import RankPart
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 from lightning_zenflow.training import Training
 from lightning_zenflow.worker.process import WorkerError

@@ -19,7 +19,7 @@ from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.flat_buffers import Layout, balanced_order
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.users_objects import refuse_features
-from lightning_zenflow.offload.host_state import MOMENTS
+from lightning_zenflow.offload.run_state import MOMENTS
 
 
 class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no type information

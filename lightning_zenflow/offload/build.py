@@ -1,24 +1,28 @@
-"""Construction of a rank's components from its part of the state and the host's resources."""
+"""Construction of a rank's components from its part of the state and the host's resources; what the engine around a training gives and is
+asked for.
+"""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import PAGE_BYTES, SideStream
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.core.partition import Partition, build_partition, row_length
+from lightning_zenflow.core.partition import Partition, Slice, build_partition, row_length
 from lightning_zenflow.core.process import in_common, raise_together, raising_together
 from lightning_zenflow.core.schedule import (
-    SchedulePolicy,
     StaggeredSchedule,
     UpdateSchedule,
     blocks_wanted,
@@ -26,17 +30,15 @@ from lightning_zenflow.core.schedule import (
     that_fit,
     with_changes,
 )
+from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.kernels.base import kernels_for
-from lightning_zenflow.offload.columns import Ownership
-from lightning_zenflow.offload.engine import RankPart
+from lightning_zenflow.offload.columns import Ownership, Selector
 from lightning_zenflow.offload.fill import Fill
-from lightning_zenflow.offload.host_state import HostState
 from lightning_zenflow.offload.jobs import JobQueue
-from lightning_zenflow.offload.plan import Planner, ScheduleControl
+from lightning_zenflow.offload.plan import Planner, ScheduleControl, SchedulePolicy
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
 from lightning_zenflow.offload.rank_state import Blocks, RankState
-from lightning_zenflow.offload.run_state import StepParts
-from lightning_zenflow.offload.selection import Selector
+from lightning_zenflow.offload.run_state import HostState, StepParts
 from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
 from lightning_zenflow.worker.machine import (
@@ -49,6 +51,68 @@ from lightning_zenflow.worker.machine import (
 )
 from lightning_zenflow.worker.process import Worker
 from lightning_zenflow.worker.supervisor import SupervisedWorker
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPart:
+    """This rank's part of the training state, as the optimizer around the step holds it."""
+
+    optimizer: Optimizer
+    """The user's."""
+    groups: Sequence[Mapping[str, Tensor]]
+    """For each of its groups the trained parameters by name; `Slice.parameter` counts all of them in this order."""
+    shapes: Mapping[str, torch.Size]
+    """Of the whole parameters, by name, in the same order."""
+    piece_of: Callable[[Tensor], Tensor] | None = None
+    """This rank's piece of a parameter that the ranks divide, with padding, or the parameter where it is whole; None: all are whole."""
+    masters: Sequence[Tensor]
+    """The rank's flat fp32 partitions, parameters of the optimizer, whose memory is replaced by the arena's."""
+    slices: Sequence[Slice]
+    """Parts of the model's parameters that lie in the partitions."""
+    weights: Sequence[Tensor]
+    """For each flat partition the model's weights, which the values of `masters` equal. In place only their lengths and type count."""
+    device: torch.device
+    """Training device, on which the gradients are."""
+    in_place: bool = False
+    """Whether the weights are to be in host memory, where the worker writes them: `RankState.weights` then take the place of `weights`,
+    until the arena is closed. Forked processes do not have that memory."""
+    release_weights: Callable[[], None] | None = None
+    """In place: frees the memory of the model's weights, when the arena has master weights and before the rest of it takes memory."""
+    group: dist.ProcessGroup | None
+    """Data-parallel ranks; None: this one alone, without `torch.distributed`."""
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Those of all groups."""
+        return {name: p for group in self.groups for name, p in group.items()}
+
+
+class Engine(Protocol):
+    """What a training asks of the optimizer around it."""
+
+    loss_scale: float
+    """Factor that the loss is multiplied by before backward."""
+
+    def read_groups(self) -> list[GroupHyperparameters]:
+        """Present hyperparameters of each flat partition; never waits for a device."""
+
+    def gather_weights(self) -> None:
+        """Exchanges the ranks' updated weights, where that is not done when they are used."""
+
+    def take_weights(self) -> None:
+        """Copies weights that are in place to memory of their own, before the arena's is freed; perhaps in the engine's constructor."""
+
+    def join_reads(self) -> None:
+        """Orders the training stream behind reads of weights on streams of the engine's."""
+
+    def refuse_use(self) -> None:
+        """Raises MisconfigurationException if no training can go on at present."""
+
+    def refuse_other_backward(self) -> None:
+        """Raises MisconfigurationException if there are gradients of a backward pass that the front has not begun."""
+
+    def has_ended(self) -> None:
+        """Called when the worker has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +130,7 @@ class RankResources:
 def rank_resources(
     config: ZenFlowConfig, device: torch.device, *, ranks_on_host: int, world_size: int, timeout: timedelta | None
 ) -> RankResources:
-    """Chooses the worker's cores; all ranks call it together.
-
-    Args:
-        config: configuration.
-        device: of the rank.
-        ranks_on_host: see `RankResources`.
-        world_size: number of ranks.
-        timeout: limit of a collective; None: torch's default.
+    """Chooses the worker's cores; all ranks call it together. `timeout` is that of collectives; None: torch's default.
 
     Raises:
         ValueError: this or another rank may not use the cores that `worker_cores` asks for, or its `HOST_MEMORY` is wrong.
@@ -91,43 +148,25 @@ def rank_resources(
     return RankResources(cores=cores, ranks_on_host=ranks_on_host, word_timeout_s=word_timeout_s)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryPlan:
-    """Sizes of a rank's arena, for the schedules that the configuration allows. Pure."""
-
-    config: ZenFlowConfig
-    part: RankPart
-    partition: Partition
-    resources: RankResources
-
-    @property
-    def candidates(self) -> list[UpdateSchedule]:
-        """Schedules that the configuration allows, the least stale first."""
-        return candidates_of(self.config.update_intervals, self.config.publish_lags)
-
-    def sizes(self, schedules: Sequence[UpdateSchedule]) -> ArenaSizes:
-        """Sizes of an arena for any of the schedules and the changes between them."""
-        config, n_blocks = self.config, len(self.partition.blocks)
-        staggered = [
-            StaggeredSchedule.of(
-                schedule, n_blocks=n_blocks, in_backward=config.submits_in_backward, in_place=self.part.in_place
-            )
-            for schedule in with_changes(schedules)
-        ]
-        return ArenaSizes(
-            n_param_groups=len(self.part.masters),
-            n_step_records=max(s.n_step_records for s in staggered),
-            n_slots=max(s.n_slots for s in staggered),
-            n_publish_buffers=max(s.n_publish_buffers for s in staggered),
-            dtype=self.part.weights[0].dtype,
-            moments_dtype=getattr(torch, config.moments_dtype),
-            n_threads=len(self.resources.cores.cores),
-            newest_first=self.part.in_place,
-        )
-
-    def n_bytes(self, schedules: Sequence[UpdateSchedule]) -> int:
-        """Host memory for a run that may use all of the schedules."""
-        return arena_bytes(self.partition, self.sizes(schedules))
+def _arena_sizes(
+    config: ZenFlowConfig, part: RankPart, n_blocks: int, n_threads: int, schedules: Sequence[UpdateSchedule]
+) -> ArenaSizes:
+    """Sizes of an arena for any of the schedules and the changes between them."""
+    in_backward, in_place = config.submits_in_backward, part.in_place
+    staggered = [
+        StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=in_backward, in_place=in_place)
+        for schedule in with_changes(schedules)
+    ]
+    return ArenaSizes(
+        n_param_groups=len(part.masters),
+        n_step_records=max(s.n_step_records for s in staggered),
+        n_slots=max(s.n_slots for s in staggered),
+        n_publish_buffers=max(s.n_publish_buffers for s in staggered),
+        dtype=part.weights[0].dtype,
+        moments_dtype=getattr(torch, config.moments_dtype),
+        n_threads=n_threads,
+        newest_first=in_place,
+    )
 
 
 def build(config: ZenFlowConfig, part: RankPart, resources: RankResources) -> tuple[StepParts, HostState]:
@@ -140,41 +179,44 @@ def build(config: ZenFlowConfig, part: RankPart, resources: RankResources) -> tu
     """
     assert config.is_immediate or not part.in_place, "`with_weights_on_host` comes before"
     # Padding included.
-    sizes = [master.numel() for master in part.masters]
+    numels = [master.numel() for master in part.masters]
     n_blocks = blocks_wanted(
-        config.update_intervals, in_backward=config.submits_in_backward, numel=sum(sizes), awaited_singly=part.in_place
+        config.update_intervals, in_backward=config.submits_in_backward, numel=sum(numels), awaited_singly=part.in_place
     )
     # In place of whole memory pages, as publish buffers are, so that there is nothing between two of them.
     multiple = PAGE_BYTES // part.weights[0].dtype.itemsize if part.in_place else None
-    partition = build_partition(part.slices, sizes, n_blocks, multiple=multiple)
-    plan = MemoryPlan(config=config, part=part, partition=partition, resources=resources)
-    policy = _agree(plan)
+    partition = build_partition(part.slices, numels, n_blocks, multiple=multiple)
+    sizes_for = partial(_arena_sizes, config, part, len(partition.blocks), len(resources.cores.cores))
+    candidates = candidates_of(config.update_intervals, config.publish_lags)
+    policy = _agree(config, candidates, lambda some: arena_bytes(partition, sizes_for(some)), resources.ranks_on_host)
+    # For every schedule that the configuration allows: what is not used takes no memory.
+    sizes = sizes_for(candidates)
     # Outermost, so that ranks that have built their parts release them if another one has not.
     with ExitStack() as undo:
         with raising_together(RuntimeError):
-            parts, host_state = _make(plan, policy, undo)
+            parts, host_state = _make(config, part, resources, partition, sizes, policy, undo)
         undo.pop_all()
     rank_zero_info(_description(config, parts.rank, policy.schedule, resources.cores))
     return parts, host_state
 
 
-def _agree(plan: MemoryPlan) -> SchedulePolicy:
-    """Checks the plan on all ranks; returns a policy for the schedules that every rank has memory for.
-
-    Raises:
-        MisconfigurationException: the arenas do not fit the memory of this or another rank's host; the same on all ranks.
-    """
-    config, candidates, ranks_on_host = plan.config, plan.candidates, plan.resources.ranks_on_host
+def _agree(
+    config: ZenFlowConfig,
+    candidates: list[UpdateSchedule],
+    n_bytes: Callable[[Sequence[UpdateSchedule]], int],
+    ranks_on_host: int,
+) -> SchedulePolicy:
+    """Returns a policy for the candidates that every rank has memory for; `n_bytes` of host memory are for a run with some of them."""
     # The state of an earlier fit may be garbage that has not been collected, and would count as taken.
     gc.collect()
     available = free_host_memory().n_bytes / ranks_on_host
-    fitting = that_fit(candidates, lambda some: plan.n_bytes(some) <= available)
+    fitting = that_fit(candidates, lambda some: n_bytes(some) <= available)
     # The same on all ranks. Without any that fits, the check below says so.
     kept = in_common(fitting) or candidates
     policy = SchedulePolicy(kept)
     keys = ("update_interval", "publish_lag", "max_update_interval", "topk_ratio")
     with_values = ", ".join(f"{key}={getattr(config, key)!r}" for key in keys)
-    problem = lack_of_host_memory(plan.n_bytes([policy.schedule]), ranks=ranks_on_host, keys=with_values)
+    problem = lack_of_host_memory(n_bytes([policy.schedule]), ranks=ranks_on_host, keys=with_values)
     # Before any rank has taken its memory.
     raise_together(None if problem is None else MisconfigurationException(problem), MisconfigurationException)
     left_out = [s for s in candidates if s not in kept]
@@ -183,17 +225,22 @@ def _agree(plan: MemoryPlan) -> SchedulePolicy:
     return policy
 
 
-def _make(plan: MemoryPlan, policy: SchedulePolicy, undo: ExitStack) -> tuple[StepParts, HostState]:
+def _make(
+    config: ZenFlowConfig,
+    part: RankPart,
+    resources: RankResources,
+    partition: Partition,
+    sizes: ArenaSizes,
+    policy: SchedulePolicy,
+    undo: ExitStack,
+) -> tuple[StepParts, HostState]:
     """Makes the components, in the order in which one needs another; `undo` releases them."""
-    config, part, resources = plan.config, plan.part, plan.resources
     cores = resources.cores.cores
-    # For every schedule that the configuration allows: what is not used takes no memory.
-    sizes = plan.sizes(plan.candidates)
-    arena = Arena(plan.partition, sizes, device=part.device, cores=cores)
+    arena = Arena(partition, sizes, device=part.device, cores=cores)
     undo.callback(arena.close, keep_state=False)
     weights = part.weights
     if part.in_place:
-        places = zip(plan.partition.group_begins, weights, strict=True)
+        places = zip(partition.group_begins, weights, strict=True)
         weights = [arena.publish.view(-1).narrow(0, begin, of_group.numel()) for begin, of_group in places]
     telemetry = Telemetry(part.device)
     # Before anything is written to the states: their memory comes from the NUMA node of the thread that touches it first.
@@ -204,8 +251,8 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, undo: ExitStack) -> tuple[St
     )
     undo.callback(worker.kill)
     rank = RankState(
-        partition=plan.partition,
-        blocks=Blocks(plan.partition),
+        partition=partition,
+        blocks=Blocks(partition),
         arena=arena,
         worker=worker,
         weights=weights,
@@ -216,7 +263,7 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, undo: ExitStack) -> tuple[St
         d2h=SideStream(part.device),
         group=part.group,
     )
-    host_state = HostState(part.optimizer, part.masters, partition=plan.partition, arena=arena)
+    host_state = HostState(part.optimizer, part.masters, partition=partition, arena=arena)
     if part.in_place and part.release_weights is not None:
         part.release_weights()
     jobs = JobQueue(
@@ -228,7 +275,7 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, undo: ExitStack) -> tuple[St
     )
     if part.in_place:
         # Their memory has been reserved by now.
-        for of_group, begin in zip(weights, plan.partition.group_begins, strict=True):
+        for of_group, begin in zip(weights, partition.group_begins, strict=True):
             of_group.copy_(arena.master.narrow(0, begin, of_group.numel()))
     selector = Selector(
         list(map(row_length, part.shapes.values())),

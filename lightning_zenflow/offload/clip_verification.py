@@ -10,31 +10,26 @@ from typing_extensions import override
 
 from lightning_zenflow.native import Tentative
 from lightning_zenflow.offload.in_flight import JobsInFlight
-from lightning_zenflow.offload.plan import StepContext
-from lightning_zenflow.offload.rank_state import Block, RankState
+from lightning_zenflow.offload.rank_state import Block, RankState, StepContext
 
 _UNCLIPPED = 1 - 2**-20
 """Smallest clip coefficient of a step without clipping: 1 but for the rounding of the factor."""
 
 _IN_A_ROW = 2
-"""Clipped steps behind which no factor is speculated. A wrong guess costs as much as a step that begins its update at its end: behind a
-single clipped step guessing right saves more."""
+"""Clipped steps behind which no factor is speculated; behind a single one guessing right saves more than wrong guesses cost."""
 
 
 class Verification:
-    """Finds the blocks that show a step with another factor than its own, and decides whether blocks may be submitted in backward.
+    """Finds the blocks that show a step with another factor than its own, and decides whether blocks may be submitted in backward. Where
+    the weights are decides on how: `ResidentWeights`, `WeightsInPlace`.
 
-    A block that is submitted in backward shows the step with a factor from before the step's end, which is in the block's word. The step's
-    own factor is in the step's word. The training thread reads both when the worker has answered a job that waits for the step's word: a
-    *correction*, which shows a block's tentative step once more with the step's factor, and for which the worker has nothing to do if that
-    is the block's. What follows depends on factors alone, so that runs repeat. Where the weights are decides on how: `ResidentWeights`,
-    `WeightsInPlace`.
-
-    Args:
-        in_flight: takes the corrections.
+    A block that was submitted in backward shows the step with the factor in the block's word; the step's own is in the step's word. The
+    training thread reads both when the worker has answered a job that waits for the step's word: a *correction*, which shows a block's
+    tentative step once more with the step's factor, and for which the worker has nothing to do if that is the block's. What follows depends
+    on factors alone, so that runs repeat.
 
     Attributes:
-        n_clipped: applied steps up to the last one whose word was read that were clipped in a row.
+        n_clipped: applied steps up to the last one whose word was read that were clipped in a row, up to `_IN_A_ROW`.
         step: the step that phase *verify* has begun for, whose word has not been read; None: the phase has ended.
         n_corrected: steps so far that some block has shown, or would have shown, with another factor than the true one.
     """
@@ -61,19 +56,15 @@ class Verification:
         return self.step is not None and len(self._resubmitted) < len(self._shown)
 
     def behind_publish(self, correct: Callable[[Block], object]) -> bool:
-        """Ends the phase that has begun, where it ends there, with `correct` for each block that has shown another factor than the step's
-        own; returns whether it did.
-        """
+        """Ends the phase that has begun, where it ends there (see `end`); returns whether it did."""
         return False
 
     def before_fetch(self) -> None:
         """Ends the phase before weights are fetched, in place."""
 
     def end(self, correct: Callable[[Block], object] | None = None) -> None:
-        """Ends the phase, if it has begun, once the step's word has arrived.
-
-        Args:
-            correct: submits a block again, which shows another factor than the step's own; None: all have been.
+        """Ends the phase, if it has begun, once the step's word has arrived; with `correct` for each block that shows another factor than
+        the step's own, None where all have been submitted again.
         """
         if (step := self.step) is None:
             return
@@ -103,10 +94,8 @@ class Verification:
 
 
 class ResidentWeights(Verification):
-    """Weights on the device.
-
-    The last block's correction only waits for the step's word, where no other job does. Blocks with another factor are submitted with the
-    step committed, in phase *publish*; or at once, where all of them have other hyperparameters.
+    """Weights on the device. The last block's correction only waits for the step's word, where no other job does. Blocks with another
+    factor are submitted with the step committed, in phase *publish*; or at once, where all of them have other hyperparameters.
     """
 
     n_clipped = _IN_A_ROW  # at the start nothing is speculated: a wrong guess costs something
@@ -114,16 +103,9 @@ class ResidentWeights(Verification):
     def begin(
         self, context: StepContext, shown: Sequence[Block], *, as_shown: bool, is_awaited: bool
     ) -> Sequence[Block]:
-        """Begins the phase, behind *seal*.
-
-        Args:
-            context: the step.
-            shown: blocks that were submitted in backward, in order.
-            as_shown: whether the step has the hyperparameters of the jobs in backward.
-            is_awaited: whether a job that commits the step is published in it.
-
-        Returns:
-            Blocks that are to be submitted with the step committed, because all of them differ.
+        """Begins the phase, behind *seal*. `shown` are the blocks that were submitted in backward, in order, with the step's
+        hyperparameters if `as_shown`; if `is_awaited`, a job that commits the step is published in it. Returns the blocks that are to be
+        submitted with the step committed.
         """
         resubmitted = () if as_shown else shown
         for block in shown[-1:] if as_shown else ():
@@ -139,11 +121,9 @@ class ResidentWeights(Verification):
 
 
 class WeightsInPlace(Verification):
-    """Weights in host memory (`RankState.in_place`).
-
-    A correction is published. That of the last block is submitted behind *seal*; or all of them, where they have other hyperparameters or
-    the step before was clipped: they hide behind the forward pass, which would otherwise wait for the first answer. Other blocks that
-    differ are corrected before weights are fetched.
+    """Weights in host memory. A correction is published. That of the last block is submitted behind *seal*; or all of them, where they have
+    other hyperparameters or the step before was clipped: they hide behind the forward pass, which would otherwise wait for the first
+    answer. Other blocks that differ are corrected before weights are fetched.
     """
 
     n_clipped = 0  # at the start

@@ -1,13 +1,13 @@
-"""Device-owned entries of one rank: exact fp32 state that the device updates at once.
+"""Columns that the device owns: when they are selected and which ones, and the exact fp32 state of their entries, which the device updates
+at once.
 
-The arena alone is AdamW's exact state: the worker replays *every* element, the selected columns too (they are scattered over the rows, so
-leaving them out would save no memory traffic). The state here is a copy of the selected entries that runs ahead of the arena: it is
-updated in the step itself instead of up to S + d - 1 steps later. Therefore a new selection moves nothing back to the host.
-
-The training thread gathers the copy from the arena where that is exact and the trainer's: behind the jobs of a synchronous step, and behind
-a flush. So columns change in synchronous steps only, and nothing is reset, dropped or applied twice.
+A column's importance is the squared norm of its gradient (ZenFlow, arXiv 2505.12242, section 3). Partitions hold row ranges, so each rank
+sums over its own rows, and the sums are added over the ranks. The arena alone is AdamW's exact state. The state here is a copy of the
+selected entries that runs ahead of it; the training thread gathers it where the arena is exact and the trainer's: behind the jobs of a
+synchronous step, and behind a flush.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zenflow.core.device import runtime_of
-from lightning_zenflow.core.partition import Partition, Tile
+from lightning_zenflow.core.device import AsyncHostCopy, DeviceNumber, runtime_of
+from lightning_zenflow.core.partition import Tile, column_count
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import ColumnWrite, Selection
 from lightning_zenflow.offload.rank_state import RankState
-from lightning_zenflow.offload.selection import Columns
 from lightning_zenflow.telemetry import Cause
 from lightning_zenflow.worker.moments import Moment
 
@@ -28,34 +27,134 @@ _GATHERED_AT_ONCE = 1 << 20
 """Entries of a tile that are gathered and copied at once, by whole rows: 12 MB of page-locked memory."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Grouping:
-    """What one call of AdamW updates: entries of one parameter group whose parameters have been frozen for as many steps."""
+def select_columns(squared_norms: Tensor, topk_ratio: float) -> Tensor:
+    """Columns with the largest squared norms, in ascending order; among equals the first ones: [..., `column_count`], int64, on the device
+    of `squared_norms`: [..., columns] float32, not negative, finite, the same on every rank.
+    """
+    columns = squared_norms.shape[-1]
+    # Top-k leaves the order of equals open, and all ranks must choose alike: numbers that are never equal, and whose order is that of the
+    # norms, then that of the columns. Bits of floats that are not negative are ordered like the floats.
+    from_last = torch.arange(columns - 1, -1, -1, dtype=torch.int64, device=squared_norms.device)
+    keys = (squared_norms.view(torch.int32).to(torch.int64) << 32) | from_last
+    chosen = torch.topk(keys, column_count(columns, topk_ratio), sorted=False).indices
+    return chosen.sort().values
 
-    groups: Sequence[tuple[int, int]]
-    """Parameter group, and the applied steps of the run that AdamW's count lacks."""
-    of_slice: Mapping[int, int]
-    """For each trained slice, the index of its group."""
 
-    @classmethod
-    def of(cls, partition: Partition, slices: Mapping[int, int]) -> "Grouping":
-        """Of trained slices, each with the applied steps that it has missed."""
-        of_slice = {index: (partition.slices[index].param_group, n_missed) for index, n_missed in slices.items()}
-        numbers = {group: number for number, group in enumerate(sorted(set(of_slice.values())))}
-        return cls(groups=list(numbers), of_slice={index: numbers[group] for index, group in of_slice.items()})
+class ColumnSquaredNorms:
+    """Squared norms of the columns of all matrices of the model in one step, of this rank's rows until they are added over the ranks:
+    `flat`, float32 on the device, and views of it, [columns] each.
+    """
+
+    def __init__(self, columns: Sequence[int], device: torch.device) -> None:
+        self.flat = torch.zeros(sum(columns), dtype=torch.float32, device=device)
+        self.of_parameter = _of_parameters(self.flat, columns, columns)
+
+
+class Selector:
+    """Decides, alike on every rank, in which steps columns are measured and which are selected. `columns` has for each parameter of the
+    model the length of a row of its [out, rest] view, 0 where it has no columns to choose from. `interval` counts steps, or epochs; 0
+    selects once.
+
+    Attributes:
+        epoch: that the next step belongs to.
+        owned: positions of the selected columns in `ColumnSquaredNorms.flat`, on the device; None before the first selection.
+        owned_norm_share: share of the squared norm of the gradient that lies in device-owned columns, copied where it is measured.
+    """
+
+    def __init__(
+        self, columns: Sequence[int], *, topk_ratio: float, by_epoch: bool, interval: int, device: torch.device
+    ) -> None:
+        self._columns = columns
+        self._topk_ratio = topk_ratio
+        self._by_epoch = by_epoch
+        self._interval = interval
+        self._device = device
+        self.epoch = 0
+        self.owned_norm_share = DeviceNumber()
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forgets all selections."""
+        self.owned: Tensor | None = None
+        self._next: int | None = 0  # step or epoch of the next selection
+
+    def state_dict(self) -> dict[str, Any]:
+        """Columns selected last, and the time of the next selection."""
+        return {"owned": None if self.owned is None else self.owned.cpu(), "next": self._next, "epoch": self.epoch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        self.owned = None if state["owned"] is None else state["owned"].to(self._device)
+        # Earlier versions selected again with `select_interval: auto`.
+        selects_again = self._interval > 0 or self.owned is None
+        self._next, self.epoch = state["next"] if selects_again else None, state["epoch"]
+
+    def is_due(self, step: int) -> bool:
+        """Whether to select by the gradient of `step`."""
+        return self._next is not None and self._now(step) >= self._next
+
+    def new_column_norms(self) -> ColumnSquaredNorms:
+        """New sums for one step."""
+        return ColumnSquaredNorms(self._columns, self._device)
+
+    def select(
+        self, column_norms: ColumnSquaredNorms, step: int, *, finite: Tensor
+    ) -> tuple[list[Tensor | None], Tensor] | None:
+        """Chooses columns by the sums of a step, which `finite`, 0-D bool on the device, says is applied. Waits for the device.
+
+        Returns:
+            None if the step is not applied; then the next one selects. Else for each parameter its columns, int64 on the CPU, ascending,
+            None standing for all; and the share of the gradient's squared norm in the columns that were selected before, or in these if
+            they are the first ones: 0-D float32 on the device, not finite where all gradients are zero.
+        """
+        flat = column_norms.flat
+        # All matrices of a width at once, since the host takes half a millisecond for each call; one copy brings all to the host.
+        chosen, positions = self._largest(flat)
+        copied = AsyncHostCopy(torch.cat([finite.long().view(1), chosen])).read()
+        if not copied[0].tolist():
+            return None
+        share = flat.index_select(0, positions if self.owned is None else self.owned).sum() / flat.sum()
+        self.owned = positions
+        self._next = self._now(step) + self._interval if self._interval else None
+        numbers = [column_count(n, self._topk_ratio) if n else 0 for n in self._columns]
+        columns = _of_parameters(copied[1:], self._columns, numbers)
+        return [
+            None if k == n else columns[i] for i, (n, k) in enumerate(zip(self._columns, numbers, strict=True))
+        ], share
+
+    def _largest(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """Columns with the largest norms, in the order of `flat`, and their positions in it: int64 on the device."""
+        none = torch.empty(0, dtype=torch.int64, device=self._device)
+        columns, positions, begin = [none], [none], 0
+        for width, n_matrices in sorted(Counter(self._columns).items()):
+            numel = width * n_matrices
+            if numel:
+                of_width = select_columns(flat.narrow(0, begin, numel).view(n_matrices, width), self._topk_ratio)
+                begins = torch.arange(begin, begin + numel, width, dtype=torch.int64, device=self._device)
+                columns.append(of_width.view(-1))
+                positions.append((of_width + begins.unsqueeze(1)).view(-1))
+                begin += numel
+        return torch.cat(columns), torch.cat(positions)
+
+    def _now(self, step: int) -> int:
+        return self.epoch if self._by_epoch else step
+
+
+def _of_parameters(flat: Tensor, columns: Sequence[int], numbers: Sequence[int]) -> dict[int, Tensor]:
+    """Every parameter's part of `flat`, a view of as many entries as `numbers` says. Matrices of equally many columns are neighbours."""
+    order = sorted(range(len(columns)), key=columns.__getitem__)
+    return dict(zip(order, torch.split(flat, [numbers[parameter] for parameter in order]), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnedTile:
-    """Device-owned entries of one tile, [rows, k], which begin at `begin` among those of its group (`Grouping`)."""
+    """Device-owned entries of one tile, [rows, k], which begin at `begin` among those of a group of `DeviceColumns`."""
 
     tile: Tile
-    number: int
-    """Of the tile."""
     group: int
     begin: int
-    columns: Columns | None
-    """Relative to the tile's first column; None if all of its columns are owned."""
+    columns: Tensor | None
+    """Int64 on the CPU, relative to the tile's first column; None if all of its columns are owned."""
     k: int
 
     @property
@@ -65,12 +164,12 @@ class OwnedTile:
 
 
 class DeviceColumns:
-    """Columns that the device owns, and the tensors of their entries: 12 bytes an entry, and the gradient in the model's type. Each group
-    (`Grouping`) has one array, so that AdamW is one call for a group, and the write of the weights one for the rank.
+    """Columns that the device owns, and the tensors of their entries: 12 bytes an entry, and the gradient in the model's type. Entries of
+    one parameter group whose parameters have been frozen for as many steps have one array, and AdamW is one call for it.
 
     Args:
-        columns: for each slice, the device-owned columns over the whole row; None where the device owns all of them.
-        grouping: of the entries; slices that are in no group own none.
+        columns: for each slice, the device-owned columns over the whole row, as of `Selector.select`.
+        n_missed: for each trained slice the applied steps of the run that AdamW's count lacks; other slices own none.
 
     Attributes:
         columns: as given.
@@ -78,45 +177,42 @@ class DeviceColumns:
         selections: for each tile with such columns, what AdamW needs of its gradient.
     """
 
-    def __init__(self, rank: RankState, columns: Sequence[Columns | None], grouping: Grouping) -> None:
+    def __init__(self, rank: RankState, columns: Sequence[Tensor | None], n_missed: Mapping[int, int]) -> None:
         partition = rank.partition
         self._rank = rank
-        self._groups = grouping.groups
+        kinds = {index: (partition.slices[index].param_group, n) for index, n in n_missed.items()}
+        self._groups = sorted(set(kinds.values()))
         self.columns = columns
-        self._tiles: list[OwnedTile] = []
         numels = [0] * len(self._groups)
+        self._tiles: dict[int, OwnedTile] = {}  # by number
         for number, tile in enumerate(partition.tiles):
-            group = grouping.of_slice.get(tile.slice)
             of_tile, k = _within(columns[tile.slice], tile, partition.slices[tile.slice].columns)
-            if group is not None and k > 0:
-                owned = OwnedTile(tile=tile, number=number, group=group, begin=numels[group], columns=of_tile, k=k)
-                self._tiles.append(owned)
-                numels[group] += owned.numel
+            if tile.slice in kinds and k > 0:
+                group = self._groups.index(kinds[tile.slice])
+                self._tiles[number] = OwnedTile(tile=tile, group=group, begin=numels[group], columns=of_tile, k=k)
+                numels[group] += tile.rows * k
         self.numel = sum(numels)
         self._states = [torch.empty(3, n, dtype=torch.float32, device=rank.device) for n in numels]
         # What gradients are gathered into. After `step` or `load` it has the new weights, until the next gradient.
         self._staging = [torch.empty(n, dtype=rank.dtype, device=rank.device) for n in numels]
         self.selections: dict[int, Selection] = {}
         writes: list[ColumnWrite] = []
-        for owned in self._tiles:
-            tile, on_device = owned.tile, None if owned.columns is None else owned.columns.device
+        for number, owned in self._tiles.items():
+            tile = owned.tile
+            on_device = None if owned.columns is None else runtime_of(rank.device).to_device(owned.columns)
             entries = self._staging[owned.group].narrow(0, owned.begin, owned.numel).view(tile.rows, owned.k)
             param_group, _ = self._groups[owned.group]
             matrix = rank.weights_at(param_group, tile.begin, tile.numel).view(tile.rows, tile.width)
-            self.selections[owned.number] = selection = Selection(columns=on_device, entries=entries)
+            self.selections[number] = selection = Selection(columns=on_device, entries=entries)
             writes.append((matrix, selection))
         self._write = rank.kernels.column_writer(writes)
 
     def load(self, cause: Cause) -> None:
-        """Gathers the exact state of the entries from the arena, with all of torch's threads; behind a flush or synchronous jobs.
-
-        Args:
-            cause: of the time, in which the device has nothing to do.
-        """
+        """Gathers the exact state of the entries from the arena, with all of torch's threads; behind a flush or synchronous jobs."""
         rank = self._rank
         assert not any(block.window or block.jobs for block in rank.blocks), "the arena is exact, and the trainer's"
         with rank.telemetry.measure(cause):
-            for owned in self._tiles:
+            for owned in self._tiles.values():
                 n_rows = max(1, _GATHERED_AT_ONCE // owned.k)
                 for row in range(0, owned.tile.rows, n_rows):
                     part = self._gather(owned, row, min(n_rows, owned.tile.rows - row))
@@ -136,13 +232,12 @@ class DeviceColumns:
             if owned.columns is None:
                 to.copy_(array.read(begin, n_rows * width))
             else:
-                to.view(n_rows, owned.k).copy_(array.read_columns(begin, n_rows, width, owned.columns.host))
+                to.view(n_rows, owned.k).copy_(array.read_columns(begin, n_rows, width, owned.columns))
         return part
 
     def step(self, groups: Sequence[GroupHyperparameters], scale: StepScale) -> None:
         """One exact AdamW step of every entry; `groups` are hyperparameters of each parameter group."""
-        of_groups = zip(self._groups, self._states, self._staging, strict=True)
-        for (param_group, n_missed), state, staging in of_groups:
+        for (param_group, n_missed), state, staging in zip(self._groups, self._states, self._staging, strict=True):
             if staging.numel():
                 own = replace(scale, count=scale.count - n_missed) if n_missed else scale
                 self._rank.kernels.adamw_(state, staging, staging, groups[param_group], own)
@@ -167,18 +262,18 @@ class Ownership:
     def follow(self, slices: Mapping[int, int]) -> None:
         """Makes nothing device-owned, and later entries of these slices only, each with the applied steps that it has missed."""
         self.clear()
-        self._grouping = Grouping.of(self._rank.partition, slices)
+        self._n_missed = slices
 
     def clear(self) -> None:
         """Makes nothing device-owned."""
         self.current: DeviceColumns | None = None
         self.selections: Mapping[int, Selection] = {}
 
-    def take(self, columns: Sequence[Columns | None], cause: Cause) -> None:
+    def take(self, columns: Sequence[Tensor | None], cause: Cause) -> None:
         """Makes other columns device-owned, for each slice over the whole row or None for all; behind a flush or synchronous jobs."""
         # First: both at once would take twice the memory.
         self.clear()
-        taken = DeviceColumns(self._rank, columns, self._grouping)
+        taken = DeviceColumns(self._rank, columns, self._n_missed)
         taken.load(cause)
         # Last: behind an interruption nothing writes what is half there.
         self.current, self.selections = taken, taken.selections
@@ -196,28 +291,23 @@ class Ownership:
 
     def state_dict(self) -> dict[str, Any]:
         """The columns; the values of their entries are the arena's, right after a flush."""
-        columns = {} if self.current is None else {1: [None if c is None else c.host for c in self.current.columns]}
+        columns = {} if self.current is None else {1: list(self.current.columns)}
         # Earlier versions had a selection for each block.
         of_block = [next(iter(columns), None)] * len(self._rank.blocks)
         return {"of_block": of_block, "wanted": of_block, "selections": columns}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`; values are gathered from the arena. Where an earlier version has saved a change of columns that some
-        blocks had still to follow, all have followed.
+        """Inverse of `state_dict`; values are gathered from the arena. Of an earlier version's change of columns that some blocks had still
+        to follow, all have followed.
         """
         self.clear()
         if (number := next(iter(state["wanted"]), None)) is not None:
-            selection = state["selections"][number]
-            self.take(
-                [None if c is None else Columns(device=c.to(self._rank.device), host=c) for c in selection], "flush"
-            )
+            self.take(state["selections"][number], "flush")
 
 
-def _within(columns: Columns | None, tile: Tile, row_length: int) -> tuple[Columns | None, int]:
-    """Columns that lie in a tile, relative to its first one, and their number. Computed on the host: a range of sorted numbers."""
+def _within(columns: Tensor | None, tile: Tile, row_length: int) -> tuple[Tensor | None, int]:
+    """Columns that lie in a tile, relative to its first one, and their number: a range of sorted numbers."""
     if columns is None or tile.width == row_length:
-        return columns, tile.width if columns is None else columns.host.numel()
-    bounds = columns.host.new_tensor([tile.first_column, tile.first_column + tile.width])
-    first, last = torch.searchsorted(columns.host, bounds).tolist()
-    device, host = (of_row[first:last] - tile.first_column for of_row in (columns.device, columns.host))
-    return Columns(device=device, host=host), last - first
+        return columns, tile.width if columns is None else columns.numel()
+    first, last = torch.searchsorted(columns, columns.new_tensor([0, tile.width]) + tile.first_column).tolist()
+    return columns[first:last] - tile.first_column, last - first

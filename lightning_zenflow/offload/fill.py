@@ -1,34 +1,93 @@
-"""Phase *fill*: a step's gradients on their way to the slots and to device-owned columns, before DeepSpeed reuses their buffer. What has
-arrived; small vectors, which are handled together; complete blocks, which go to the worker in backward.
+"""Phase *fill*: a step's gradients on their way to the slots and to device-owned columns, before DeepSpeed reuses their buffer. Sums over
+micro-batches; small vectors, which are handled together; complete blocks, which go to the worker in backward.
 """
 
+import logging
 from collections.abc import Iterable, Sequence, Set
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_zenflow.core.device import DeviceNumber, runtime_of
-from lightning_zenflow.core.partition import Tile, tiles_of_slice
+from lightning_zenflow.core.partition import tiles_of_slice
 from lightning_zenflow.core.step_inputs import GradientNorms, StepScale
 from lightning_zenflow.kernels.base import Destination
-from lightning_zenflow.offload.accumulation import Accumulation
 from lightning_zenflow.offload.columns import Ownership
 from lightning_zenflow.offload.jobs import JobQueue
-from lightning_zenflow.offload.plan import StepContext
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
-from lightning_zenflow.offload.rank_state import Block, RankState, SlotPool, Vectors, runs_of
+from lightning_zenflow.offload.rank_state import Block, RankState, SlotPool, StepContext, Vectors, runs_of
+
+_log = logging.getLogger(__name__)
 
 _LARGEST_NUMEL = 1 << 16
 """Elements of a slice that `VectorGradients` handles. Kept gradients take device memory, and larger ones are worth a pass of their own."""
 
 
-class VectorGradients:
-    """Owner of one step's gradients of small vectors, concatenated in one tensor on the device.
+class Accumulation:
+    """Owner of the sums of gradients over the micro-batches of a step but the last, in device memory or in the slots that the step's
+    gradients go to in the end. Sums are rounded to the model's type after each micro-batch: the same bits wherever they are.
 
-    A transformer has two to three vectors for every matrix, and the cost of a vector is the calls that are made for it. Here one call is
-    made when its gradient arrives; all others serve many vectors at once, at the end of backward or when their block is submitted. Vectors
-    have no columns to choose from, hence no proxies and no provisional update. A slice without gradient has the gradient zero.
+    `where` is `ZenFlowConfig.accumulate_on`; "auto" is decided at the first micro-batch, when the device's memory has been as full as it
+    gets. `pending` are the slices with a sum that has not been taken.
+    """
+
+    def __init__(self, rank: RankState, jobs: JobQueue, *, where: Literal["auto", "device", "host"]) -> None:
+        self._rank = rank
+        self._jobs = jobs
+        self._where = where
+        self._on_device: Tensor | None = None  # [partition.numel], model dtype
+        self.pending: set[int] = set()
+
+    def add(self, slice_index: int, gradient: Tensor, step: int) -> None:
+        """Adds a gradient of a micro-batch that is not the step's last, as `Fill.receive` takes it."""
+        if self._where == "auto":
+            n_bytes = self._rank.partition.numel * self._rank.dtype.itemsize
+            self._where = "device" if runtime_of(self._rank.device).has_room(n_bytes) else "host"
+            _log.info("ZenFlow: accumulate_on='auto': gradients are accumulated on the %s", self._where)
+        if self._where == "host":
+            if slice_index in self.pending:
+                gradient.add_(self.sum(slice_index))
+            else:
+                self._jobs.acquire(self._rank.blocks.of_slice[slice_index], step)
+            for begin, slot in self._jobs.slots.views_of_slice(slice_index):
+                slot.copy_(gradient.narrow(0, begin, slot.numel()), non_blocking=True)
+                self._rank.telemetry.d2h_bytes += slot.nbytes
+        elif slice_index in self.pending:
+            self.sum(slice_index).add_(gradient)
+        else:
+            self.sum(slice_index).copy_(gradient)
+        self.pending.add(slice_index)
+
+    def take(self, slice_index: int) -> Tensor:
+        """A pending sum, which is no longer pending: [slice.numel], model dtype, on the device."""
+        total = self.sum(slice_index)
+        self.pending.remove(slice_index)
+        return total
+
+    def release(self) -> Tensor | None:
+        """Frees the device memory of the sums where none is pending; where some are, returns it."""
+        if not self.pending:
+            self._on_device = None
+        return self._on_device
+
+    def sum(self, slice_index: int) -> Tensor:
+        """A sum, [slice.numel], model dtype, on the device; not initialised before the first gradient."""
+        rank, s = self._rank, self._rank.partition.slices[slice_index]
+        if self._where == "device":
+            if self._on_device is None:
+                self._on_device = torch.empty(rank.partition.numel, dtype=rank.dtype, device=rank.device)
+            return self._on_device.narrow(0, s.begin, s.numel)
+        total = torch.empty(s.numel, dtype=rank.dtype, device=rank.device)
+        for begin, slot in self._jobs.slots.views_of_slice(slice_index):
+            total.narrow(0, begin, slot.numel()).copy_(slot, non_blocking=True)
+            rank.telemetry.h2d_bytes += slot.nbytes
+        return total
+
+
+class VectorGradients:
+    """Owner of one step's gradients of small vectors, concatenated in one tensor on the device. One call is made when a vector's gradient
+    arrives; all others serve many vectors at once, at the end of backward or when their block is submitted.
 
     Attributes:
         of_slice: for each small vector's slice the step's gradient, once it is there: [slice.numel], model dtype, on the device.
@@ -57,15 +116,7 @@ class VectorGradients:
         assert end == self._values.numel(), "blocks and slices ascend alike"
 
     def fill(self, blocks: Sequence[Block], arrived: Set[int]) -> Sequence[Tensor]:
-        """Phase *fill* of some blocks, which are submitted next, or of all others at the end of backward.
-
-        Args:
-            blocks: some of them, ascending; all of them are filled in one pass.
-            arrived: slices whose gradients are there.
-
-        Returns:
-            `SquaredNorms.parts`; empty where the blocks have no vectors.
-        """
+        """Phase *fill* of some blocks, ascending; slices that have not `arrived` have the gradient zero. Returns `SquaredNorms.parts`."""
         of_blocks = [block.vectors for block in blocks if block.vectors is not None]
         if len(blocks) == len(self._rank.blocks):
             return self._fill(of_blocks, self._values, arrived)
@@ -94,33 +145,37 @@ class VectorGradients:
         return [torch.linalg.vector_norm(values, dim=0, keepdim=True, dtype=torch.float64).square_()]
 
 
+class Rectangle(NamedTuple):
+    """A rectangle of a slice that squared norms are taken of, which must not depend on blocks."""
+
+    begin: int
+    """First element in the slice."""
+    rows: int
+    first_column: int
+    width: int
+    parts: list[tuple[int, int]]
+    """Tiles of the partition that block boundaries cut it into, each with its first element in the rectangle."""
+
+
 class Fill:
-    """Phase *fill* of `JobQueue`: the gradients of a step, from their reduction to the slots, and all that is done when one arrives.
+    """Phase *fill*: the gradients of a step, from their reduction to the slots, and all that is done when one arrives.
 
-    A trained slice moves through three sets. It is *pending* while its gradient is a sum over earlier micro-batches
-    (`Accumulation.pending`); *arrived* from when the gradient of the whole step has been routed (`_slice_complete`), which no block then
-    misses (`Block.missing`); and besides *unpolled* until `JobsInFlight.poll` hears that its weights may be overwritten. A parameter
-    without a gradient in a step has the gradient zero, as under ZeRO-2 without offload: its moments decay.
+    A trained slice is *pending* while its gradient is a sum over earlier micro-batches (`Accumulation.pending`); *arrived* from when the
+    gradient of the whole step has been routed, which no block then misses (`Block.missing`); and besides *unpolled* until
+    `JobsInFlight.poll` hears that its weights may be overwritten. A parameter without a gradient in a step has the gradient zero, as under
+    ZeRO-2 without offload: its moments decay.
 
-    *In backward*, single blocks are submitted as soon as the gradients of all of their trained slices have arrived. The factor on the
-    gradients (clipping) is known only at the end of backward. A complete block is submitted before, with a factor that decides on nothing
-    but the weights that the next forward pass sees; the exact state always takes the true one, with the block's next job.
-    Without clipping the factor is known, unless a gradient overflows. With clipping it is
+    *In backward* a block is submitted as soon as the gradients of all of its trained slices have arrived. Its factor, which decides on
+    nothing but the weights that the next forward pass sees, is known without clipping. With clipping it is
 
-    * *predicted* from the gradients so far (`GradientNorms`). The weights differ by at most (1 - beta1) of one normalised update times the
-      factor's error, once; or not at all in place, where blocks with another factor than the true one are published again;
-    * *speculated*, where such blocks would have to wait at the end of the step: as in a step that is not clipped. Behind two applied steps
-      that were clipped no block is submitted in backward.
+    * *predicted* from the gradients so far (`GradientNorms`), or
+    * *speculated* to be that of a step without clipping, where blocks with another factor than the true one would have to wait at the end
+      of the step. Behind two applied steps that were clipped no block is submitted in backward.
 
-    `JobQueue` verifies the factor where forward passes must not see another one than the true one. From the first gradient on that is not
-    finite, submitted blocks are published without the step. (A vector's gradient counts when its block is submitted.)
-
-    Args:
-        accumulate_on: `ZenFlowConfig.accumulate_on`.
-        speculates: whether factors are speculated.
+    From the first gradient on that is not finite, submitted blocks are published without the step. (A vector's gradient counts when its
+    block is submitted.)
 
     Attributes:
-        accumulation: sums over earlier micro-batches.
         trained: slices whose gradients are expected.
         norms: squared norms of what has arrived.
         factor_error: mean relative error of the factors in backward in some step since it was read.
@@ -151,25 +206,14 @@ class Fill:
         self._factors: list[Tensor] = []  # of the blocks that were submitted in this backward pass
         self.factor_error = DeviceNumber()
         self._zero = torch.zeros((), dtype=rank.dtype, device=rank.device)
-        self._norm_parts = dict[
-            int, list[Tensor]
-        ]()  # `SquaredNorms.parts` of the slices of the step that have been routed
-        # For each slice the rectangles that squared norms are taken of, which must not depend on blocks; and the tiles of the partition
-        # that block boundaries cut them into.
-        self._rectangles = [
-            [
-                (
-                    r,
-                    [
-                        part
-                        for part in partition.tiles_by_slice[index]
-                        if r.begin <= partition.tiles[part].begin < r.end
-                    ],
-                )
-                for r in tiles_of_slice(index, s)
-            ]
-            for index, s in enumerate(partition.slices)
-        ]
+        self._norm_parts = dict[int, list[Tensor]]()  # of each slice that has been routed: `SquaredNorms.parts`
+        self._rectangles: list[list[Rectangle]] = []  # by slice
+        for index, (s, tiles) in enumerate(zip(partition.slices, partition.tiles_by_slice, strict=True)):
+            begins = [(tile, partition.tiles[tile].begin) for tile in tiles]
+            self._rectangles.append([])
+            for r in tiles_of_slice(index, s):
+                parts = [(tile, begin - r.begin) for tile, begin in begins if r.begin <= begin < r.end]
+                self._rectangles[-1].append(Rectangle(r.begin - s.begin, r.rows, r.first_column, r.width, parts))
 
     @property
     def arrived(self) -> Set[int]:
@@ -177,7 +221,7 @@ class Fill:
         return self._arrived.keys()
 
     def accumulate(self, slice_index: int, gradient: Tensor, step: int) -> None:
-        """Takes a gradient of a micro-batch that is not its step's last; as `Accumulation.add`."""
+        """Takes a gradient of a micro-batch that is not its step's last."""
         if slice_index in self.trained:
             self.accumulation.add(slice_index, gradient, step)
 
@@ -189,7 +233,7 @@ class Fill:
         self._factors.clear()
         self._norm_parts.clear()
         for block in self._rank.blocks:
-            block.missing = block.slices & self.trained
+            block.missing = block.slices.keys() & self.trained
         self.norms.open(context.number, max_norm=context.inputs.max_norm, loss_scale=context.inputs.loss_scale)
         if self._provisional is not None:
             self._provisional.open(context.inputs.loss_scale)
@@ -206,10 +250,8 @@ class Fill:
             self._submit(complete, context)
 
     def finish(self, context: StepContext) -> Tensor:
-        """Routes the gradients of parameters that the last micro-batch did not use, after backward.
-
-        Returns:
-            Squared norm of this rank's gradients: 0-D float64 on the device, not finite if any element is not.
+        """Routes the gradients of parameters that the last micro-batch did not use, after backward. Returns the squared norm of this rank's
+        gradients: 0-D float64 on the device, not finite if any element is not.
         """
         for index in sorted(self.accumulation.pending):
             self._route(context, index, self.accumulation.take(index))
@@ -235,10 +277,8 @@ class Fill:
                 self.factor_error.copy((torch.stack(self._factors) / scale.factor - 1).abs().mean())
 
     def gradient(self, slice_index: int) -> Tensor:
-        """Gradient of a slice in the step that is next, where `ZenFlowStep.has_gradients`; to be read before it. Waits for the device.
-
-        Returns:
-            [slice.numel], model dtype, on the device or the host.
+        """Gradient of a slice in the step that is next, where `ZenFlowStep.has_gradients`: [slice.numel], model dtype, on the device or the
+        host. To be read before the step. Waits for the device.
         """
         if slice_index in self.accumulation.pending:
             return self.accumulation.sum(slice_index)
@@ -275,21 +315,19 @@ class Fill:
 
     def _route_rectangles(self, context: StepContext, index: int, gradient: Tensor) -> None:
         """Copies one slice's gradient to its destinations, measures it, and updates weights provisionally where some forward pass will lack
-        it; in stream order behind its reduction. Squared norms of columns are added to the step's.
+        it; in stream order behind its reduction.
         """
         s = self._rank.partition.slices[index]
         column_norms = context.column_norms if s.is_matrix else None
         provisional = None if context.shows_exact_weights else self._provisional
         may_be_late = provisional is not None and provisional.applies_to(index)
         parts_of_norm, update = [], None
-        for tile, parts in self._rectangles[index]:
-            # Most slices are one rectangle.
-            part = gradient if tile.numel == s.numel else gradient.narrow(0, tile.begin - s.begin, tile.numel)
-            matrix = part.view(tile.rows, tile.width)
-            destinations = self._destinations(tile, parts)
+        for begin, rows, first_column, width, parts in self._rectangles[index]:
+            matrix = gradient.narrow(0, begin, rows * width).view(rows, width)
+            destinations = self._destinations(parts)
             late = []
-            if may_be_late and tile.rows > 1:
-                late = list(zip((self._rank.blocks.of_tile[part] for part in parts), destinations, strict=True))
+            if may_be_late and rows > 1:
+                late = list(zip((self._rank.blocks.of_tile[tile] for tile, _ in parts), destinations, strict=True))
             per_axis = column_norms is not None or bool(late)
             norms = self._rank.kernels.route(
                 matrix, destinations, per_axis=per_axis, copies=self._rank.d2h.behind(reads=matrix)
@@ -297,7 +335,7 @@ class Fill:
             self._rank.telemetry.d2h_bytes += matrix.nbytes
             parts_of_norm.append(norms.parts)
             if column_norms is not None:
-                column_norms.of_parameter[s.parameter].narrow(0, tile.first_column, tile.width).add_(norms.columns)
+                column_norms.of_parameter[s.parameter].narrow(0, first_column, width).add_(norms.columns)
             if late:
                 update = matrix, norms, late
         if provisional is not None and update is not None:
@@ -307,22 +345,16 @@ class Fill:
 
     def _route_zeros(self, index: int) -> None:
         """Routes a slice without any gradient in the step."""
-        for tile, parts in self._rectangles[index]:
-            for destination in self._destinations(tile, parts):
-                # From the device: in the order of its streams, the slot may still be read for an update that is reapplied.
+        for rectangle in self._rectangles[index]:
+            for destination in self._destinations(rectangle.parts):
+                # From the device: in the order of its streams, the slot may still be read for a kept update.
                 destination.slot.copy_(self._zero.expand_as(destination.slot), non_blocking=True)
                 if destination.selection is not None:
                     destination.selection.entries.zero_()
 
-    def _destinations(self, rectangle: Tile, parts: Iterable[int]) -> list[Destination]:
-        return [
-            Destination(
-                begin=self._rank.partition.tiles[part].begin - rectangle.begin,
-                slot=self._jobs.slots.view(part),
-                selection=self._ownership.selections.get(part),
-            )
-            for part in parts
-        ]
+    def _destinations(self, parts: Iterable[tuple[int, int]]) -> list[Destination]:
+        view, selections = self._jobs.slots.view, self._ownership.selections
+        return [Destination(begin=begin, slot=view(tile), selection=selections.get(tile)) for tile, begin in parts]
 
     def _slice_complete(self, index: int) -> list[Block]:
         """Notes that a slice's gradient of the whole step has been routed; returns the blocks that are complete with it, ascending."""

@@ -2,13 +2,13 @@
 
 import itertools
 from collections import deque
-from collections.abc import Container, Iterable, Set
+from collections.abc import Iterable, Set
 
 import torch
 
 from lightning_zenflow.core.device import Event, SideStream, runtime_of
 from lightning_zenflow.native import Tentative
-from lightning_zenflow.offload.rank_state import Block, Job, RankState, SlotPool, Window, runs_of
+from lightning_zenflow.offload.rank_state import Block, Job, RankState, SlotPool, Window
 from lightning_zenflow.telemetry import Cause
 from lightning_zenflow.worker.process import JobMessage
 
@@ -18,30 +18,23 @@ class JobsInFlight:
     *publish* of `JobQueue`. It alone changes a job. Jobs of one block are published in their order.
 
     New weights are copied from publish buffers into the model during backward, slice by slice, or at the end of the step. Copies in
-    backward run on a stream of their own, beside the gradient copies (d2h) and the kernels of backward. They are ordered behind an event,
-    so a device that runs behind the host makes them in backward, even where the host enqueues them at the end of the step.
+    backward are ordered behind an event on a stream of their own, so a device that runs behind the host makes them in backward, even where
+    the host enqueues them at the end of the step.
 
-    *In place* (`RankState.in_place`) nothing is copied: the publish buffers are the weights. Block b always publishes to buffer b, one
-    behind the other; the buffer behind them is that of discarded weights. With S = 1, d = 0 only (`ZenFlowConfig.with_weights_on_host`): a
-    step reads weights when their jobs of the step before are published (`publish_blocks`). Layers whose gradients come last in backward
-    are fetched first in the next forward pass. So the newest job is the most urgent one, and each is in time if the work fits into backward
-    and forward.
+    *In place* (`RankState.in_place`, S = 1, d = 0) nothing is copied: the publish buffers are the weights. Block b always publishes to
+    buffer b; the buffer behind them is that of discarded weights. A step waits for the jobs of the step before where it reads their weights
+    (`publish_blocks`). A job owns its block's weights from its submission until *done*, and writes them while backward may still be
+    running: its word is behind the gradients of all slices of the block, and these are behind the step's last reads of their weights, by
+    kernels or by copies to the device that kernels wait for. A copy that nothing waits for may read a mixture. In a flush the word was
+    written before the job is submitted, so the training thread waits for the device.
 
-    In place a job owns its block's weights from its submission until *done*, and writes them while backward may still be running: its word
-    is behind the gradients of all slices of the block, and these are behind the step's last reads of their weights, by kernels or by copies
-    to the device that kernels wait for. A copy that nothing waits for may read a mixture. In a flush the word was written before the job is
-    submitted, so the training thread waits for the device.
-
-    Args:
-        slots: takes back the slots that jobs have committed.
-        has_scratch: whether there are jobs whose weights are discarded, which have a buffer of their own.
+    With `has_scratch` there are jobs whose weights are discarded, which have a buffer of their own.
 
     Attributes:
         free_buffers: publish buffers that no job uses, the one that has been free longest first, each with the event behind the device's
             last copies from it; None: a step has been sealed behind them.
         n_in_backward: blocks that were submitted in backward and published, since the start.
-        n_late: those of them that were not done when the training thread waited for them: at the end of the step, which a CUDA device may
-            have ended later, or in place where they were fetched.
+        n_late: those of them that were not done when the training thread waited for them.
     """
 
     def __init__(self, rank: RankState, slots: SlotPool, *, has_scratch: bool) -> None:
@@ -61,14 +54,9 @@ class JobsInFlight:
         self._worker.diagnosis = self._diagnosis
         self.follow(range(len(rank.partition.slices)))
 
-    def follow(self, trained: Container[int]) -> None:
+    def follow(self, trained: Iterable[int]) -> None:
         """Publishes these slices from now on."""
-        partition = self._rank.partition
-        for block in () if self._rank.in_place else self._rank.blocks:
-            block.published.clear()
-            for index in block.tiles:
-                if (number := partition.tiles[index].slice) in trained:
-                    block.published.setdefault(number, []).append(index)
+        self._trained = frozenset(trained)
 
     def grow_buffers(self, n_buffers: int) -> None:
         """Allows jobs to use the first `n_buffers` buffers of the arena."""
@@ -98,16 +86,11 @@ class JobsInFlight:
         tentative: Tentative = Tentative.NONE,
         overwritable: Event | None = None,
     ) -> None:
-        """Makes a window a job, which `SupervisedWorker.send` sends; within `records`, together with the change of the block's window.
+        """Makes a block's window a job, which `SupervisedWorker.send` sends; within `records`, together with the change of the window.
 
-        Args:
-            block: a block.
-            window: of the block.
-            buffer: the block's `free_buffer`; None: the weights are discarded. In place a correction has that of the job in backward.
-            due_step: step at whose end the weights are published.
-            prediction_steps: steps along the momentum by which they are ahead of the exact weights.
-            tentative: whether the window's last gradient is applied to the published weights only, and with which factor.
-            overwritable: of a job in backward: the event from which on no kernel of the step reads or updates the block's weights.
+        `buffer` is the block's `free_buffer`, or None: the weights are discarded; in place a correction has that of the job in backward.
+        The weights are `prediction_steps` along the momentum ahead of the exact ones. A job in backward has `overwritable`, the event from
+        which on no kernel of the step reads or updates the block's weights.
         """
         n_committed = len(window.slots) - (tentative is not Tentative.NONE)
         holds_buffer = buffer is not None and tentative is not Tentative.CORRECTION
@@ -124,7 +107,8 @@ class JobsInFlight:
                 tentative=tentative,
             )
         )
-        slices = set() if buffer is None else set(block.published)
+        is_copied = buffer is not None and not self._rank.in_place
+        slices = block.slices.keys() & self._trained if is_copied else set()
         job = Job(
             block=block,
             window=window,
@@ -132,7 +116,7 @@ class JobsInFlight:
             due_step=due_step,
             buffer=buffer,
             submission=submission,
-            held_slots=window.slots[:n_committed],
+            committed_slots=window.slots[:n_committed],
             holds_buffer=holds_buffer,
             read=slices if overwritable is None else set(),
             overwritable=[] if overwritable is None else [(overwritable, slices)],
@@ -145,7 +129,7 @@ class JobsInFlight:
 
     def poll(self, step: int, new: Set[int]) -> None:
         """Reads the answers that are there, and copies weights of jobs that are done and due at the end of the step; in backward. Never
-        waits. `new` are slices whose weights are neither read nor updated any more in this step, since the last call.
+        waits. `new` are slices whose weights the step neither reads nor updates any more, since the last call.
         """
         changed: list[Job] = []
         overwritable: Event | None = None
@@ -171,10 +155,8 @@ class JobsInFlight:
         return True
 
     def publish(self, step: int, cause: Cause, *, due_only: bool) -> dict[Block, int]:
-        """Waits for all jobs, or for those that are due and all before them, and copies their weights into the model.
-
-        Returns:
-            For each block whose weights were overwritten since the last call, the last step that its weights are exact for.
+        """Waits for all jobs, or for those that are due and all before them, and copies their weights into the model. Returns for each
+        block whose weights were overwritten since the last call the last step that they are exact for.
         """
         due = [index for index, job in enumerate(self._jobs) if job.due_step <= step or not due_only]
         for _ in range(due[-1] + 1 if due else 0):
@@ -228,7 +210,6 @@ class JobsInFlight:
         with self._rank.records:
             self._jobs.remove(job)
             job.block.jobs.popleft()
-            self._free_slots(job)
             if job.buffer is not None:
                 self._published[job.block] = job.window.last_step
                 if copied is not None:
@@ -243,7 +224,7 @@ class JobsInFlight:
 
     def _is_shown_tentatively(self, job: Job) -> bool:
         """Whether a block's weights in the model will be those of this job, with a tentative gradient."""
-        shown = next((other for other in reversed(job.block.jobs) if other.is_shown), None)
+        shown = next((other for other in reversed(job.block.jobs) if other.buffer is not None), None)
         return job.tentative is not Tentative.NONE and shown is job
 
     def _wait_for(self, jobs: Iterable[Job], cause: Cause) -> None:
@@ -270,14 +251,8 @@ class JobsInFlight:
         """Takes the worker's answer, and frees slots."""
         with self._rank.records:
             self._unanswered.remove(job)
-            # What an earlier publish of the block overwrites may be reapplied from the slots (`ProvisionalUpdate`); nothing in place.
-            if job.block.jobs[0] is job or self._rank.in_place:
-                self._free_slots(job)
+            self._slots.free += job.committed_slots
         return job
-
-    def _free_slots(self, job: Job) -> None:
-        self._slots.free += job.held_slots
-        job.held_slots = ()
 
     def _publish_in_backward(self, job: Job) -> None:
         """Copies weights of an answered job that may be overwritten. A job in backward gives back its buffer behind the last of them."""
@@ -300,14 +275,15 @@ class JobsInFlight:
 
     def _copy(self, job: Job, slices: Iterable[int]) -> None:
         """Copies the new weights of some slices from the job's buffer into the model, on the current stream."""
-        block, partition = job.block, self._rank.partition
-        new_weights = self._rank.arena.publish[job.buffer]
-        targets, sources = [], []
-        tiles = (tile for number in sorted(slices) for tile in block.published[number])
-        for index, numel in runs_of(partition, tiles).items():
-            tile = partition.tiles[index]
-            targets.append(self._rank.weights_at(partition.slices[tile.slice].param_group, tile.begin, numel))
-            sources.append(new_weights.narrow(0, tile.begin - block.begin, numel))
-            self._rank.telemetry.h2d_bytes += numel * new_weights.element_size()
-        if targets:
+        # Neighbours of one parameter group are one copy.
+        ranges: list[tuple[int, int, int]] = []
+        for group, begin, end in (job.block.slices[number] for number in sorted(slices)):
+            if ranges and (ranges[-1][0], ranges[-1][2]) == (group, begin):
+                begin = ranges.pop()[1]
+            ranges.append((group, begin, end))
+        if ranges:
+            targets = [self._rank.weights_at(group, begin, end - begin) for group, begin, end in ranges]
+            new_weights, first = self._rank.arena.publish[job.buffer], job.block.begin
+            sources = [new_weights[begin - first : end - first] for _, begin, end in ranges]
+            self._rank.telemetry.h2d_bytes += sum(source.nbytes for source in sources)
             torch._foreach_copy_(targets, sources, non_blocking=True)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from statistics import fmean
 
 from torch import Tensor
@@ -14,36 +14,22 @@ from lightning_zenflow.core.step_inputs import GroupHyperparameters, step_word
 from lightning_zenflow.native import Tentative
 from lightning_zenflow.offload.clip_verification import ResidentWeights, WeightsInPlace
 from lightning_zenflow.offload.in_flight import JobsInFlight
-from lightning_zenflow.offload.plan import StepContext
-from lightning_zenflow.offload.rank_state import Block, RankState, SlotPool, Window
+from lightning_zenflow.offload.rank_state import Block, RankState, SlotPool, StepContext, Window
 from lightning_zenflow.telemetry import Cause
 from lightning_zenflow.worker.arena import WORD_BYTES, StepWords
 
 
 class JobQueue:
-    """Takes the blocks through each step: their windows become update jobs (`JobsInFlight`).
+    """Takes the blocks through the phases of a step (docs/how_it_works.md), whose names the methods have: windows become update jobs
+    (`JobsInFlight`). A block acquires a free slot before its first gradient. The step's word, behind all copies to slots, has its factor
+    (clip coefficient over loss scale) and its number; the worker polls it.
 
-    Each step t has these phases; the code repeats their names.
+    With d = 0 a block is submitted *in backward*, as soon as it is filled: the step is then *tentative*, with a predicted factor and a word
+    of the block's own (`Fill`), and its gradient stays in the block's next window. In place a job is waited for where its weights are
+    fetched in the next step (`await_slice`).
 
-    1. *open*: the first gradient of the step's last micro-batch arrives.
-    2. *fill*: in backward, gradients are copied to the slots, in stream order. A block acquires a free slot before its first gradient.
-    3. *seal*: behind all of these copies, the step's word is copied to its record: its factor (clip coefficient over loss scale) and its
-       number. The worker polls the word; the training thread never waits for the copies.
-    4. *submit*: the windows that close at t become jobs. With d = 0 a block is submitted *in backward*, as soon as it is filled: step t is
-       then *tentative*, with a predicted factor and a word of the block's own (`Fill`), and its gradient stays in the block's next window.
-    5. *replay*, in the worker (``csrc/common/protocol.h``): from the words of a job on until its *done*.
-    6. *publish*: jobs that are due at t are waited for, and their weights are copied into the model; in place (`JobsInFlight`) they are
-       there, and a job is waited for where its weights are fetched in step t + 1 (`await_slice`).
-    7. *verify*, where no forward pass may see another factor than the true one (`Verification`).
-
-    *flush* closes every open window, commits what is tentative and publishes every job: the arena is then the exact state of all steps.
-    `SlotPool`, `_write_word` and `_commit_early` say when memory is used again.
-
-    Args:
-        schedule: S and d at the start.
-        compensation: weight prediction and provisional updates of the run.
-        in_backward: whether blocks may be submitted in backward.
-        verifies: whether no forward pass may see another clip factor than the true one.
+    `schedule` has S and d at the start. Blocks may be submitted in backward with `in_backward`. With `verifies` no forward pass may see
+    another clip factor than the true one.
 
     Attributes:
         n_steps_in_backward: steps in which blocks were submitted in backward, since the start.
@@ -66,7 +52,7 @@ class JobQueue:
         self._compensation = compensation
         self._in_backward = in_backward
         # Whether host-owned weights equal the master weights of some step at all times.
-        self._publishes_exactly = not (compensation.predicts_weights or compensation.updates_provisionally)
+        self._publishes_exactly = compensation.weight_prediction == 0 and not compensation.updates_provisionally
         # In place a job may begin behind the end of its step. But weights that are published again start from moments that have been
         # rounded, if they are: which job has shown the true factor makes a difference then, and must not depend on when the worker begins.
         may_know = verifies and rank.in_place and not rank.arena.rounds
@@ -84,14 +70,16 @@ class JobQueue:
         self.set_schedule(schedule)
 
     def set_schedule(self, schedule: UpdateSchedule) -> None:
-        """Uses another S and d from the next submission on; S is a power of two times, or a power of two'th of, the S before.
-
-        Windows of the longer S begin and end where some of the shorter S do, so no window is ever longer than the longer S.
+        """Uses another S and d from the next submission on. The quotient of the two S is a power of two: windows of the longer S begin and
+        end where some of the shorter S do, so no window is ever longer than the longer S.
         """
         rank = self._rank
         self.schedule = StaggeredSchedule.of(
             schedule, n_blocks=len(rank.blocks), in_backward=self._in_backward, in_place=rank.in_place
         )
+        blocks, phases = rank.blocks, range(schedule.update_interval)
+        self._closing = [[blocks[number] for number in self.schedule.closing_blocks(phase)] for phase in phases]
+        self._prediction_steps = lru_cache(partial(self._compensation.prediction_steps, schedule))  # by beta1
         # Windows of the S before may still be open, and jobs of the d before in flight.
         self._longest = max(self._longest, schedule.update_interval)
         self._largest_lag = max(self._largest_lag, schedule.publish_lag)
@@ -111,9 +99,9 @@ class JobQueue:
     def acquire(self, blocks: Iterable[Block], step: int) -> None:
         """Phase *fill*, before a gradient of these blocks is written to the slots: those without a slot for the step acquire one.
 
-        Waits where none is free (backpressure). The awaited jobs need nothing that the device has not been given before. Several ranks
-        cannot wait for each other here: all enqueue the same collectives in the same order, and a job's gradients depend only on those
-        before its submission. So of the collectives that jobs wait for, the first is enqueued on every rank.
+        Waits where none is free (backpressure), for jobs that need nothing that the device has not been given before. Several ranks cannot
+        wait for each other here: all enqueue the same collectives in the same order, and a job's gradients depend only on those before its
+        submission. So of the collectives that jobs wait for, the first is enqueued on every rank.
         """
         for block in blocks:
             if block.slot is None:
@@ -129,23 +117,18 @@ class JobQueue:
         self.in_flight.free_buffers = dict.fromkeys(buffers)
 
     def submit_closing(self, context: StepContext, groups: Sequence[GroupHyperparameters]) -> None:
-        """Phase *submit*: the windows that the schedule closes, or all of them in a synchronous step.
-
-        Args:
-            context: the step.
-            groups: its hyperparameters, which may be others than in backward.
+        """Phase *submit*: the windows that the schedule closes, or all of them in a synchronous step; `groups` are the step's
+        hyperparameters, which may be others than in backward.
         """
         step = context.number
         self._end_fill(step)
         shown = list(self.submitted_in_backward)
         self.n_steps_in_backward += bool(shown)
         self.shows_exact = context.shows_exact_weights
-        blocks, due_step = self._rank.blocks, self._due_step(step)
-        closing: Sequence[Block] = [blocks[number] for number in self.schedule.closing_blocks(step)]
-        self._ahead = self._prediction_steps(groups)
+        closing, due_step, self._ahead = self._closing_at(step), self._due_step(step), self._steps_ahead(groups)
         if context.synchronous:
             # All windows close, and are published exactly in this step.
-            closing, due_step, self._ahead = blocks, step, 0.0
+            closing, due_step, self._ahead = self._rank.blocks, step, 0.0
         again: Sequence[Block] = ()
         if self._verifies:
             as_shown, is_awaited = groups == context.inputs.groups, bool(closing) and due_step == step
@@ -156,19 +139,15 @@ class JobQueue:
 
     def can_submit_in_backward(self, block: Block, step: int) -> bool:
         """Whether a block's window closes in the open step and is published in it, and no older weights are still to be shown."""
-        at_once = self.schedule.publish_lag == 0
         # After a change to d = 0 an older job may be in flight, whose weights would otherwise come up behind these.
-        return at_once and block.number in self.schedule.closing_blocks(step) and block.next_due() is None
+        at_once = self.schedule.publish_lag == 0 and not block.is_overwritten
+        return at_once and block in self._closing_at(step)
 
     def submit_in_backward(self, block: Block, context: StepContext, word: Tensor) -> None:
-        """Phase *submit* of one block in backward, behind its gradient, which is applied tentatively.
-
-        Args:
-            block: one that `can_submit_in_backward`.
-            context: the step of the backward pass.
-            word: the block's, on the device, with a predicted factor; NaN: the published weights do not have the gradient.
+        """Phase *submit* of a block that `can_submit_in_backward`, behind its gradient, which is applied tentatively; `word` is the
+        block's, on the device, with a predicted factor, or NaN: then the published weights do not have the gradient.
         """
-        step, ahead = context.number, self._prediction_steps(context.inputs.groups)
+        step, ahead = context.number, self._steps_ahead(context.inputs.groups)
         while (buffer := self.in_flight.free_buffer(block)) is None:
             # Every job that was submitted in this backward pass gives its own back.
             answered = self.in_flight.read_answer("slot")
@@ -202,9 +181,8 @@ class JobQueue:
         return published
 
     def flush(self, step: int) -> None:
-        """Closes every open window and publishes every job; arena and weights are then the exact state after `step`.
-
-        May be called again after an exception has interrupted it, or the step.
+        """Closes every open window, commits what is tentative and publishes every job; arena and weights are then the exact state after
+        `step`. May be called again after an exception has interrupted it, or the step.
         """
         if self._open_step == step:
             # Interrupted behind phase *seal*.
@@ -232,6 +210,11 @@ class JobQueue:
         self.slots.check_integrity(block.slot for block in self._rank.blocks if block.slot is not None)
         self.in_flight.check_integrity()
 
+    def _wait_for_readers(self) -> None:
+        """Waits until the worker may write to free buffers without a word of the device that orders it behind their readers."""
+        with self._rank.telemetry.measure("flush"):
+            runtime_of(self._rank.device).synchronize()
+
     def _forget_words(self, step: int) -> None:
         """Forgets words of a step whose backward pass or end was interrupted: they would match when the step is repeated."""
         with self._rank.telemetry.measure("flush"):
@@ -239,11 +222,6 @@ class JobQueue:
             runtime_of(self._rank.device).synchronize()
         self._rank.arena.block_words.reset()
         self._rank.arena.step_words[step].zero_()
-
-    def _wait_for_readers(self) -> None:
-        """Waits until the worker may write to free buffers without a word of the device that orders it behind their readers."""
-        with self._rank.telemetry.measure("flush"):
-            runtime_of(self._rank.device).synchronize()
 
     def await_slice(self, index: int) -> None:
         """Phase *publish* of the blocks of one slice, whose weights are about to be fetched; in place."""
@@ -264,8 +242,7 @@ class JobQueue:
         self.in_flight.follow(slices)
 
     def _write_word(self, words: StepWords, index: int, word: Tensor, *, behind: Iterable[Event | None]) -> None:
-        """Copies a word, in the device's order behind its last copies from the buffers that the word's jobs write: nobody waits for them.
-
+        """Copies a word, in the device's order `behind` its last copies from the buffers that the word's jobs write: nobody waits for them.
         Where the word was written before its job is submitted, `JobsInFlight.await_buffer` waits.
         """
         for event in behind:
@@ -275,8 +252,11 @@ class JobQueue:
             words[index].copy_(word, non_blocking=True)
         self._rank.telemetry.d2h_bytes += WORD_BYTES
 
-    def _prediction_steps(self, groups: Sequence[GroupHyperparameters]) -> float:
-        return self._compensation.prediction_steps(self.schedule, fmean(group.beta1 for group in groups))
+    def _closing_at(self, step: int) -> Sequence[Block]:
+        return self._closing[step % len(self._closing)]
+
+    def _steps_ahead(self, groups: Sequence[GroupHyperparameters]) -> float:
+        return self._prediction_steps(fmean(group.beta1 for group in groups))
 
     def _due_step(self, step: int) -> int:
         # In place: the end of the next step, if nothing fetches the weights before.
@@ -294,19 +274,18 @@ class JobQueue:
     def _commit_early(self, step: int) -> None:
         """Commits what the windows hold that `step`, which is being filled, closes; or if there are none, what all windows hold.
 
-        Where steps are accumulated in host memory, or a step does not submit in backward while windows hold gradients that are shown
-        already. So n_blocks slots are enough for d = 0. It depends on the order of arrival alone, never on the worker's speed: runs repeat.
+        Needed where steps are accumulated in host memory, or a step does not submit in backward while windows hold gradients that are shown
+        already. It depends on the order of arrival alone, never on the worker's speed: runs repeat.
         """
         held = [b for b in self._rank.blocks if (w := b.window) and w.slots and w.last_step < step]
-        closing = [b for b in held if b.number in self.schedule.closing_blocks(step)]
+        closing = [b for b in held if b in self._closing_at(step)]
         assert held and self._in_backward, "the schedule bounds the number of slots in use"
-        due_step = max([step, *(job.due_step for block in self._rank.blocks for job in block.jobs)])
         for block in closing or held:
             window = block.window
             assert window is not None
             with self._rank.records:
                 block.window = Window(first_step=step)
-                self.in_flight.enqueue(block, window, None, due_step=due_step)
+                self.in_flight.enqueue(block, window, None, due_step=self._due_step(step))
             self._worker.send()
 
     def _drop_open_step(self, step: int) -> None:

@@ -1,12 +1,13 @@
-"""State of the step that is next, its inputs, which are fixed when the backward pass of its last micro-batch begins, and its kind:
-synchronous or asynchronous, measuring, selecting, changing the schedule (`update_interval: auto`, `publish_lag: auto`).
+"""Plans of the steps: synchronous or asynchronous, selecting columns, changing the schedule. The automatic choice of the schedule
+(`update_interval: auto`, `publish_lag: auto`): measure, choose the least stale one that hides, look again.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,70 +15,113 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import AsyncHostCopy, runtime_of
-from lightning_zenflow.core.schedule import SchedulePolicy, StaggeredSchedule, UpdateSchedule, load_and_stall
-from lightning_zenflow.core.step_inputs import GroupHyperparameters
-from lightning_zenflow.offload.rank_state import RankState
-from lightning_zenflow.offload.selection import ColumnSquaredNorms, Selector
+from lightning_zenflow.core.schedule import UpdateSchedule
+from lightning_zenflow.offload.columns import Selector
+from lightning_zenflow.offload.jobs import JobQueue
+from lightning_zenflow.offload.rank_state import RankState, StepContext, StepInputs
 
-if TYPE_CHECKING:
-    from lightning_zenflow.offload.jobs import JobQueue
+SMALL_STALL = 0.05
+"""Tolerated wait, as a share of a step."""
 
+HIDDEN, LIKELY_HIDDEN = 0.95, 0.85
+"""Largest share of the time that may hide the worker's which counts as hidden where it was measured, and where it is predicted."""
 
-class StepState(Enum):
-    """State of the step that is next, and what `ZenFlowStep` has of it."""
+_FALLEN = 0.5
+"""A less stale schedule is taken where the load is at most this part of what it was when the present one was taken."""
 
-    IDLE = auto()
-    """No backward pass since the last step: `micro_batches` is 0, there is no context and no norm."""
-    ACCUMULATING = auto()
-    """The last micro-batch's backward pass has not begun: `micro_batches` is more than 0, there is no context."""
-    OPEN = auto()
-    """It has begun, or is over: the step's `StepContext` is fixed. No more gradients are received once there is a squared norm."""
-    UNDER_WAY = auto()
-    """A change between these, or the phases behind *reduce*. If it is found by a later call, an exception has interrupted them."""
+_IN_BACKWARD = 0.55
+"""Part of a step that hides work where d = 0 and each gradient is submitted in backward, which is some 2/3 of a step. On several ranks the
+gather at its end hides nothing; where it is long, the measured waits decide."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepInputs:
-    """What the optimizer around a step decides."""
+def load_and_stall(steps: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Worker's time / device's time, and the share of the time spent waiting, over several steps of one schedule.
 
-    groups: Sequence[GroupHyperparameters]
-    """Hyperparameters of each parameter group."""
-    loss_scale: float
-    """Factor that the loss is multiplied by before backward."""
-    max_norm: float
-    """Largest norm of the whole gradient after clipping; 0: no clipping."""
-    factor: torch.Tensor | None = None
-    """Factor that the user's code has put on all gradients: 0-D float32, on the device or the CPU."""
+    Medians, and without the step that waited longest: a single slow step, of the data loader say, does not depend on the schedule.
+
+    Args:
+        steps: for each step the seconds of the device without waiting, of the worker's computation, and of waiting; at least two steps.
+    """
+    device, worker, waits = zip(*sorted(steps, key=lambda step: step[2])[:-1], strict=True)
+    load = median(worker) / max(median(device), 1e-9)
+    return load, sum(waits) / max(sum(device) + sum(waits), 1e-9)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepContext:
-    """One optimizer step, passed along with its gradients; its kind is the same on every rank."""
+def relative_cost(schedule: UpdateSchedule) -> float:
+    """Worker's time per step, relative to S = 1 with a lag; with d = 0 a job applies one more gradient, tentatively.
 
-    number: int
-    """Counted from 1."""
-    inputs: StepInputs
-    """Read as backward begins; `ZenFlowStep.step` reads hyperparameters and largest norm again."""
-    schedule: StaggeredSchedule
-    """S and d of each block."""
-    synchronous: bool
-    """Every window closes and is published in the step itself, exactly."""
-    submits_in_backward: bool
-    """Blocks whose window closes are submitted as soon as their gradient is complete."""
-    column_norms: ColumnSquaredNorms | None
-    """Sums for the column proxies, which decide on new columns, in synchronous steps only; None in steps that do not select."""
-    releases: bool
-    """The device gives up its columns, because nothing is late any more; in synchronous steps only."""
+    The coefficients are fitted to two cores near the limit of memory bandwidth (0.60, 0.67, 0.93 ns per parameter and job for S = 1, 2, 4);
+    with more cores for that bandwidth, a larger S saves more.
+    """
+    s = schedule.update_interval
+    return (0.5 + 0.1 * (s + (schedule.publish_lag == 0))) / (0.6 * s)
 
-    @property
-    def shows_exact_weights(self) -> bool:
-        """The step ends with weights that have all of its gradients, so that no provisional update is needed."""
-        return self.synchronous or self.schedule.is_immediate
 
-    @property
-    def changes_columns(self) -> bool:
-        """The device owns other columns, or none, from the end of the step on."""
-        return self.column_norms is not None or self.releases
+class SchedulePolicy:
+    """Chooses a schedule by observations. Deterministic, so that ranks with equal observations agree.
+
+    It begins with the least stale schedule. Each look at measured times has one of these answers:
+
+    * *Steps wait*, in two looks in a row, and the worker's own load explains the wait: a staler schedule, the least stale one that hides.
+      If steps with d = 0 wait although the work hides, the last blocks are late, which a longer window would not change: d grows.
+    * *The load has halved* since the present schedule was taken: a less stale one, the least stale one that hides.
+    * Otherwise nothing changes: no schedule mends a wait that another process causes.
+
+    S is a power of two: windows of S and 2 S steps then close at the same steps, and a change needs neither a pause nor more slots than
+    the larger S.
+
+    Args:
+        candidates: S and d to choose from, the least stale first; with one, those of a smaller S and the same d as well.
+
+    Attributes:
+        schedule: the current one.
+    """
+
+    def __init__(self, candidates: Sequence[UpdateSchedule]) -> None:
+        self._candidates = list(candidates)
+        self.schedule = self._candidates[0]
+        self._waited = False  # in the last look
+        self._taken_at = math.inf
+        """The load of S = 1 with a lag at which the present schedule was taken because steps waited."""
+
+    def observe(self, load: float, stall: float) -> str | None:
+        """Looks at `load_and_stall` of the slowest rank and changes `schedule` where that is due. Returns the reason, for the log; None if
+        there is no change.
+        """
+        present = self.schedule
+        of_one = load / relative_cost(present)
+        # For each schedule the worker's time / the part of the device's time that may hide it.
+        occupied = {
+            c: of_one * relative_cost(c) / (1.0 if c.publish_lag > 0 else _IN_BACKWARD) for c in self._candidates
+        }
+        hides = occupied[present] <= HIDDEN
+        # Without a lag the last blocks are exposed even where the work hides.
+        explained = stall <= load if present.publish_lag == 0 else not hides
+        waited_before, self._waited = self._waited, stall > SMALL_STALL and explained
+        if self._waited and waited_before:
+            self._waited = False
+            staler = [c for c in self._candidates if c > present and occupied[c] < occupied[present]]
+            if present.publish_lag == 0 and hides:
+                staler = [c for c in staler if c.publish_lag > 0]
+            if not staler:
+                return None
+            # If there is none that likely hides, the one that comes nearest to it.
+            nearest = min(staler, key=occupied.__getitem__)
+            self.schedule = next((c for c in staler if occupied[c] <= LIKELY_HIDDEN), nearest)
+            self._taken_at = of_one
+            return f"{stall:.1%} of the time is spent waiting, and the worker needs {load:.2f} of a step"
+        if not self._waited and of_one <= _FALLEN * self._taken_at:
+            for c in self._candidates:
+                if c < present and occupied[c] <= LIKELY_HIDDEN:
+                    self.schedule = c
+                    return f"the worker needs {load:.2f} of a step only"
+        return None
+
+    def restore(self, schedule: UpdateSchedule) -> None:
+        """Continues a run; ignores a schedule that is not a candidate. Past looks are forgotten."""
+        if schedule in self._candidates:
+            self.schedule = schedule
+            self._waited, self._taken_at = False, math.inf
 
 
 _LOOK = 16
@@ -85,39 +129,29 @@ _LOOK = 16
 
 
 class ScheduleControl:
-    """Measures steps, reduces what it measured over the ranks, lets the policy decide, and measures again.
-
-    All ranks decide alike at the same steps.
+    """Measures steps, reduces what it measured over the ranks, lets the policy decide, and measures again; on all ranks in the same steps.
 
     Not measured are the first steps, which compile and touch memory, the steps right after a decision, whose windows may still have the
-    old length, and the steps around an interruption such as a validation. Used by one rank's training thread only. Never waits for the
-    device: reduced numbers are read some steps later.
-
-    Args:
-        auto: the policy.
-        rank: its clocks are read.
+    old length, and the steps around an interruption such as a validation. Never waits for the device: reduced numbers are read some steps
+    later.
     """
 
-    def __init__(self, auto: SchedulePolicy, rank: RankState) -> None:
-        self._auto = auto
+    def __init__(self, policy: SchedulePolicy, rank: RankState) -> None:
+        self._policy = policy
         self._rank = rank
         self._steps: list[tuple[float, float, float]] = []  # see `load_and_stall`
+        # The step at whose end the reduced numbers can be read, and these numbers (see `_reduce`).
         self._sent: tuple[int, AsyncHostCopy] | None = None
-        """Step at whose end the reduced numbers can be read, and these numbers (see `_reduce`)."""
         self.interrupt()
 
     @property
     def schedule(self) -> UpdateSchedule:
         """The current schedule."""
-        return self._auto.schedule
+        return self._policy.schedule
 
-    def state_dict(self) -> dict[str, Any]:
-        """The schedule, as plain numbers. Excludes measured steps."""
-        return asdict(self.schedule)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`."""
-        self._auto.restore(UpdateSchedule(**state))
+    def restore(self, schedule: UpdateSchedule) -> None:
+        """As `SchedulePolicy.restore`."""
+        self._policy.restore(schedule)
         self._sent = None
         self._steps.clear()
         self.interrupt()
@@ -130,35 +164,31 @@ class ScheduleControl:
         self._last = self._clocks()
 
     def end_step(self, context: StepContext) -> str | None:
-        """Adds a step to the measured ones; reduces them when they are enough, or reads what was reduced and decides.
+        """Adds a step to the measured ones; reduces them when they are enough, or reads what was reduced and decides. Returns the reason of
+        a change of `schedule`.
 
-        Args:
-            context: the step. One that changes columns waits for reasons of its own and is left out. In another synchronous one the worker
-                computes for one gradient, as with S = 1, and its wait is not the schedule's.
-
-        Returns:
-            Reason of a change of `schedule`; None if it does not change.
+        A step that changes columns waits for reasons of its own and is left out. In another synchronous one the worker computes for one
+        gradient, as with S = 1, and its wait is not the schedule's.
         """
         step, last, self._last = context.number, self._last, self._clocks()
         duration, waited, worker = (now - before for now, before in zip(self._last, last, strict=True))
-        if context.synchronous and self.schedule.update_interval > 1 and not context.changes_columns:
-            self.interrupt()
-        elif self._left_out and not context.changes_columns:
-            self._left_out -= 1
-        elif self._sent is None and not context.changes_columns:
-            self._steps.append((max(0.0, duration - waited), worker, 0.0 if context.synchronous else waited))
+        if context.column_norms is None and not context.releases:
+            if context.synchronous and self.schedule.update_interval > 1:
+                self.interrupt()
+            elif self._left_out:
+                self._left_out -= 1
+            elif self._sent is None:
+                self._steps.append((max(0.0, duration - waited), worker, 0.0 if context.synchronous else waited))
         if self._sent is None and len(self._steps) == max(_LOOK, self.schedule.update_interval):
-            load, stall = load_and_stall(self._steps)
             # The jobs published at that step are submitted after this one, so the device has finished the reduction before.
-            readable = step + self.schedule.publish_lag + 1
-            self._sent = readable, self._reduce(load, stall)
+            self._sent = step + self.schedule.publish_lag + 1, self._reduce(*load_and_stall(self._steps))
         if self._sent is None or step < self._sent[0]:
             return None
         load, stall = self._sent[1].read().tolist()
         self._sent = None
         self._steps.clear()
         longest = self.schedule.update_interval
-        reason = self._auto.observe(load, stall)
+        reason = self._policy.observe(load, stall)
         self.interrupt(longest)
         return reason
 
@@ -180,33 +210,22 @@ class ScheduleControl:
 class Planner:
     """Plans the steps, alike on every rank. The device's columns change in synchronous steps, behind which the arena is exact.
 
-    Args:
-        jobs: their schedule is changed.
-        control: measures and decides on the schedule; None if S and d are given.
-        selector: selects columns.
-
     Attributes:
-        has_single_backward: in manual optimization, whether the last closure of a step had one backward pass, so that the first one of the
-            next closure is taken for its last.
+        control: measures and decides on the schedule; None if S and d are given.
     """
 
     def __init__(
-        self, config: ZenFlowConfig, jobs: "JobQueue", control: ScheduleControl | None, selector: Selector
+        self, config: ZenFlowConfig, jobs: JobQueue, control: ScheduleControl | None, selector: Selector
     ) -> None:
         self._config = config
         self._jobs = jobs
-        self._control = control
+        self.control = control
         self._selector = selector
         self._synchronous_until = 0
-        self.has_single_backward = False
 
     def start_over(self, step: int, count: int, *, shows_exact: bool = False) -> None:
-        """Forgets the selection; makes the rest of the warm-up synchronous, in whose last step columns are selected where some are wanted.
-
-        Args:
-            step: last step so far.
-            count: number of applied steps; the warm-up is not repeated after a checkpoint is loaded.
-            shows_exact: whether the model must show exact weights behind the next step.
+        """Behind `step`, after `count` applied steps: forgets the selection; makes the rest of the warm-up synchronous, in whose last step
+        columns are selected where some are wanted. With `shows_exact` the model must show exact weights behind the next step.
         """
         self._selector.start_over()
         is_late = shows_exact and not self._jobs.schedule.is_immediate
@@ -216,22 +235,17 @@ class Planner:
         """State that later plans depend on."""
         return {
             "synchronous_until": self._synchronous_until,
-            # For earlier versions, which changed the columns block by block.
-            "changing_until": 0,
             "selector": self._selector.state_dict(),
-            "schedule": None if self._control is None else self._control.state_dict(),
-            "single_backward": self.has_single_backward,
+            "schedule": None if self.control is None else asdict(self.control.schedule),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`; sets the schedule of the jobs as well."""
         self._synchronous_until = state["synchronous_until"]
         self._selector.load_state_dict(state["selector"])
-        if self._control is not None and state["schedule"] is not None:
-            self._control.load_state_dict(state["schedule"])
+        if self.control is not None and state["schedule"] is not None:
+            self.control.restore(UpdateSchedule(**state["schedule"]))
         self.apply_schedule()
-        # Earlier checkpoints do not say.
-        self.has_single_backward = state.get("single_backward", False)
 
     def plan(self, step: int, inputs: StepInputs) -> StepContext:
         """Plan of the next step."""
@@ -254,24 +268,16 @@ class Planner:
 
     def apply_schedule(self) -> None:
         """Gives the jobs the schedule that was decided on last; also after an exception has interrupted that, right after a flush."""
-        if self._control is not None:
-            self._jobs.set_schedule(self._control.schedule)
-
-    def interrupt(self) -> None:
-        """Leaves the next steps out of what is measured, after something other than training has run between two steps."""
-        if self._control is not None:
-            self._control.interrupt()
+        if self.control is not None:
+            self._jobs.set_schedule(self.control.schedule)
 
     def end_step(self, context: StepContext) -> None:
-        """Changes the schedule where that is due behind a step, and logs the change."""
-        if self._control is None:
-            return
-        before = self._control.schedule
-        reason = self._control.end_step(context)
-        if reason is None:
-            return
-        self.apply_schedule()
-        now = self._control.schedule
-        change = f"update_interval={now.update_interval}, publish_lag={now.publish_lag}"
-        change += f" (before: {before.update_interval}, {before.publish_lag})"
-        rank_zero_info(f"ZenFlow: after step {context.number} {change}: {reason}")
+        """Changes the schedule where that is due behind a step, and logs the change; with a `control`."""
+        assert self.control is not None
+        before = self.control.schedule
+        if (reason := self.control.end_step(context)) is not None:
+            self.apply_schedule()
+            now = self.control.schedule
+            change = f"update_interval={now.update_interval}, publish_lag={now.publish_lag}"
+            change += f" (before: {before.update_interval}, {before.publish_lag})"
+            rank_zero_info(f"ZenFlow: after step {context.number} {change}: {reason}")

@@ -12,8 +12,7 @@ from lightning_zenflow.core.partition import Slice
 from lightning_zenflow.core.schedule import StaggeredSchedule, StalenessCompensation, UpdateSchedule
 from lightning_zenflow.core.step_inputs import StepScale
 from lightning_zenflow.kernels.base import Destination, Factors, RoundingNoise, SecondMoment, SquaredNorms
-from lightning_zenflow.offload.plan import StepContext
-from lightning_zenflow.offload.rank_state import Block, RankState
+from lightning_zenflow.offload.rank_state import Block, RankState, StepContext
 
 _SEED = 20251205
 
@@ -51,21 +50,15 @@ class Update:
 class ProvisionalUpdate:
     """Updates the host-owned weights of a rank during backward, with a factored second moment (`kernels.base`).
 
-    A job that is published d steps after its window closed overwrites the weights with the exact state of its own steps. The provisional
-    updates of the d steps since then would be lost until the next publish, S steps later, so they are applied again, in their order. Only
-    blocks with a job in flight are concerned (`UpdateSchedule.kept_share`). Their gradients stay on the device where it has room; otherwise
-    they are copied back from their slots in host memory.
+    Where a job in flight overwrites a block's weights at the end of the step, the update is *kept* and applied behind that publish. The
+    gradient of a kept update stays on the device where the device has room; otherwise it is copied back from its slot in host memory.
 
     Matrices only, and of them full rows: the at most two rows of a slice that ZeRO's partition cuts wait for their publish. Device-owned
     entries are updated as well, and overwritten by their exact values in the same step.
 
-    The clip coefficient of a step is not known during its backward pass. That of the last applied step takes its place, with the step's own
-    loss scale. Before any step has been applied (nothing is known after a start, or after a checkpoint without this state), there is none:
-    such a step updates nothing here, and its gradient is not in the second moment, so that an unclipped one never is.
-
-    Args:
-        compensation: size of the updates.
-        rank_number: number of the rank; ranks use different rounding noise.
+    The clip coefficient of the last applied step takes the place of the step's own, which is not known yet. Before any step has been
+    applied, a step updates nothing here, and its gradient is not in the second moment, so that an unclipped one never is. Ranks use
+    different rounding noise.
     """
 
     def __init__(self, rank: RankState, compensation: StalenessCompensation, *, rank_number: int) -> None:
@@ -102,16 +95,9 @@ class ProvisionalUpdate:
         squared_norms: SquaredNorms,
         late: Sequence[tuple[Block, Destination]],
     ) -> None:
-        """Updates the weights of late tiles: now, once more after the publish of a job in flight, or only then.
-
-        Args:
-            context: inputs of the step.
-            slice_index: a slice that the update `applies_to`.
-            gradient: of its full rows, [rows, columns], model dtype, on the device; its memory may be reused after the work that this call
-                enqueues.
-            squared_norms: of the gradient, with those of rows and columns.
-            late: of each tile of the full rows, whose gradient some forward pass will lack: the block, and the position in the rows with
-                the gradient's slot in host memory.
+        """Updates the weights of the tiles of a slice that it `applies_to`: now, or after the publish of a job in flight. `late` has for
+        each tile of the slice's full rows the block, and the position in the rows with the gradient's slot in host memory. The gradient,
+        [rows, columns], is of the full rows; its memory may be reused after the work that this call enqueues.
         """
         step, schedule = context.number, context.schedule
         rows, h = self._rows[slice_index], context.inputs.groups[self._rank.partition.slices[slice_index].param_group]
@@ -125,40 +111,36 @@ class ProvisionalUpdate:
             if block.exact_for is None:
                 block.exact_for = step - 1
             # The age: gradients that the block's weights lack, this one included.
-            of_tiles.append((step - block.exact_for, block.next_due()))
-        if len(set(of_tiles)) == 1 and of_tiles[0][1] is None:
+            of_tiles.append((step - block.exact_for, block.is_overwritten))
+        if len(set(of_tiles)) == 1 and not of_tiles[0][1]:
             self._apply(whole, of_tiles[0][0], schedule)
             return
-        for (block, place), (age, due_step) in zip(late, of_tiles, strict=True):
+        for (block, place), (age, is_overwritten) in zip(late, of_tiles, strict=True):
             update = whole.part(place)
-            # A job that is due in this step overwrites the weights before any forward pass.
-            if due_step is None or due_step > step:
-                self._apply(update, age, schedule)
-            if due_step is not None:
+            if is_overwritten:
                 self._keep(block, update, place.slot, schedule)
+            else:
+                self._apply(update, age, schedule)
 
     def end_step(self, scale: StepScale, loss_scale: float) -> None:
         """Keeps the clip coefficient of a step that was applied."""
         self._clip.copy_(torch.where(scale.finite, scale.factor * loss_scale, self._clip))
 
     def published(self, last_steps: Mapping[Block, int], schedule: StaggeredSchedule) -> None:
-        """Applies kept updates again, and drops those that no other job in flight will overwrite.
-
-        Args:
-            last_steps: for each published block the last step that its weights are exact for.
-            schedule: present S and d.
+        """Applies kept updates, but for those that the published weights have. `last_steps` has for each published block the last step that
+        its weights are exact for.
         """
         for block, last in last_steps.items():
             block.exact_for = last
-            later = [update for update in block.kept if update.step > last]
-            for update in later:
-                ready = update
-                if update.in_slot:
-                    self._rank.d2h.join()
-                    ready = replace(update, gradient=runtime_of(self._rank.device).to_device(update.gradient))
-                    self._rank.telemetry.h2d_bytes += update.gradient.nbytes
-                self._apply(ready, update.step - last, schedule)
-            block.kept = [update for update in later if block.overwrites(update.step)]
+            for update in block.kept:
+                if update.step > last:
+                    ready = update
+                    if update.in_slot:
+                        self._rank.d2h.join()
+                        ready = replace(update, gradient=runtime_of(self._rank.device).to_device(update.gradient))
+                        self._rank.telemetry.h2d_bytes += update.gradient.nbytes
+                    self._apply(ready, update.step - last, schedule)
+            block.kept = []
 
     def flushed(self) -> None:
         """Drops all kept updates: all weights are exact."""
@@ -187,16 +169,16 @@ class ProvisionalUpdate:
 
     def _keep(self, block: Block, update: Update, slot: Tensor, schedule: StaggeredSchedule) -> None:
         """Keeps an update of a tile whose block has a job in flight, with the gradient in its slot or a copy of it."""
-        # The memory of a CPU device is the slots'.
-        kept = slot
         runtime = runtime_of(self._rank.device)
-        if runtime.runs_behind:
+        if not runtime.runs_behind:
+            # The memory of a CPU device is the slots'.
+            update.gradient = slot
+        else:
             if schedule not in self._keeps_on_device:
                 n_bytes = self._rank.partition.numel * self._rank.dtype.itemsize * schedule.kept_share
                 self._keeps_on_device[schedule] = runtime.has_room(n_bytes)
             update.in_slot = not self._keeps_on_device[schedule]
-            kept = slot if update.in_slot else update.gradient.clone()
-        update.gradient = kept
+            update.gradient = slot if update.in_slot else update.gradient.clone()
         block.kept.append(update)
 
     def _moment(self, slice_index: int) -> SecondMoment:

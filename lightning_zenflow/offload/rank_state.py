@@ -1,5 +1,5 @@
-"""Objects of one rank that every part of an optimizer step works on; first of all its blocks: what of the open step each has, its window,
-and its jobs until their weights are in the model.
+"""Objects of one rank that every part of an optimizer step works on: its blocks, with their windows and jobs, the slots of their gradients,
+and the inputs of the open step.
 """
 
 from collections import deque
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from lightning_zenflow.core.device import Event, SideStream
 from lightning_zenflow.core.partition import Partition
+from lightning_zenflow.core.schedule import StaggeredSchedule
+from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.kernels.base import Kernels
 from lightning_zenflow.native import Tentative
 from lightning_zenflow.telemetry import Telemetry
@@ -21,11 +23,49 @@ from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 
 if TYPE_CHECKING:
+    from lightning_zenflow.offload.columns import ColumnSquaredNorms
     from lightning_zenflow.offload.provisional_update import Update
-
 
 _MAX_VIEWS = 1 << 16
 """Of tiles in slots that are kept, some 50 MB: long windows of large models have more of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """What the optimizer around a step decides."""
+
+    groups: Sequence[GroupHyperparameters]
+    """Hyperparameters of each parameter group."""
+    loss_scale: float
+    """Factor that the loss is multiplied by before backward."""
+    max_norm: float
+    """Largest norm of the whole gradient after clipping; 0: no clipping."""
+    factor: torch.Tensor | None = None
+    """Factor that the user's code has put on all gradients: 0-D float32, on the device or the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepContext:
+    """One optimizer step, passed along with its gradients; its kind is the same on every rank."""
+
+    number: int
+    """Counted from 1."""
+    inputs: StepInputs
+    """Read as backward begins; `ZenFlowStep.step` reads hyperparameters and largest norm again."""
+    schedule: StaggeredSchedule
+    synchronous: bool
+    """Every window closes and is published in the step itself, exactly."""
+    submits_in_backward: bool
+    """Blocks whose window closes are submitted as soon as their gradient is complete."""
+    column_norms: "ColumnSquaredNorms | None"
+    """Sums that decide on new columns, in synchronous steps only; None in steps that do not select."""
+    releases: bool
+    """The device gives up its columns, because nothing is late any more; in synchronous steps only."""
+
+    @property
+    def shows_exact_weights(self) -> bool:
+        """The step ends with weights that have all of its gradients, so that no provisional update is needed."""
+        return self.synchronous or self.schedule.is_immediate
 
 
 @dataclass(kw_only=True)
@@ -55,52 +95,43 @@ class Job:
     """Publish buffer; None: the weights are discarded."""
     submission: Submission
     """The job's message to the worker, and its answer."""
-    held_slots: Sequence[int]
-    """Slots that become free with the job: with its answer, unless an older job of the block is in flight and its weights are to be
-    copied."""
+    committed_slots: Sequence[int]
+    """Slots that become free with its answer."""
     holds_buffer: bool
     """Whether the buffer is still to be given back."""
     read: set[int]
-    """Slices that are to be published and that kernels of the due step may still read or update."""
+    """Slices to publish that kernels of the due step may still read or update."""
     overwritable: list[tuple[Event, Set[int]]]
-    """Slices that are to be published and that may be overwritten once the event completes."""
+    """Slices to publish that may be overwritten once the event completes."""
     is_partly_published: bool = False
     """Whether copies of some of its weights into the model have been enqueued in backward."""
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether the weights are copied into the model."""
-        return self.buffer is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vectors:
-    """Small vectors of one block, see `VectorGradients`."""
+    """Small vectors of one block, see `VectorGradients`; all tensors are views of one."""
 
     values: Tensor
-    """[n], a contiguous view, because blocks and slices ascend alike."""
+    """[n], contiguous, because blocks and slices ascend alike."""
     tiles: list[tuple[int, Tensor]]
-    """Indexes into `Partition.tiles`, with the gradients of the tiles, [rows, width]; views."""
+    """Indexes into `Partition.tiles`, with the gradients of the tiles, [rows, width]."""
     runs: list[tuple[int, Tensor]]
-    """First tile of each run of tiles that are adjacent in the partition, with the gradients of the run, flat; views."""
+    """First tile of each run of tiles that are adjacent in the partition, with the gradients of the run, flat."""
     slices: set[int]
 
 
 @dataclass(kw_only=True, eq=False)
 class Block:
-    """Everything that the phases of `JobQueue` know of one block. Slot, window and jobs are changed within `RankState.records`."""
+    """Everything that is known of one block. Slot, window and jobs are changed within `RankState.records`."""
 
     number: int
     """Index into `Partition.blocks`."""
     begin: int
-    end: int
-    """Elements [begin, end) of the partition."""
+    """First element in the partition."""
     tiles: Sequence[int]
     """Indexes into `Partition.tiles`."""
-    slices: set[int]
-    """Slices that have tiles in the block."""
-    published: dict[int, list[int]] = field(default_factory=dict)
-    """For each trained slice of the block, its tiles there, which a publish copies; none in place."""
+    slices: dict[int, tuple[int, int, int]]
+    """For each slice that has tiles in the block its parameter group and, in the partition, its elements [begin, end)."""
     missing: set[int] = field(default_factory=set)
     """Trained slices whose gradient has not arrived in the open step."""
     slot: int | None = None
@@ -124,13 +155,10 @@ class Block:
         self.window.slots.append(self.slot)
         return self.window
 
-    def next_due(self) -> int | None:
-        """Step at whose end the block's weights will be overwritten by a job that is in flight now; None if there is none."""
-        return min((job.due_step for job in self.jobs if job.is_shown), default=None)
-
-    def overwrites(self, step: int) -> bool:
-        """Whether a job in flight will overwrite the block's weights without the gradient of `step`."""
-        return any(job.is_shown and job.window.last_step < step for job in self.jobs)
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether a job in flight will overwrite the block's weights; in backward, at the end of the step, without the step's gradient."""
+        return any(job.buffer is not None for job in self.jobs)
 
 
 class Blocks(list[Block]):
@@ -142,10 +170,12 @@ class Blocks(list[Block]):
     """
 
     def __init__(self, partition: Partition) -> None:
-        super().__init__(
-            Block(number=n, begin=b.begin, end=b.end, tiles=b.tiles, slices={partition.tiles[i].slice for i in b.tiles})
-            for n, b in enumerate(partition.blocks)
-        )
+        for number, block in enumerate(partition.blocks):
+            slices: dict[int, tuple[int, int, int]] = {}
+            for tile in (partition.tiles[index] for index in block.tiles):
+                begin = slices[tile.slice][1] if tile.slice in slices else tile.begin
+                slices[tile.slice] = partition.slices[tile.slice].param_group, begin, tile.end
+            self.append(Block(number=number, begin=block.begin, tiles=block.tiles, slices=slices))
         self.of_tile = [block for block in self for _ in block.tiles]
         self.of_slice = [[block for block in self if index in block.slices] for index in range(len(partition.slices))]
 
@@ -181,20 +211,16 @@ class Transaction:
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """The model's weights, the optimizer state and the tools of one data-parallel rank.
-
-    The record itself never changes. Ownership of the memory behind `arena` is defined in ``protocol.h``; `weights` on the device belong to
-    the training thread, in the order of the device's streams.
+    """The model's weights, the optimizer state and the tools of one data-parallel rank. The record itself never changes. Ownership of the
+    memory behind `arena` is defined in ``protocol.h``; `weights` on the device are the training thread's, in the order of the streams.
     """
 
     partition: Partition
-    """Layout of the rank's optimizer state and its division into blocks."""
     blocks: Blocks
-    """Of the partition, with all that is under way with them. Unlike the record, they change."""
+    """Of the partition, with all that is under way with them."""
     arena: Arena
     """Shared memory: exact state, gradient slots and publish buffers."""
     worker: SupervisedWorker
-    """Processes jobs and requests, those of a block in order, each exactly once."""
     weights: Sequence[Tensor]
     """For each parameter group the rank's flat partition of the model's weights, model dtype; on the device, or in place: views of
     `Arena.publish`, which `Arena.close` frees."""
@@ -203,9 +229,7 @@ class RankState:
     device: torch.device
     """Training device: of gradients and of what is computed from them."""
     kernels: Kernels
-    """Passes over gradients and device-owned entries."""
     telemetry: Telemetry
-    """Stall clock and copied bytes."""
     d2h: SideStream
     """Stream on which gradients, factors and sequence numbers are copied to the arena."""
     group: dist.ProcessGroup | None
@@ -250,14 +274,12 @@ def runs_of(partition: Partition, tiles: Iterable[int]) -> dict[int, int]:
 class SlotPool:
     """Owner of the arena's gradient slots: host memory for one gradient of one block.
 
-    The slots that a job commits are free when the worker's *done* has been read, in backward or in *publish*: what is copied to them
-    afterwards comes after the worker has read them. The slot freed last is taken first, so that a schedule touches no more memory than it
-    needs.
+    The slots that a job commits are free when the worker's *done* has been read: what is copied to them afterwards comes after the worker
+    has read them. The slot freed last is taken first, so that a schedule touches no more memory than it needs.
 
     Attributes:
         n_slots: slots in use at most.
-        free: slots that can be acquired, the one freed last at the end. Those whose gradients have been applied or dropped are taken back
-            within `RankState.records`, together with the callers' own changes.
+        free: slots that can be acquired, the one freed last at the end; changed within `RankState.records`.
     """
 
     def __init__(self, rank: RankState) -> None:
@@ -282,13 +304,8 @@ class SlotPool:
         assert sorted([*acquired, *self.free]) == list(range(self.n_slots)), "each slot has one owner"
 
     def view(self, tile_index: int) -> Tensor:
-        """Destination of a tile's gradient in the slot that its block has acquired.
-
-        Args:
-            tile_index: index into `Partition.tiles`.
-
-        Returns:
-            [rows, width], model dtype, host memory (page-locked for a CUDA device); to be written in stream order.
+        """Destination of a tile's gradient in the slot that its block has acquired: [rows, width], model dtype, host memory (page-locked
+        for a CUDA device); to be written in stream order.
         """
         # Views are cached: every step asks for as many as there are tiles, and a new one takes six times as long.
         block = self._rank.blocks.of_tile[tile_index]

@@ -19,12 +19,8 @@ every step, for each parameter group. Source: ZenFlow, arXiv 2505.12242, section
 
 With S = 1, d = 0 and true factors, every step shows w_t: the training is AdamW's.
 
-**In the package** a block is a range of a rank's flat partition (`core/partition.py`), and each job is of one block. A worker process
-*replays* it in shared memory (`worker/arena.py`): the gradients in order, all of them to one tile after the other. An undo log
-(`csrc/adamw/tile_journal.h`) and the number of each block's last job let another worker continue (`worker/supervisor.py`).
-
-Left out are later selections of columns (`offload/selection.py`), weight prediction and provisional updates, which add an estimate of the
-missing updates to shown weights (`core/schedule.py`), the choice of S and d (`core/schedule.py`), short moments and loss scales.
+Left out are later selections of columns (`offload/columns.py`), weight prediction and provisional updates, which add an estimate of the
+missing updates to shown weights (`core/schedule.py`), the choice of S and d (`offload/plan.py`), short moments and loss scales.
 """
 
 import math

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -12,58 +13,57 @@ from torch.profiler import record_function
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import AsyncHostCopy
 from lightning_zenflow.core.step_inputs import StepScale, add_over_ranks, step_scale
-from lightning_zenflow.offload.freezing import Freezing
-from lightning_zenflow.offload.plan import StepContext, StepInputs, StepState
-from lightning_zenflow.offload.rank_state import Transaction
-from lightning_zenflow.offload.run_state import VERSION, StepParts, difference_of, layout_of
-from lightning_zenflow.offload.selection import Columns
+from lightning_zenflow.offload.rank_state import StepContext, StepInputs, Transaction
+from lightning_zenflow.offload.run_state import VERSION, StepParts, Trained, difference_of, layout_of
 from lightning_zenflow.worker.process import WorkerError
 
 
+class StepState(Enum):
+    """State of the step that is next, and what `ZenFlowStep` has of it."""
+
+    IDLE = auto()
+    """No backward pass since the last step: `micro_batches` is 0, there is no context and no norm."""
+    ACCUMULATING = auto()
+    """The last micro-batch's backward pass has not begun: `micro_batches` is more than 0, there is no context."""
+    OPEN = auto()
+    """It has begun, or is over: the step's `StepContext` is fixed. No more gradients are received once there is a squared norm."""
+    UNDER_WAY = auto()
+    """A change between these, or the phases behind *reduce*. If a later call finds this state, an exception has interrupted them."""
+
+
 class ZenFlowStep:
-    """Runs the optimizer steps of one rank: the device updates the selected columns at once, the worker all other weights (ZenFlow,
-    arXiv 2505.12242). `torch.profiler` shows phases as "zenflow update" and so on.
-
-    In backward `receive` copies each reduced gradient to the worker's slots (phase *fill* of `JobQueue`). `step` then runs these phases:
-
-    1. *reduce*: gradients of unused parameters count as zero; the squared norm is added over the ranks.
-    2. *clip*: one factor for all weights, on the device; NaN if the step must change nothing.
-    3. *seal*: factor and step number follow the gradients to the worker.
-    4. *update*: exact AdamW of the device-owned entries.
-    5. *select*: where weights are late, the columns with the largest gradients, behind the warm-up and with `select_interval` after it.
-    6. *submit*: the windows that close now go to the worker, except for blocks that were submitted in backward.
-    7. *publish*: jobs that are due overwrite the host-owned weights, provisional updates of later steps are applied again, selected columns
-       are loaded, and device-owned weights are written over them. In place: in the next forward pass (`JobQueue.await_slice`).
-    8. *gather*: the ranks exchange their updated weights, as in ZeRO-2.
+    """Runs the optimizer steps of one rank (ZenFlow, arXiv 2505.12242). In backward `receive` is phase *fill*; `step` then runs the phases
+    from *reduce* to *gather* (docs/how_it_works.md), which `torch.profiler` shows as "zenflow update" and so on.
 
     A `flush` after an interruption gives the exact state of the steps that were sealed; WorkerError: the interruption has cut a change of
     the records (`RankState.records`), which takes microseconds.
 
-    Args:
-        parts: components of the step.
-        freezing: parameters that are trained.
-        read_inputs: present inputs from the optimizer around the step; never waits for a device.
-        gather_weights: exchanges the ranks' updated weights.
+    `parameters` are those of `Trained`. `read_inputs` gives the present inputs and never waits for a device; `gather_weights` exchanges the
+    ranks' updated weights.
 
     Attributes:
         number: steps so far.
         micro_batches: backward passes since the last step.
         count: 0-D float64 on the device: number of applied steps.
         layout: what must be the same for a run to continue this one bit for bit.
+        has_single_backward: in manual optimization, whether the last closure of a step had one backward pass, so that the first one of the
+            next closure is taken for its last.
     """
 
     def __init__(
         self,
         config: ZenFlowConfig,
         parts: StepParts,
-        freezing: Freezing,
+        parameters: Mapping[str, Tensor],
         *,
         read_inputs: Callable[[], StepInputs],
         gather_weights: Callable[[], None],
     ) -> None:
         self.layout = layout_of(config, parts.rank.partition, world_size=parts.rank.n_ranks)
         self._parts = parts
-        self._freezing = freezing
+        self._trained = Trained(
+            parameters=parameters, flags=[True] * len(parameters), since=0, counts=[0] * len(parameters)
+        )
         self._read_inputs = read_inputs
         self._gather_weights = gather_weights
         self._rank, self._telemetry = parts.rank, parts.rank.telemetry
@@ -76,7 +76,7 @@ class ZenFlowStep:
         self.micro_batches = 0
         self.number = self._flushed_number = self._silent_until = 0
         self._flushing, self._refreezing = Transaction(), Transaction()
-        self._state_written = False
+        self._state_written = self.has_single_backward = False
         self.start_over(count=0)
 
     @property
@@ -134,9 +134,8 @@ class ZenFlowStep:
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
-        """Norm of the step's whole gradient, without loss scale and before clipping: 0-D float32 on the device.
-
-        Phase *reduce*, before `step` runs the others; after it the step receives no more gradients. All ranks call it together.
+        """Phase *reduce*: norm of the step's whole gradient, without loss scale and before clipping, 0-D float32 on the device. The step
+        receives no more gradients. All ranks call it together.
         """
         context = self._opened()
         squared_norm, loss_scale = self._reduce(context), context.inputs.loss_scale
@@ -144,13 +143,8 @@ class ZenFlowStep:
 
     @torch.no_grad()
     def step(self, *, copies_finite: bool = False) -> tuple[StepScale, AsyncHostCopy | None]:
-        """One optimizer step; the phases are those of the class docstring.
-
-        Args:
-            copies_finite: whether the host will ask if the step was applied.
-
-        Returns:
-            Its scale; and the copy of `StepScale.finite`, which has begun before the rest of the step was enqueued, if it is asked for.
+        """One optimizer step. Returns its scale; and with `copies_finite`, where the host will ask if the step was applied, the copy of
+        `StepScale.finite`, which has begun before the rest of the step was enqueued.
         """
         context = self._opened()
         number = context.number
@@ -203,7 +197,8 @@ class ZenFlowStep:
             self._gather_weights()
 
         self._telemetry.steps += 1
-        self._planner.end_step(context)
+        if self._planner.control is not None:
+            self._planner.end_step(context)
         if not copies_finite:
             self._telemetry.warn_of_skipped(number)
         self._end_micro_batches()
@@ -211,8 +206,8 @@ class ZenFlowStep:
 
     def follow_freezing(self) -> None:
         """Follows changes of `requires_grad`; between steps, alike on all ranks."""
-        flags = self._freezing.present()
-        if flags == self._freezing.now.flags and not self._refreezing.is_broken:
+        flags = self._trained.present_flags()
+        if flags == self._trained.flags and not self._refreezing.is_broken:
             return
         self.flush()
         self._change_trained(flags, None)
@@ -263,7 +258,8 @@ class ZenFlowStep:
             self._gather_weights()
             # Not the arena's count: on a rank that holds only padding, no job ever counts steps there.
             self._parts.write_count(int(self.count))
-            self._planner.interrupt()
+            if self._planner.control is not None:
+                self._planner.control.interrupt()
             self._flushed_number = self.number
         self._flushing.repaired()
 
@@ -279,24 +275,18 @@ class ZenFlowStep:
             "layout": self.layout,
             "step": self.number,
             "skipped": int(self._telemetry.skipped),
-            "trained": self._freezing.now.flags,
-            "counts": self._freezing.counts(int(self.count)),
+            "trained": self._trained.flags,
+            "counts": self._trained.counts_at(int(self.count)),
+            "single_backward": self.has_single_backward,
             **self._parts.state_dict(),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any] | None, count: int, counts: Mapping[str, int] | None) -> str:
-        """Continues a run; AdamW's state has been loaded into the arena.
-
-        Args:
-            saved: a `state_dict`; None: the checkpoint has none.
-            count: number of applied steps.
-            counts: as of `Freezing.trained`.
-
-        Returns:
-            Reason why the run does not continue bit for bit; empty if it does.
+        """Continues a run after `count` applied steps, where AdamW's state has been loaded into the arena. `saved` is a `state_dict`, or
+        None; `counts` as of `Trained.changed`. Returns the reason why the run does not continue bit for bit; empty if it does.
         """
         self.count = torch.full_like(self.count, count)
-        flags, difference = self._freezing.now.flags, "it is not one of ZenFlow"
+        flags, difference = self._trained.flags, "it is not one of ZenFlow"
         if saved is not None:
             difference = difference_of(saved, self.layout, len(self._rank.blocks))
             self.number = self._flushed_number = saved["step"]
@@ -308,24 +298,29 @@ class ZenFlowStep:
         self.start_over(count)
         if saved is not None and not difference:
             self._parts.load_state_dict(saved)
+            # Earlier checkpoints have it among the planner's, or do not say.
+            self.has_single_backward = saved.get("single_backward", saved["planner"].get("single_backward", False))
         return difference
 
     def _change_trained(self, flags: list[bool], counts: Mapping[str, int] | None) -> None:
-        """Updates other parameters, or with other counts; right after a flush only. `follow_freezing` repeats it if it is interrupted."""
-        trained = self._freezing.trained(flags, counts, count=int(self.count))
-        is_other = trained.n_missed != self._freezing.now.n_missed or self._refreezing.is_broken
+        """Updates other parameters, or with other counts; right after a flush. `follow_freezing` repeats it if it is interrupted."""
+        trained = self._trained.changed(flags, counts, int(self.count))
+        n_missed = trained.n_missed
+        is_other = n_missed != self._trained.n_missed or self._refreezing.is_broken
         with self._refreezing:
             if is_other:
-                self._jobs.change_trained(slices := self._freezing.slices(trained))
+                of_slices = enumerate(n_missed[s.parameter] for s in self._rank.partition.slices)
+                slices = {index: n for index, n in of_slices if n is not None}
+                self._jobs.change_trained(slices)
                 self._fill.trained = frozenset(slices)
                 self._ownership.follow(slices)
                 # Those who freeze in turns do so in each step, behind the forward pass perhaps, whose weights the flush must not change.
                 self.start_over(trained.since, shows_exact=True)
-            self._freezing.now = trained
+            self._trained = trained
         self._refreezing.repaired()
 
     def _reduce(self, context: StepContext) -> Tensor:
-        """Phase *reduce*, once a step; returns the squared norm of all ranks' gradients: 0-D float64 on the device."""
+        """Once a step; returns the squared norm of all ranks' gradients: 0-D float64 on the device."""
         if self._squared_norm is None:
             self._state = StepState.UNDER_WAY
             squared_norm = self._fill.finish(context)
@@ -355,14 +350,14 @@ class ZenFlowStep:
         assert self._context is not None
         return self._context
 
-    def _select(self, context: StepContext, finite: Tensor) -> list[Columns | None] | None:
-        """Adds the proxies over the ranks and selects, where that is due; returns the columns of each slice, None for all."""
+    def _select(self, context: StepContext, finite: Tensor) -> list[Tensor | None] | None:
+        """Selects columns where that is due; returns those of each slice, None for all."""
         if context.releases:
             self._selector.start_over()
         if (norms := context.column_norms) is None:
             return None
         add_over_ranks(norms.flat, self._rank.group)
-        # The host waits for the proxies; counted as stall.
+        # The host waits; counted as stall.
         with self._telemetry.measure("select"):
             selected = self._selector.select(norms, context.number, finite=finite)
         if selected is None:

@@ -16,8 +16,7 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import Calls, MisconfigurationException
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, read_hyperparameters
 from lightning_zenflow.offload.build import rank_resources
-from lightning_zenflow.offload.host_state import MOMENTS
-from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
+from lightning_zenflow.offload.run_state import CHECKPOINT_KEY, MOMENTS
 from lightning_zenflow.optimizer.last_pass import LastPass
 from lightning_zenflow.optimizer.parameters import rank_part, refuse_unsupported, trained_parameters
 from lightning_zenflow.training import Training

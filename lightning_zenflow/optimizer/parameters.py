@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.partition import Slice, align
-from lightning_zenflow.offload.engine import RankPart
+from lightning_zenflow.offload.build import RankPart
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 

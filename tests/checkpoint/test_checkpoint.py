@@ -37,7 +37,6 @@ LIMIT = Case(topk_ratio=0.0, update_interval=1, publish_lag=0, model="SmallNet")
 CASES = {
     "random selection, not finite": Case(
         topk_ratio=0.3,
-        publish_lag=2,
         strategy_options=EVERYTHING,
         model_options={"not_finite": {(3, 0): float("nan")}},
     ),
@@ -54,7 +53,7 @@ CASES = {
     ),
     "int8 moments": Case(topk_ratio=0.3, max_norm=0.5, strategy_options={**EVERYTHING, "moments_dtype": "int8"}),
     # The change comes before the save, so the resumed run has it from the checkpoint only.
-    "auto": Case(topk_ratio=0.3, strategy_options={**EVERYTHING, **AUTO}, schedules=((1, 2, 2),)),
+    "auto": Case(topk_ratio=0.3, strategy_options={**EVERYTHING, **AUTO}, schedules=((1, 2, 1),)),
     "fabric": replace(LIMIT, topk_ratio=0.3, max_norm=0.1, accumulate=2, loop="fabric"),
     "fabric, stage 3": Case(model="SmallNet", stage=3, max_norm=0.1, accumulate=2, loop="fabric").with_keys(
         **EVERYTHING
@@ -69,7 +68,7 @@ CASES = {
     "file, parameters on the host": replace(LIMIT, stage=3, offload_parameters=True).with_keys(**FILE),
 }
 IN_FILES = [name for name in CASES if name.startswith("file")]
-EXACT = Case(topk_ratio=0.3, publish_lag=2, strategy_options=EVERYTHING)
+EXACT = Case(topk_ratio=0.3, strategy_options=EVERYTHING)
 STEPS = 14
 
 

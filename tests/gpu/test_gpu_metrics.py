@@ -77,7 +77,7 @@ def train(case: Case, **options: Any) -> None:
 
 IN_BACKWARD = {"zenflow/overlap/late_blocks_percent", "zenflow/overlap/clip_prediction_error_percent"}
 """Metrics of schedules that submit in backward only."""
-ACCUMULATED = replace(CASE, update_interval=2, publish_lag=2, accumulate=2).with_keys(overlap_comm=False)
+ACCUMULATED = replace(CASE, update_interval=2, accumulate=2).with_keys(overlap_comm=False)
 
 
 @pytest.mark.parametrize("case", [CASE, ACCUMULATED], ids=["defaults", "accumulated, no overlap"])

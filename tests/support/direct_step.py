@@ -14,8 +14,7 @@ from harness import Case, Run, snapshot, untrained
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import Calls
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, read_hyperparameters
-from lightning_zenflow.offload.build import RankResources
-from lightning_zenflow.offload.engine import RankPart
+from lightning_zenflow.offload.build import RankPart, RankResources
 from lightning_zenflow.training import Training
 from lightning_zenflow.worker.machine import WorkerCores, allowed_cores
 from lightning_zenflow.worker.moments import Moment

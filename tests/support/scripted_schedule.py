@@ -1,13 +1,13 @@
 """Changes of schedule at given steps instead of measured ones, so that tests do not depend on time."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from lightning_zenflow.core.schedule import SchedulePolicy, UpdateSchedule
-from lightning_zenflow.offload.plan import StepContext
+from lightning_zenflow.core.schedule import UpdateSchedule
+from lightning_zenflow.offload.plan import SchedulePolicy
+from lightning_zenflow.offload.rank_state import StepContext
 
 Entry = tuple[int, int, int]
 """Step, S and d."""
@@ -27,13 +27,9 @@ class ScriptedSchedule:
         self.changes: list[tuple[int, UpdateSchedule]] = []
         """(step after which it changed, to what)."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """As `ScheduleControl.state_dict`."""
-        return dataclasses.asdict(self.schedule)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As `ScheduleControl.load_state_dict`."""
-        self.schedule = UpdateSchedule(**state)
+    def restore(self, schedule: UpdateSchedule) -> None:
+        """As `ScheduleControl.restore`."""
+        self.schedule = schedule
 
     def interrupt(self) -> None:
         """No effect: nothing is measured."""

@@ -105,7 +105,7 @@ def cost_of(case: Case, sizes: Sizes) -> Cost:
 
 @pytest.mark.parametrize(
     ("s", "d", "room"),
-    [(4, 1, True), (1, 0, True), *(pytest.param(s, d, False, marks=pytest.mark.slow) for s, d in ((1, 1), (2, 2)))],
+    [(4, 1, True), (1, 0, True), pytest.param(1, 1, False, marks=pytest.mark.slow)],
 )
 def test_a_settled_window(s: int, d: int, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's bytes and the words down in each step; up the model's bytes once, and what is read back.

@@ -54,14 +54,14 @@ class UsedEarly(TiedNet):
 FIXED, NETWORK = (on_this_machine(RACES[name]) for name in ("fixed gradients", "a network"))
 CASES = {
     **{name: on_this_machine(case) for name, case in RACES.items()},
-    "S=2, d=3, accumulated": replace(FIXED, update_interval=2, publish_lag=3, accumulate=2),
+    "S=1, d=1, accumulated": replace(FIXED, update_interval=1, publish_lag=1, accumulate=2),
     # Where nothing is in flight but what is published, a flush has no publish buffer to wait for before it gathers anew.
     "flushes, one step late": replace(NETWORK, update_interval=1, flush_after=(5, 6, 7)).with_keys(
         weight_prediction=0, provisional_scale=0
     ),
     # As from layers that torch compiles.
     "gradients at once": replace(NETWORK, model="PerceptronAtOnce"),
-    "changes of schedule": replace(NETWORK, schedules=((3, 8, 1), (7, 1, 0), (9, 2, 2))).with_keys(**AUTO),
+    "changes of schedule": replace(NETWORK, schedules=((3, 8, 1), (7, 1, 0), (9, 2, 1))).with_keys(**AUTO),
     "frozen layers": replace(
         FIXED,
         model="LinearLossModule",

@@ -28,7 +28,7 @@ LINEAR = replace(TIED, model="LinearLossModule")
 CHANGES = replace(
     TIED,
     steps=20,
-    schedules=((3, 2, 1), (8, 1, 0), (11, 4, 1), (12, 1, 1), (14, 1, 0), (15, 2, 0), (17, 4, 2)),
+    schedules=((3, 2, 1), (8, 1, 0), (11, 4, 1), (12, 1, 1), (14, 1, 0), (15, 2, 0), (17, 4, 1)),
 ).with_keys(**APPROXIMATE, **AUTO)
 NOT_CLIPPED = {"TiedNet": TIED, "no gradient": LINEAR}
 PREDICTED = {

@@ -39,8 +39,8 @@ FREEZING = Case(
     loop="direct",
 ).with_keys(**APPROXIMATE)
 FREEZING_CASES = {
-    "long lag": replace(FREEZING, update_interval=2, publish_lag=3, flush_after=(5,)),
-    "changes of schedule": replace(FREEZING, schedules=((3, 8, 1), (7, 1, 0), (9, 2, 2))).with_keys(**AUTO),
+    "S=1, d=1": replace(FREEZING, update_interval=1, publish_lag=1, flush_after=(5,)),
+    "changes of schedule": replace(FREEZING, schedules=((3, 8, 1), (7, 1, 0), (9, 2, 1))).with_keys(**AUTO),
     "between micro-batches": replace(FREEZING, accumulate=3, model_options={"frozen_in": FROZEN_IN, "micro": 1}),
     "nearly everything": replace(FREEZING, model_options={"frozen_in": ALL_BUT_ONE}),
     "layers in turn": case_of(

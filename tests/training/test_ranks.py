@@ -52,10 +52,10 @@ def by_hand(case: Case) -> Case:
 
 
 OF_ADAMW = {
-    "S=7, d=3": replace(FIXED, topk_ratio=0.5, update_interval=7, publish_lag=3),
+    "S=7": replace(FIXED, topk_ratio=0.5, update_interval=7),
     "S=1, d=0, clipped": replace(CLIPPED, update_interval=1, publish_lag=0),
-    "S=4, d=3, Adam": replace(ADAM, publish_lag=3),
-    "everything": replace(CLIPPED, topk_ratio=0.3, publish_lag=2, flush_after=(6,), strategy_options=EVERYTHING),
+    "S=1, d=1, Adam": replace(ADAM, update_interval=1),
+    "everything": replace(CLIPPED, topk_ratio=0.3, flush_after=(6,), strategy_options=EVERYTHING),
     "not finite on one rank": replace(CLIPPED, model_options=NOT_FINITE),
     # The second rank's partition holds nothing but padding.
     "tiny": replace(FIXED, model_options={"shapes": ((2, 1), (1,))}),
@@ -65,7 +65,7 @@ OF_ADAMW = {
             "a layer used now and then, bf16",
             "frozen layers, checkpointing",
             "freezing: layers in turn",
-            "freezing: long lag",
+            "freezing: S=1, d=1",
             "freezing: changes of schedule",
             "freezing: nearly everything",
         )
@@ -103,7 +103,7 @@ STEP_BY_STEP = {
 @functools.cache
 def on_two_ranks() -> Runs:
     cases = {**OF_ADAMW, **STEP_BY_STEP, **BY_HAND, "updated": UPDATED, "plain": PLAIN}
-    under_fabric = {f"fabric: {name}": replace(cases[name], loop="fabric") for name in (*BY_HAND, "S=4, d=3, Adam")}
+    under_fabric = {f"fabric: {name}": replace(cases[name], loop="fabric") for name in (*BY_HAND, "S=1, d=1, Adam")}
     return run_each({name: replace(case, loop="trainer") for name, case in cases.items()} | under_fabric)
 
 
@@ -118,7 +118,7 @@ def test_every_step_is_the_oracles(name: str) -> None:
     compare_with_oracle(STEP_BY_STEP[name], on_two_ranks()[name])
 
 
-@pytest.mark.parametrize(("how", "name"), [*product(("in a closure", "fabric"), BY_HAND), ("fabric", "S=4, d=3, Adam")])
+@pytest.mark.parametrize(("how", "name"), [*product(("in a closure", "fabric"), BY_HAND), ("fabric", "S=1, d=1, Adam")])
 def test_steps_in_a_closure_or_a_loop_have_the_bits_of_automatic_ones(how: str, name: str) -> None:
     for ours, expected in zip(on_two_ranks()[f"{how}: {name}"], on_two_ranks()[name], strict=True):
         assert_same_run(ours, expected)
@@ -129,7 +129,7 @@ def test_provisional_updates_are_of_host_owned_matrices_only() -> None:
         check_updated_entries(updated, plain, world_size=2)
 
 
-THREE = Case(steps=9, topk_ratio=0.3, accumulate=2, publish_lag=2, max_norm=1.0, strategy_options=APPROXIMATE)
+THREE = Case(steps=9, topk_ratio=0.3, accumulate=2, max_norm=1.0, strategy_options=APPROXIMATE)
 MORE = {
     "fixed gradients": THREE,
     "more ranks than rows": replace(THREE, model_options={"shapes": ((2, 3), (1, 5), (3, 1), (2,), (1,))}),

