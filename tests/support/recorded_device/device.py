@@ -27,7 +27,7 @@ from recorded_device.tensors import DEVICE
 _PACKAGE = str(Path(lightning_zenflow.__file__).parent)
 _DEEPSPEED = ("stage_1_and_2.py", "stage3.py")
 _OTHERS = (
-    "trainer.",
+    "strategy.",
     "trainer_steps.complete",
     "construction.",
     "trained_engine.",
