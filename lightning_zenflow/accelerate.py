@@ -34,7 +34,6 @@ from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, resolve
 from lightning_zenflow.deepspeed.environment import use_cpu_accelerator
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.removal import remove_hooks
-from lightning_zenflow.deepspeed.trained_engine import TrainedEngine
 from lightning_zenflow.fabric import ZenFlowStrategy
 
 _VARIABLE = "ACCELERATE_USE_DEEPSPEED"
@@ -318,7 +317,7 @@ class AccelerateStrategy(ZenFlowStrategy):
         Raises:
             MisconfigurationException: ZenFlow does not support the model or the optimizer, or there is a training.
         """
-        if self._trained is not None:
+        if self.trained is not None:
             raise MisconfigurationException(
                 "accelerator.prepare: a model with an optimizer has been prepared before: call `accelerator.free_memory()` when its"
                 " training has ended, or train another one in another process"
@@ -349,11 +348,6 @@ class AccelerateStrategy(ZenFlowStrategy):
         ):
             self._begin_training(build_engine, model, optimizer)
         return tuple(prepared)
-
-    @property
-    def trained(self) -> TrainedEngine | None:
-        """The training."""
-        return self._trained
 
 
 class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]

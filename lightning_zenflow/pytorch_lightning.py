@@ -18,8 +18,8 @@ from lightning_zenflow import register
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import catch_as
 from lightning_zenflow.monitor.callbacks import StallMonitoring
+from lightning_zenflow.steps import TrainerPrecision
 from lightning_zenflow.strategy import TrainerStrategy
-from lightning_zenflow.trainer_steps import TrainerPrecision
 
 __all__ = ["StallMonitor", "ZenFlowConfig", "ZenFlowStrategy"]
 

@@ -32,8 +32,8 @@ from lightning_zenflow.deepspeed.settings import read_settings
 from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, is_elsewhere, leaving_engines
 from lightning_zenflow.deepspeed.users_objects import configured, refuse_unsupported_module, refuse_unsupported_trainer
 from lightning_zenflow.monitor.callbacks import StallMonitor, StallMonitoring, add_monitor
+from lightning_zenflow.steps import TrainerPrecision, TrainerSteps
 from lightning_zenflow.trainer_checkpoints import TrainerCheckpoints
-from lightning_zenflow.trainer_steps import TrainerPrecision, TrainerSteps
 
 if TYPE_CHECKING:
     _DeepSpeedStrategy = DeepSpeedStrategy
@@ -236,7 +236,8 @@ class TrainerStrategy(_DeepSpeedStrategy):
         self._checkpoints.begin(self._trained, self)
         overridden = self.lightning.utilities.model_helpers.is_overridden
         clips_itself = overridden("configure_gradient_clipping", self.lightning_module)
-        self._steps = TrainerSteps(self, self._trained.engine, self._trained.training, clips_itself=clips_itself)
+        plugin = self.precision_plugin
+        self._steps = TrainerSteps(self._trained, self._requests.module, plugin, clips_itself=clips_itself)
         return self._trained.engine, self._trained.optimizer
 
     @override

@@ -53,8 +53,8 @@ class ZenFlowTraining(_Trainer):
     """
 
     zenflow: ClassVar[Mapping[str, Any]] = {}
-    """Keys that go before those of the block. Under stage 3 with `from_pretrained`, and with TRL's reference models, all are here: there
-    DeepSpeed reads the block itself, and knows some of the keys only.
+    """Keys that go before those of the block. Under stage 3 with `from_pretrained`, and with TRL's reference models, all must be here:
+    DeepSpeed reads the block itself then, and does not know all keys.
     """
     accelerator: ZenFlowAccelerator
     # The Trainer's own.
@@ -157,12 +157,8 @@ _KINDS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "Warmup
 
 
 def _keep_given(optimizer: Any, trainer: Any, config: Any, args: TrainingArguments, steps: int, *rest: Any) -> Any:
-    """`deepspeed_optim_sched` of transformers, with the optimizer and the scheduler that the Trainer has, which DeepSpeed's set-up drops.
-
-    The first argument is the Trainer's before the set-up: the user's, that of a training before, or None.
-
-    Raises:
-        MisconfigurationException: a block of DeepSpeed's configuration would take the place of what the user has given.
+    """`deepspeed_optim_sched` of transformers, which keeps the Trainer's optimizer and scheduler, and refuses blocks of DeepSpeed's
+    configuration in their place. `optimizer` is the Trainer's before the set-up: the user's, that of a training before, or None.
     """
     blocks, scheduler = config.config, trainer.lr_scheduler
     if isinstance(scheduler, AcceleratedScheduler | DummyScheduler):

@@ -28,7 +28,7 @@ _PACKAGE = str(Path(lightning_zenflow.__file__).parent)
 _DEEPSPEED = ("stage_1_and_2.py", "stage3.py")
 _OTHERS = (
     "strategy.",
-    "trainer_steps.complete",
+    "steps.complete",
     "construction.",
     "trained_engine.",
     "engine.",
