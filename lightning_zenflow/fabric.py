@@ -187,19 +187,17 @@ class ZenFlowStrategy(DeepSpeedStrategy):
                 "fabric.setup: ZenFlowStrategy must have one model with an optimizer, got a second one: for models that are not trained"
                 " call `fabric.setup_module(model)`, and train another one with another Fabric"
             )
-        trained = self._begin_training(None, module, optimizers[0])
+        build = partial(training_engine, module, optimizers[0], self.config, self.root_device)
+        trained = self._begin_training(build, module, optimizers[0])
         # Private: as in the base class' own set-up.
         self._set_deepspeed_activation_checkpointing()
         return trained.engine, [trained.optimizer], scheduler
 
-    def _begin_training(
-        self, build: Callable[[], Any] | None, module: Module, optimizer: Optimizer | None
-    ) -> TrainedEngine:
+    def _begin_training(self, build: Callable[[], Any], module: Module, optimizer: Optimizer | None) -> TrainedEngine:
         """Checks what is trained, builds its engine, and sets up what the loop's calls need."""
         refuse_unsupported_module(module)
         if optimizer is not None:
             validate_optimizer(optimizer, module)
-        build = build or partial(training_engine, module, optimizer, self.config, self.root_device)
         trained = TrainedEngine(build, module, optimizer, self, self._settings, self.calls)
         self.trained, self.zenflow_config = trained, trained.zenflow
         # Fabric tears nothing down.

@@ -41,8 +41,8 @@ else:
     _DeepSpeedStrategy = object
 
 
-# The body of both strategies: `lightning.pytorch` and `pytorch_lightning` have the same classes twice. A subclass for each is one of its
-# `DeepSpeedStrategy`, too, names what else is its own, and has this docstring.
+# The body of both strategies: `lightning.pytorch` and `pytorch_lightning` have the same classes twice. The subclass for each extends its
+# `DeepSpeedStrategy`, too, and has this docstring.
 class TrainerStrategy(_DeepSpeedStrategy):
     """Trains with ZeRO-2, or ZeRO-3, and the optimizer states in host memory, without waiting for the CPU.
 
@@ -70,13 +70,10 @@ class TrainerStrategy(_DeepSpeedStrategy):
     strategy_name = "zenflow"
     config: Any  # Lightning's own, which the constructor has prepared
     calls = Calls()
-    """What a user calls, for messages."""
     lightning: ClassVar[ModuleType]
-    """The package whose Trainer it is for."""
+    """The package whose Trainer this strategy is for, as are the next two."""
     stall_monitor: ClassVar[type[StallMonitoring]]
-    """The callback for that Trainer."""
     precision_class: ClassVar[type[TrainerPrecision]]
-    """The plugin for that Trainer."""
 
     def __init__(
         self,
@@ -126,7 +123,7 @@ class TrainerStrategy(_DeepSpeedStrategy):
         self._revert_layers: Callable[[], object] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy: configuration and module. What a training has left, DeepSpeed's and the arena, belongs to this process."""
+        """Of a copy, without what a training has left, which belongs to this process."""
         nothing: dict[str, Any] = dict.fromkeys(("_trained", "_steps", "_revert_layers"))
         # Private: Lightning's engine and optimizers, which are DeepSpeed's and ours.
         lightnings: dict[str, Any] = {"_model": self._lightning_module, "_optimizers": [], "_lightning_optimizers": []}
@@ -248,15 +245,13 @@ class TrainerStrategy(_DeepSpeedStrategy):
     @property
     @override
     def handles_gradient_accumulation(self) -> bool:
-        """False: Lightning decides which micro-batch is a step's last, so that an epoch's remaining micro-batches make a step of their own,
-        as its counters and schedulers expect; DeepSpeed would count them into the next epoch.
-        """
+        """False: an epoch's remaining micro-batches make a step of their own; DeepSpeed would count them into the next epoch."""
         return False
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None]:
-        """No effect: ZeRO reduces the gradients of every micro-batch, because each rank keeps its part only."""
+        """No effect: ZeRO reduces the gradients of every micro-batch."""
         yield
 
     @override
@@ -334,10 +329,7 @@ class TrainerStrategy(_DeepSpeedStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._requests.begin()
-        state: dict[str, Any] = super().lightning_module_state_dict()
-        self._requests.hand(state)
-        return state
+        return self._requests.state_dict(super().lightning_module_state_dict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -137,32 +137,24 @@ class TrainerCheckpoints:
         else:
             handler(*arguments)
 
-    def begin(self) -> None:
-        """Before the module's state dict is read, the first call of a save, so that hooks see what is written."""
-        trained = self._checkpoints.trained
-        if trained is None:
-            return
-        if self.saves.must_wait:
-            trained.training.in_update.pause()
-            return
-        try:
-            self._make_exact()
-        except (RuntimeError, OSError, MisconfigurationException):
-            # `save` will say so.
-            if not self.ends_with_error:
-                raise
-
-    def hand(self, state: Mapping[str, Any]) -> None:
-        """Notes the module's state dict that the hooks of the present save get."""
+    def state_dict(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The module's state dict by `read`, for the hooks of a save, as `save` writes it: the first call of a save."""
+        if (trained := self._checkpoints.trained) is not None:
+            if self.saves.must_wait:
+                trained.training.in_update.pause()
+            else:
+                try:
+                    self._make_exact()
+                except (RuntimeError, OSError, MisconfigurationException):
+                    # `save` will say so.
+                    if not self.ends_with_error:
+                        raise
+        state = read()
         self._handed = dict(state) if self._strategy.zero_stage_3 else {}
+        return state
 
     def flush(self) -> None:
-        """Makes weights and optimizer states exact.
-
-        Raises:
-            MisconfigurationException: there are gradients that no step has used.
-            OSError: a save in the background has failed.
-        """
+        """`ZenFlowStrategy.flush`."""
         self._make_exact()
         self._checkpoints.check()
 
@@ -178,9 +170,7 @@ class TrainerCheckpoints:
             trained.flush()
 
     def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any, *, as_file: bool) -> None:
-        """Saves the exact state after the last step, atomically, as one file or as DeepSpeed's folder.
-
-        In a batch, or in what must not be disturbed, the save waits for its end.
+        """Saves the exact state after the last step, atomically, as one file or as DeepSpeed's folder; where it must wait, later.
 
         Raises:
             TypeError: there are `storage_options`, and no plugin that reads them.

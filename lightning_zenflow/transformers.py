@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import deepspeed_optim_sched
 from typing_extensions import override
 
-from lightning_zenflow.accelerate import CALLS, ZenFlowAccelerator
+from lightning_zenflow.accelerate import ZenFlowAccelerator
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.users_objects import NEW_MOMENTS
 
@@ -33,7 +33,7 @@ _LOGGED = ("stall/device_percent", "stall/host_percent", "overlap/worker_busy_pe
 
 
 class _Accelerator(ZenFlowAccelerator):
-    calls = CALLS._replace(
+    calls = ZenFlowAccelerator.calls._replace(
         front="ZenFlowTrainer",
         clip="TrainingArguments(max_grad_norm=...)",
         accumulate="set `TrainingArguments(gradient_accumulation_steps=...)`",
@@ -43,7 +43,7 @@ class _Accelerator(ZenFlowAccelerator):
 
 
 class ZenFlowTraining(_Trainer):
-    """Mixin of a `Trainer`, before it in the order of base classes: ``class ZenFlowSFTTrainer(ZenFlowTraining, SFTTrainer): ...``.
+    """Mixin of a `Trainer`, before it in the bases: ``class ZenFlowSFTTrainer(ZenFlowTraining, SFTTrainer): ...``.
 
     Keys of ZenFlow are those of the block ``zero_optimization.zenflow`` of `TrainingArguments.deepspeed`, as DeepSpeed's own ZenFlow reads
     them; without a DeepSpeed configuration all have their defaults. Checkpoints are those of the Trainer under DeepSpeed.

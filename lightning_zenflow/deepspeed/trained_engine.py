@@ -35,7 +35,7 @@ class TrainedEngine:
         optimizer: the user's; None: the DeepSpeed configuration has one.
         strategy: the front, with the configuration for `build`.
         settings: the front's.
-        calls: what the front's user calls, for messages.
+        calls: what the front's user calls.
 
     Attributes:
         engine: DeepSpeed's.
@@ -47,8 +47,7 @@ class TrainedEngine:
         ending: what ends with the training; it refers to no strategy.
 
     Raises:
-        MisconfigurationException: ZenFlow does not support the model, the optimizer or the configuration, or they do not fit the host's
-            memory.
+        MisconfigurationException: ZenFlow does not support something, or it does not fit the host's memory.
         WorkerError: the worker did not start.
         RuntimeError: another rank has failed, whose error is in the message.
     """
