@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zenflow.checkpoint.checkpoints import Checkpoints, is_one_file
-from lightning_zenflow.checkpoint.saves import Saves
 from lightning_zenflow.config import KEYS, ZenFlowConfig
 from lightning_zenflow.core.errors import Calls, MisconfigurationException, raise_late_read
 from lightning_zenflow.core.process import one_at_a_time
@@ -33,7 +32,7 @@ from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, is_elsewhe
 from lightning_zenflow.deepspeed.users_objects import configured, refuse_unsupported_module, refuse_unsupported_trainer
 from lightning_zenflow.monitor.callbacks import StallMonitor, StallMonitoring, add_monitor
 from lightning_zenflow.steps import TrainerPrecision, TrainerSteps
-from lightning_zenflow.trainer_checkpoints import TrainerCheckpoints
+from lightning_zenflow.trainer_checkpoints import Saves, TrainerCheckpoints
 
 if TYPE_CHECKING:
     _DeepSpeedStrategy = DeepSpeedStrategy

@@ -2,7 +2,8 @@
 
 import re
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -27,12 +28,63 @@ from lightning_zenflow.checkpoint.checkpoints import (
 from lightning_zenflow.checkpoint.engine import AVERAGED, CURRENT, StatesInFolder, as_lightning_saved, to_save
 from lightning_zenflow.checkpoint.files import place_of
 from lightning_zenflow.checkpoint.loading import load_file_together, load_together, read_file_together
-from lightning_zenflow.checkpoint.saves import Saves
 from lightning_zenflow.checkpoint.single_file import SavedFile, WholeState
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.parameters import is_in_pieces, load_whole
+
+
+class Saves:
+    """Saves of one run of a Trainer. Where none is possible, as by the handler of a signal, which may come at any instruction, they wait
+    for the end of the batch, or of a call that must not be disturbed.
+
+    Attributes:
+        in_batch: whether a batch is under way, from before its forward pass until the records of its step are complete.
+        is_missing: whether the last save is not complete, because it waits or has failed: what it replaces must stay.
+        over: whether callbacks have been called for the end of the training.
+    """
+
+    def __init__(self) -> None:
+        self.in_batch = self.is_missing = self.over = False
+        self._depth, self._makes_up = 0, False
+        self._waiting: list[Callable[[], None]] = []
+
+    @property
+    def must_wait(self) -> bool:
+        """True inside a batch or a call that must not be disturbed."""
+        return self.in_batch or self._depth > 0
+
+    def when_possible(self, save: Callable[[], None]) -> None:
+        """Calls what saves, or depends on a save, now or behind what waits already."""
+        if self.must_wait:
+            self._waiting.append(save)
+        else:
+            save()
+
+    def end_batch(self) -> None:
+        """Ends the batch that is under way, and after an exception whatever else was."""
+        self.in_batch, self._depth = False, 0
+        self._make_up()
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Context in which saves wait until its end; after an exception longer, until `end_batch`."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        self._make_up()
+
+    def _make_up(self) -> None:
+        if not self._makes_up:
+            try:
+                self._makes_up = True
+                while self._waiting and not self.must_wait:
+                    self._waiting.pop(0)()
+            finally:
+                self._makes_up = False
 
 
 class TrainerCheckpoints:
@@ -132,10 +184,7 @@ class TrainerCheckpoints:
             handlers[:] = [partial(self._handle, handler) for handler in handlers]
 
     def _handle(self, handler: Callable[..., None], *arguments: Any) -> None:
-        if self.saves.must_wait:
-            self.saves.wait(partial(handler, *arguments))
-        else:
-            handler(*arguments)
+        self.saves.when_possible(partial(handler, *arguments))
 
     def state_dict(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The module's state dict by `read`, for the hooks of a save, as `save` writes it: the first call of a save."""
@@ -182,7 +231,7 @@ class TrainerCheckpoints:
             if (trained := self._checkpoints.trained) is not None:
                 trained.training.in_update.resume()
             again = partial(self.module.trainer.save_checkpoint, place_of(path))
-            self.saves.wait(partial(again, "optimizer_states" not in checkpoint, storage_options))
+            self.saves.when_possible(partial(again, "optimizer_states" not in checkpoint, storage_options))
             rank_zero_info(
                 f"ZenFlow: {path} will be saved at the end of the batch, or of the save or the like that is under way"
             )
@@ -230,6 +279,7 @@ class TrainerCheckpoints:
             return FolderSource(
                 engine=engine, state=optimizer, client_state=client_state, without_frozen=without_frozen
             )
+        has_states = bool(checkpoint.get("optimizer_states"))
         handed, self._handed = self._handed, {}
         whole = WholeState(
             engine,
@@ -237,13 +287,12 @@ class TrainerCheckpoints:
             self._order,
             # The averaged weights are elsewhere then (`WeightAveraging`).
             checkpoint.get(CURRENT, checkpoint.get("state_dict", {})),
-            moments=bool(checkpoint.get("optimizer_states")),
+            moments=has_states,
             without_frozen=without_frozen,
             handed=handed,
         )
 
         def content(state: WholeState) -> dict[str, Any]:
-            has_states = bool(checkpoint.get("optimizer_states"))
             return {**checkpoint, **({"optimizer_states": [state.optimizer_state]} if has_states else {})}
 
         writer = io_of(place_of(path), io)
@@ -306,7 +355,7 @@ class TrainerCheckpoints:
         """Removes a checkpoint, which another one replaces: behind the other's save, and not if that has failed."""
         background = self._checkpoints.background
         if self.saves.must_wait:
-            self.saves.wait(partial(self.remove, place_of(path)))
+            self.saves.when_possible(partial(self.remove, place_of(path)))
         elif self.saves.is_missing:
             return
         elif background is not None and background.is_under_way:
