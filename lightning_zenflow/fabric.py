@@ -173,11 +173,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[Any, list[Any], Any]:
-        """Sets up the model that is trained, with one optimizer, AdamW or Adam. The loop calls the scheduler's `step()`.
-
-        Raises:
-            MisconfigurationException: ZenFlow does not support the model or the optimizer, or there are several.
-        """
+        """Sets up the model that is trained, with one optimizer, AdamW or Adam. The loop calls the scheduler's `step()`."""
         if len(optimizers) != 1:
             raise MisconfigurationException(
                 f"fabric.setup: ZenFlowStrategy must have one optimizer, got {len(optimizers)}: use its parameter groups"
@@ -229,9 +225,8 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Clips this step's gradients by the norm of the whole gradient, to the smallest `max_norm` > 0 that is given; infinity: no
-        clipping. Backward passes of later steps predict the clip factor with it.
-
-        `error_if_nonfinite` has no effect: the device would have to be waited for. A step whose norm is not finite changes nothing.
+        clipping. Backward passes of later steps predict the clip factor with it. `error_if_nonfinite` has no effect: a step whose norm is
+        not finite changes nothing.
 
         Returns:
             Norm before clipping, of the gradients of all ranks: 0-D float32 on the device.
@@ -279,12 +274,8 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         self._checkpoints.wait()
 
     def metrics(self) -> dict[str, float]:
-        """This rank's metrics of the steps since the last call, for ``fabric.log_dict(fabric.strategy.metrics())``.
-
-        Time from a forward pass in evaluation mode to the next one in training is not part of a step.
-
-        Returns:
-            Values by the names of docs/tuning.md; none before the first step, and none between two calls without a step.
+        """This rank's metrics of the steps since the last call, by the names of docs/tuning.md; none without a step. Time from a forward
+        pass in evaluation mode to the next one in training is not part of a step.
         """
         return {} if self._steps is None else self._steps.meter.metrics()
 

@@ -99,7 +99,7 @@ def load_all(
         state: what is loaded: the model, with its optimizer or without, and further objects by the names under which they were saved.
         trained: the present training.
         io: Lightning's.
-        strict: whether the model must have exactly the saved weights and buffers.
+        strict: whether the model must have exactly the saved weights and buffers, and the file all names of `state`.
         weights_only: see `torch.load`; for files only.
 
     Returns:

@@ -80,14 +80,7 @@ class TrainerPrecision(PlainPrecision, _DeepSpeedPrecision):
 
 
 class TrainerSteps:
-    """The steps of one training by a Trainer.
-
-    Args:
-        trained: the training.
-        module: the user's.
-        plugin: the strategy's precision.
-        clips_itself: whether the module has its own `configure_gradient_clipping`.
-    """
+    """The steps of one training by a Trainer. `clips_itself`: whether the module has its own `configure_gradient_clipping`."""
 
     def __init__(self, trained: TrainedEngine, module: pl.LightningModule, plugin: Any, *, clips_itself: bool) -> None:
         self._engine, self._training, self._clips_itself = trained.engine, trained.training, clips_itself
@@ -175,13 +168,8 @@ class MicroBatches(_BackwardSyncControl):
 
 
 class LoopSteps:
-    """The steps of one training by a user's own loop, under Fabric and Accelerate, in the order that they must have.
-
-    Args:
-        trained: the training.
-        micro_batches: whether a step has further ones.
-        calls: what the front's user calls, for messages.
-        check_saves: raises an error of a save in the background.
+    """The steps of one training by a user's own loop, under Fabric and Accelerate, in the order that they must have. `check_saves` raises
+    an error of a save in the background.
 
     Attributes:
         engine: DeepSpeed's.

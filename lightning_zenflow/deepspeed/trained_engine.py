@@ -33,9 +33,7 @@ class TrainedEngine:
         build: builds the engine by ``deepspeed.initialize``.
         model: the model to train.
         optimizer: the user's; None: the DeepSpeed configuration has one.
-        strategy: the front, with the configuration for `build`.
-        settings: the front's.
-        calls: what the front's user calls.
+        strategy: this and what follows are the front's; its `config` is that for `build`.
 
     Attributes:
         engine: DeepSpeed's.
