@@ -37,7 +37,7 @@ def __getattr__(name: str) -> Any:
 
 
 def register(registry: Any, module: str) -> None:
-    """Makes the strategy of a module, which is imported when the strategy is made, known to a registry of Lightning by its names.
+    """Makes a module's strategy known to a registry of Lightning; the module is imported when a strategy is made.
 
     "zenflow" has the defaults. "zenflow_adamw" ends every step with AdamW's weights: nothing is late (S = 1, d = 0), and clip factors are
     the true ones. A step waits for the CPU only if it is clipped, or the two before it.

@@ -1,7 +1,6 @@
-"""`ZenFlowAccelerator`: Hugging Face's Accelerate with the optimizer of this package.
+"""Hugging Face's Accelerate: engine and calls of the loop are those of Fabric's strategy; loaders, schedulers and checkpoints Accelerate's.
 
-The engine and the calls of the loop are those of Fabric's strategy; Accelerate prepares loaders and schedulers and keeps its formats of
-checkpoints. Written against Accelerate 1.15. `_prepare_deepspeed` is private, and so are the names that are replaced in it.
+Written against Accelerate 1.15. `_prepare_deepspeed` is private, and so are the names that are replaced in it.
 """
 
 import os
@@ -33,23 +32,11 @@ from lightning_zenflow.core.errors import Calls, MisconfigurationException
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, resolve_config, without
 from lightning_zenflow.deepspeed.environment import use_cpu_accelerator
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.trained_engine import TrainedEngine
 from lightning_zenflow.deepspeed.users_module import remove_hooks
 from lightning_zenflow.fabric import ZenFlowStrategy
 
 _VARIABLE = "ACCELERATE_USE_DEEPSPEED"
 _OF_LIGHTNING = ("checkpoint_format", "sync_checkpoints", "async_checkpoints", "stall_monitor")
-
-
-CALLS = Calls(
-    setup="model, optimizer = accelerator.prepare(model, optimizer)",
-    backward="accelerator.backward",
-    clip="accelerator.clip_grad_norm_",
-    accumulate="run the micro-batches of a step under `accelerator.accumulate(model)`",
-    front="ZenFlowAccelerator",
-    read="behind `accelerator.backward`",
-    write="before the forward pass or behind `optimizer.step`",
-)
 
 
 class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no type information
@@ -76,14 +63,22 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
         **options: keys of `ZenFlowConfig`, which go before those of the plugin, and keywords of `Accelerator`.
 
     Attributes:
-        strategy: Fabric's, from `prepare` on: `flush`, `metrics` and `summary` are as in a loop under Fabric.
+        strategy: Fabric's, with `flush`, `metrics` and `summary` as under Fabric.
 
     Raises:
         ValueError: a key has a value that is not allowed.
         MisconfigurationException: an option asks for what ZenFlow does not support here.
     """
 
-    calls = CALLS
+    calls = Calls(
+        setup="model, optimizer = accelerator.prepare(model, optimizer)",
+        backward="accelerator.backward",
+        clip="accelerator.clip_grad_norm_",
+        accumulate="run the micro-batches of a step under `accelerator.accumulate(model)`",
+        front="ZenFlowAccelerator",
+        read="behind `accelerator.backward`",
+        write="before the forward pass or behind `optimizer.step`",
+    )
     state: AcceleratorState
 
     def __init__(
@@ -174,7 +169,7 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
         return strategy.set_up(build, self) if optimizers else tuple(build())
 
     def start(self) -> "AccelerateStrategy":
-        """Returns `strategy`. The first call makes the process group where no launcher has, which Accelerate expects under DeepSpeed."""
+        """Returns `strategy`, whose first call makes the process group where no launcher has: Accelerate expects one under DeepSpeed."""
         if self.strategy is None:
             source = {**without(self.deepspeed_plugin.deepspeed_config, "auto"), "train_batch_size": None}
             self.strategy = AccelerateStrategy(source, self._keys, self.device, self.calls)
@@ -184,7 +179,6 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
     @override
     @contextmanager
     def no_sync(self, model: Module) -> Iterator[None]:
-        """Context of all micro-batches of a step but the last, for loops without `accumulate`."""
         with nullcontext() if self.strategy is None else self.strategy.micro_batches.no_backward_sync(model, True):
             yield
 
@@ -201,19 +195,8 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
 
     @override
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clips this step's gradients, behind the step's last backward pass, as Fabric's `clip_gradients_norm`.
-
-        Args:
-            parameters: all that are trained; others have no effect.
-            max_norm: largest norm, > 0; infinity: no clipping.
-            norm_type: 2.
-
-        Returns:
-            Norm before clipping, of the gradients of all ranks: 0-D float32 on the device.
-
-        Raises:
-            MisconfigurationException: an argument has a value that is not allowed.
-            RuntimeError: the step has further micro-batches, or no backward pass was before.
+        """`ZenFlowStrategy.clip_gradients_norm` of Fabric, behind the step's last backward pass. `parameters` must be all that are trained;
+        others have no effect.
         """
         wrapped: Any = self.deepspeed_engine_wrapped
         if self.strategy is None or wrapped is None or not self.sync_gradients:
@@ -233,7 +216,7 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
 
     @override
     def free_memory(self, *objects: Any) -> Any:
-        """As Accelerate's, and ends the worker: the model has its exact weights, as before `prepare`. All ranks call it together."""
+        """As Accelerate's, and ends the training: the model is as before `prepare`, with exact weights. All ranks call it together."""
         strategy, self.strategy = self.strategy, None
         if strategy is not None:
             trained = strategy.trained
@@ -253,7 +236,7 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
 
     @override
     def end_training(self) -> None:
-        """`free_memory`, and Accelerate's own; a further Accelerator or Trainer of this process may be a plain one."""
+        """As Accelerate's, and `free_memory`; a further Accelerator or Trainer of this process may be a plain one."""
         self.free_memory()
         super().end_training()
         # All accelerators of a process share their state; this one keeps what it has.
@@ -262,14 +245,7 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
 
 
 class AccelerateStrategy(ZenFlowStrategy):
-    """Fabric's strategy in the process of an accelerator, which has its ranks and its device.
-
-    Args:
-        config: of DeepSpeed, without what Accelerate completes.
-        keys: of `ZenFlowConfig`.
-        device: of this rank.
-        calls: of the front.
-    """
+    """Fabric's strategy with ranks and device of an accelerator, whose `prepare` completes DeepSpeed's `config` later."""
 
     belongs_to_the_loop: ClassVar[Mapping[str, str]] = {}
     _said: str | None = None
@@ -313,21 +289,17 @@ class AccelerateStrategy(ZenFlowStrategy):
             rank_zero_info(self._said)
 
     def set_up(self, build: partial[tuple[Any, ...]], accelerator: ZenFlowAccelerator) -> tuple[Any, ...]:
-        """Has Accelerate build the engine of a training; returns what `prepare` does.
-
-        Raises:
-            MisconfigurationException: ZenFlow does not support the model or the optimizer, or there is a training.
-        """
-        if self._trained is not None:
+        """Has Accelerate build the engine of a training; returns what `prepare` does."""
+        if self.trained is not None:
             raise MisconfigurationException(
                 "accelerator.prepare: a model with an optimizer has been prepared before: call `accelerator.free_memory()` when its"
                 " training has ended, or train another one in another process"
             )
-        (model,) = (item for item in build.args if isinstance(item, Module))
+        model = next(item for item in build.args if isinstance(item, Module))
         optimizer = next((item for item in build.args if isinstance(item, Optimizer)), None)
         if optimizer is not None:
             # As DeepSpeed does: the Trainer of transformers makes two groups, and PEFT trains no parameter of the second. A scheduler
-            # that has been made, which marks the groups, needs as many as it has seen.
+            # needs as many groups as it has seen, and marked.
             groups = optimizer.param_groups
             groups[:] = [group for group in groups if group["params"] or "initial_lr" in group]
         # Of an engine that has evaluated it.
@@ -349,11 +321,6 @@ class AccelerateStrategy(ZenFlowStrategy):
         ):
             self._begin_training(build_engine, model, optimizer)
         return tuple(prepared)
-
-    @property
-    def trained(self) -> TrainedEngine | None:
-        """The training."""
-        return self._trained
 
 
 class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]

@@ -30,11 +30,11 @@ from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, is_elsewhe
 from lightning_zenflow.deepspeed.users_module import load_whole
 from lightning_zenflow.deepspeed.users_objects import refuse_unsupported_module, validate_optimizer
 from lightning_zenflow.fabric_checkpoints import load_all, refuse_optimizer, source_of
-from lightning_zenflow.loop_steps import LoopSteps, MicroBatches
+from lightning_zenflow.steps import LoopSteps, MicroBatches
 
 
 class ZenFlowPrecision(PlainPrecision, DeepSpeedPrecision):
-    """`PlainPrecision`, which says all of it, for Fabric."""
+    """`PlainPrecision` for Fabric."""
 
     @override
     def convert_output(self, data: Any) -> Any:
@@ -57,14 +57,17 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     All micro-batches of a step but the last run under `fabric.no_backward_sync(model)`. Weights are exact after `fabric.save`,
     `model.state_dict()`, `optimizer.state_dict()`, a forward pass in evaluation mode and `flush`, which all ranks call together.
 
-    `teardown`, which all ranks call together behind `flush` or `fabric.save`, gives the modules back as they were before `fabric.setup`,
-    with their weights as they are then. Fabric does not call it. Without it, the worker ends with the process, or when nothing refers to
-    model, optimizer and Fabric any more; a LightningModule refers to its Fabric.
+    Fabric does not call `teardown`. All ranks call it together behind `flush` or `fabric.save`: the modules are then as they were before
+    `fabric.setup`, with their present weights. Without it, the worker ends with the process, or when nothing refers to model, optimizer
+    and Fabric any more; a LightningModule refers to its Fabric.
 
     Args:
         config: source of the keys that are not given as keywords: a `ZenFlowConfig`, an OmegaConf YAML file or DictConfig, or a DeepSpeed
             configuration (JSON file or dict) with or without a ``zero_optimization.zenflow`` block.
         **options: keys of `ZenFlowConfig`, and keywords of Fabric's `DeepSpeedStrategy`, such as `stage` or `timeout`.
+
+    Attributes:
+        trained: the present or last training; None before the first.
 
     Raises:
         ValueError: a key has a value that is not allowed.
@@ -105,7 +108,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         # DeepSpeed clips to 1 where nothing is said.
         self.config = {"gradient_clipping": 0.0, **self.config}
         self._process = RankProcess()
-        self._trained: TrainedEngine | None = None
+        self.trained: TrainedEngine | None = None
         self._checkpoints = Checkpoints()
         # DeepSpeed's, of models that are not trained; a user may drop them before.
         self._inference: weakref.WeakSet[Module] = weakref.WeakSet()
@@ -116,8 +119,8 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     @property
     def zenflow_optimizer(self) -> ZenFlowOptimizer | None:
-        """The optimizer of the present or last set-up; None before the first."""
-        return None if self._trained is None else self._trained.optimizer
+        """The optimizer of `trained`."""
+        return None if self.trained is None else self.trained.optimizer
 
     @property
     def is_alone(self) -> bool:
@@ -144,14 +147,9 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     def setup_environment(self) -> None:
         self._process.set_up(self, lightning.fabric.strategies, super().setup_environment, is_alone=self.is_alone)
 
-    @property
-    @override
-    def precision(self) -> Any:
-        """Fabric's precision, as this package has it."""
-        return super().precision
-
-    @precision.setter
+    @DeepSpeedStrategy.precision.setter  # type: ignore[attr-defined, untyped-decorator]  # mypy sees no property
     def precision(self, precision: Any) -> None:
+        """Replaces Lightning's plugin by this package's (`own_precision`)."""
         # Private: where Fabric looks for one that the user gave the strategy.
         self._precision = own_precision(precision, self.precision_class)
 
@@ -172,37 +170,29 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[Any, list[Any], Any]:
-        """Sets up the model that is trained, with one optimizer, AdamW or Adam. The loop calls the scheduler's `step()`, as under Fabric's
-        other strategies.
-
-        Raises:
-            MisconfigurationException: ZenFlow does not support the model or the optimizer, or there are several.
-        """
+        """Sets up the model that is trained, with one optimizer, AdamW or Adam. The loop calls the scheduler's `step()`."""
         if len(optimizers) != 1:
             raise MisconfigurationException(
                 f"fabric.setup: ZenFlowStrategy must have one optimizer, got {len(optimizers)}: use its parameter groups"
             )
-        if self.zenflow_optimizer is not None:
+        if self.trained is not None:
             raise MisconfigurationException(
                 "fabric.setup: ZenFlowStrategy must have one model with an optimizer, got a second one: for models that are not trained"
                 " call `fabric.setup_module(model)`, and train another one with another Fabric"
             )
-        (user_optimizer,) = optimizers
-        trained = self._begin_training(None, module, user_optimizer)
+        build = partial(training_engine, module, optimizers[0], self.config, self.root_device)
+        trained = self._begin_training(build, module, optimizers[0])
         # Private: as in the base class' own set-up.
         self._set_deepspeed_activation_checkpointing()
         return trained.engine, [trained.optimizer], scheduler
 
-    def _begin_training(
-        self, build: Callable[[], Any] | None, module: Module, optimizer: Optimizer | None
-    ) -> TrainedEngine:
-        """Checks what is trained, builds the engine (`TrainedEngine`), and sets up what the loop's calls need."""
+    def _begin_training(self, build: Callable[[], Any], module: Module, optimizer: Optimizer | None) -> TrainedEngine:
+        """Checks what is trained, builds its engine, and sets up what the loop's calls need."""
         refuse_unsupported_module(module)
         if optimizer is not None:
             validate_optimizer(optimizer, module)
-        build = build or partial(training_engine, module, optimizer, self.config, self.root_device)
         trained = TrainedEngine(build, module, optimizer, self, self._settings, self.calls)
-        self._trained, self.zenflow_config = trained, trained.zenflow
+        self.trained, self.zenflow_config = trained, trained.zenflow
         # Fabric tears nothing down.
         weakref.finalize(self, trained.ending.close)
         self._checkpoints.begin(trained, self)
@@ -213,12 +203,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     @override
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
-        """Backward pass of a micro-batch; the last of a step is the one outside of `fabric.no_backward_sync`.
-
-        Raises:
-            RuntimeError: the step's last micro-batch was before; `module` is not the model with the optimizer; a backward pass before this
-                one was interrupted by an error.
-        """
+        """Backward pass of a micro-batch; the last of a step is the one outside of `fabric.no_backward_sync`."""
         with self._steps_for(self.calls.backward).backward(module):
             try:
                 # DeepSpeed would divide by the number of micro-batches, which the loop has done.
@@ -236,22 +221,12 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clips this step's gradients by the norm of the whole gradient, to the smallest that is given. Backward passes of later steps
-        predict the clip factor with it.
-
-        Args:
-            module: the model.
-            optimizer: its optimizer.
-            max_norm: largest norm, > 0; infinity: no clipping.
-            norm_type: 2.
-            error_if_nonfinite: has no effect: the device would have to be waited for. A step whose norm is not finite changes nothing.
+        """Clips this step's gradients by the norm of the whole gradient, to the smallest `max_norm` > 0 that is given; infinity: no
+        clipping. Backward passes of later steps predict the clip factor with it. `error_if_nonfinite` has no effect: a step whose norm is
+        not finite changes nothing.
 
         Returns:
             Norm before clipping, of the gradients of all ranks: 0-D float32 on the device.
-
-        Raises:
-            MisconfigurationException: `max_norm` or `norm_type` has a value that is not allowed.
-            RuntimeError: no backward pass was before.
         """
         return self._steps_for(self.calls.clip).clip(max_norm, norm_type)
 
@@ -263,12 +238,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """The step; a learning rate scheduler steps in the loop.
-
-        Raises:
-            MisconfigurationException: there is a closure.
-            RuntimeError: no backward pass was before, or an error interrupted one.
-        """
+        """The step, without a closure."""
         if kwargs:
             raise MisconfigurationException(
                 f"optimizer.step must be without arguments under ZenFlow, got {', '.join(kwargs)}: call `{self.calls.backward}` before"
@@ -293,24 +263,16 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     def start_epoch(self, epoch: int) -> None:
         """Sets the epoch that the next step belongs to, counted from 0; counts where `select_strategy` is "epoch"."""
-        if self._trained is not None:
-            self._trained.training.start_epoch(epoch)
+        if self.trained is not None:
+            self.trained.training.start_epoch(epoch)
 
     def wait_for_checkpoint(self) -> None:
-        """Waits for the checkpoint that is being written in the background, if any (`async_checkpoints`). All ranks call it together.
-
-        Raises:
-            OSError: it could not be saved, on this rank or on another one.
-        """
+        """Waits for the checkpoint that is written in the background; raises its OSError on all ranks, which call it together."""
         self._checkpoints.wait()
 
     def metrics(self) -> dict[str, float]:
-        """This rank's metrics of the steps since the last call, for ``fabric.log_dict(fabric.strategy.metrics())``.
-
-        Time from a forward pass in evaluation mode to the next one in training is not part of a step.
-
-        Returns:
-            Values by the names of docs/tuning.md; none before the first step, and none between two calls without a step.
+        """This rank's metrics of the steps since the last call, by the names of docs/tuning.md; none without a step. Time from a forward
+        pass in evaluation mode to the next one in training is not part of a step.
         """
         return {} if self._steps is None else self._steps.meter.metrics()
 
@@ -321,20 +283,20 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     @override
     @one_at_a_time()
     def teardown(self) -> None:
-        """Ends the worker, releases the shared memory and makes the modules what they were before, with their weights as they are now; the
-        optimizer has their parameters again, and no state.
+        """Ends the worker, releases the shared memory, and makes modules and optimizer what they were before, with the weights of now and
+        without the optimizer's state.
         """
-        if is_elsewhere(self._trained):
+        if is_elsewhere(self.trained):
             return
         # As in a `finally` behind the loop.
         together = sys.exc_info()[0] is None and not (self._steps is not None and self._steps.was_interrupted)
         with ExitStack() as last:
             last.callback(self._checkpoints.end, together=together)
             engines: list[Module] = list(self._inference)
-            if self._trained is not None:
-                self._trained.ending.close()
-                engines.insert(0, self._trained.engine)
-            with leaving_engines(engines, self._trained, ranks_on_host=self.num_processes, together=together):
+            if self.trained is not None:
+                self.trained.ending.close()
+                engines.insert(0, self.trained.engine)
+            with leaving_engines(engines, self.trained, ranks_on_host=self.num_processes, together=together):
                 super().teardown()
                 self._process.end()
 
@@ -354,7 +316,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         if not (as_file := self._saves_file()):
             refuse_folder(path, self.checkpoint_io, self.zenflow_config.checkpoint_format)
         with all_cores(ranks_on_host=self.num_processes):
-            source = source_of(self, self._trained, path, state, storage_options, filter, as_file=as_file)
+            source = source_of(self, self.trained, path, state, storage_options, filter, as_file=as_file)
             self._checkpoints.save(path, source, self.zenflow_config, self.checkpoint_io)
 
     @override
@@ -381,10 +343,10 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         self.flush()
         if not isinstance(state, Module):
             return load_all(
-                path, state or {}, self._trained, self.checkpoint_io, strict=strict, weights_only=weights_only
+                path, state or {}, self.trained, self.checkpoint_io, strict=strict, weights_only=weights_only
             )
         # DeepSpeed's engine names its parameters "module.NAME".
         super().load_checkpoint(path, getattr(state, "module", state), strict, weights_only)
-        if self._trained is not None and state is self._trained.engine:
-            self._trained.optimizer.reset_master_from_model()
+        if self.trained is not None and state is self.trained.engine:
+            self.trained.optimizer.reset_master_from_model()
         return {}

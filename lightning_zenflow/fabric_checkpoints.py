@@ -38,10 +38,6 @@ def source_of(
 ) -> Source:
     """What `fabric.save` saves: one file, which Fabric's other strategies read as well, or a folder, which the Trainer's strategy and
     DeepSpeed read.
-
-    Raises:
-        TypeError: there are `storage_options`, or for a folder a `filter`, which nothing reads.
-        MisconfigurationException: there are several models that were set up, or none; or an entry has the name of ours.
     """
     engine, io = one_engine(state.values()), strategy.checkpoint_io
     without_frozen = strategy.exclude_frozen_parameters
@@ -96,18 +92,18 @@ def load_all(
     weights_only: bool | None,
 ) -> dict[str, Any]:
     """Loads a checkpoint of any number of ranks, right after a flush: a file that Fabric saved, under ZenFlow or a strategy for one device,
-    or a folder of any stage that Fabric or the Trainer saved under ZenFlow or DeepSpeed's ZeRO.
+    or a folder that Fabric or the Trainer saved under ZenFlow or DeepSpeed's ZeRO.
 
     Args:
         path: path of the checkpoint.
         state: what is loaded: the model, with its optimizer or without, and further objects by the names under which they were saved.
         trained: the present training.
         io: Lightning's.
-        strict: whether the model must have exactly the saved weights and buffers.
+        strict: whether the model must have exactly the saved weights and buffers, and the file all names of `state`.
         weights_only: see `torch.load`; for files only.
 
     Returns:
-        Everything else in the checkpoint.
+        What the checkpoint has besides model and optimizer.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, or of another model.
@@ -139,9 +135,9 @@ def _load_from_file(saved: SavedFile, state: dict[str, Any], order: list[list[st
     saved.unmap_others(tuple(ours))
     states = saved.entry(optimizers[0]) if optimizers else None
     load_file_together(engine, saved, saved.entry(model), states, order, strict=strict)
-    wanted = [name for name in state if name not in ours and (strict or name in saved.content)]
+    wanted = {name for name in state if name not in ours and (strict or name in saved.content)}
     rest = {name: value for name, value in saved.content.items() if name not in ours}
     for name in wanted:
         saved.entry(name)
-    _move_state_into(rest, state, keys=set(wanted))
+    _move_state_into(rest, state, keys=wanted)
     return rest

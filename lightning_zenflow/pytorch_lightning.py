@@ -1,6 +1,4 @@
-"""The strategy and its monitor for the Trainer of the package `pytorch_lightning`.
-
-Its classes have the names of those of `lightning.pytorch` and are others. What is in common is the body of both.
+"""The strategy and its monitor for the Trainer of the package `pytorch_lightning`, whose classes are not those of `lightning.pytorch`.
 
 The import makes the names "zenflow" and "zenflow_adamw" known to that Trainer.
 """
@@ -18,8 +16,8 @@ from lightning_zenflow import register
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import catch_as
 from lightning_zenflow.stall_monitor import StallMonitoring
-from lightning_zenflow.trainer import TrainerStrategy
-from lightning_zenflow.trainer_steps import TrainerPrecision
+from lightning_zenflow.steps import TrainerPrecision
+from lightning_zenflow.strategy import TrainerStrategy
 
 __all__ = ["StallMonitor", "ZenFlowConfig", "ZenFlowStrategy"]
 
@@ -32,7 +30,7 @@ class StallMonitor(StallMonitoring, pl.Callback):  # type: ignore[misc]  # noqa:
 
 
 class ZenFlowPrecision(TrainerPrecision, DeepSpeedPrecision):  # type: ignore[misc]
-    """`TrainerPrecision`, which says all of it, for the Trainer of `pytorch_lightning`."""
+    """`TrainerPrecision` for the Trainer of `pytorch_lightning`."""
 
 
 class ZenFlowStrategy(TrainerStrategy, DeepSpeedStrategy):  # type: ignore[misc]  # noqa: D101

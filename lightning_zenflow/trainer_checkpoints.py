@@ -2,7 +2,8 @@
 
 import re
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +28,6 @@ from lightning_zenflow.checkpoint.checkpoints import (
 from lightning_zenflow.checkpoint.engine import AVERAGED, CURRENT, StatesInFolder, as_lightning_saved, to_save
 from lightning_zenflow.checkpoint.files import place_of
 from lightning_zenflow.checkpoint.loading import load_file_together, load_together, read_file_together
-from lightning_zenflow.checkpoint.saves import Saves
 from lightning_zenflow.checkpoint.single_file import SavedFile, WholeState
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
@@ -35,13 +35,60 @@ from lightning_zenflow.core.process import raising_together
 from lightning_zenflow.deepspeed.users_module import is_in_pieces, load_whole
 
 
-class TrainerCheckpoints:
-    """Those of one Trainer.
+class Saves:
+    """Saves of one run of a Trainer. Where none is possible, as by the handler of a signal, which may come at any instruction, they wait
+    for the end of the batch, or of a call that must not be disturbed.
 
-    Args:
-        strategy: Lightning's part of the Trainer's strategy.
-        checkpoints: the strategy's.
-        config: format, and how files are written.
+    Attributes:
+        in_batch: whether a batch is under way, from before its forward pass until the records of its step are complete.
+        is_missing: whether the last save is not complete, because it waits or has failed: what it replaces must stay.
+        over: whether callbacks have been called for the end of the training.
+    """
+
+    def __init__(self) -> None:
+        self.in_batch = self.is_missing = self.over = False
+        self._depth, self._makes_up = 0, False
+        self._waiting: list[Callable[[], None]] = []
+
+    @property
+    def must_wait(self) -> bool:
+        """True inside a batch or a call that must not be disturbed."""
+        return self.in_batch or self._depth > 0
+
+    def when_possible(self, save: Callable[[], None]) -> None:
+        """Calls what saves, or depends on a save, now or behind what waits already."""
+        if self.must_wait:
+            self._waiting.append(save)
+        else:
+            save()
+
+    def end_batch(self) -> None:
+        """Ends the batch that is under way, and after an exception whatever else was."""
+        self.in_batch, self._depth = False, 0
+        self._make_up()
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Context in which saves wait until its end; after an exception longer, until `end_batch`."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        self._make_up()
+
+    def _make_up(self) -> None:
+        if not self._makes_up:
+            try:
+                self._makes_up = True
+                while self._waiting and not self.must_wait:
+                    self._waiting.pop(0)()
+            finally:
+                self._makes_up = False
+
+
+class TrainerCheckpoints:
+    """Those of one Trainer, whose strategy has `checkpoints` and `config`.
 
     Attributes:
         saves: those that wait, of the present run of the Trainer.
@@ -59,14 +106,12 @@ class TrainerCheckpoints:
         self._callback: pl.Callback | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy: what saves and loads have left belongs to this process."""
+        """Of a copy, without what saves and loads have left."""
         return {**vars(self), "saves": Saves(), "_file": None, "_handed": {}}
 
     def be_first(self, trainer: pl.Trainer, lightning: ModuleType) -> None:
-        """Makes weights exact, and deferred saves, before the user's callbacks read them, by a callback.
-
-        Lightning calls the strategy's hooks after those of all callbacks, so this callback is the first of the trainer's. Callbacks that
-        replace the weights at the end of training (`WeightAveraging`) or export them then work on the result of all steps.
+        """Makes weights exact, and saves that wait, before the user's callbacks read or replace the weights: by the first of the Trainer's
+        callbacks, as Lightning calls the strategy's hooks after those of all callbacks.
         """
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # one of Trainer's connectors sets it
         if self._callback not in callbacks:
@@ -92,14 +137,13 @@ class TrainerCheckpoints:
 
     @property
     def module(self) -> pl.LightningModule:
-        """The user's."""
+        """The user's module."""
         module = self._strategy.lightning_module
         assert module is not None
         return module
 
     @property
     def _order(self) -> list[list[str]]:
-        """Names of the parameters of each group of the user's optimizer."""
         return [] if self._checkpoints.trained is None else self._checkpoints.trained.order
 
     @property
@@ -110,9 +154,7 @@ class TrainerCheckpoints:
         return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED and not self.saves.over
 
     def check_callbacks(self, callbacks: Sequence[Any], lightning: ModuleType, *, as_file: bool) -> None:
-        """Refuses callbacks whose checkpoints cannot be written where they are to be, before training; and finds out whether one of them
-        needs a file at once.
-        """
+        """Refuses callbacks whose folders cannot be written where they are to be, and finds out whether one needs its files at once."""
         io = self._strategy.checkpoint_io
         if not as_file:
             whole = [c for c in callbacks if not getattr(c, "save_weights_only", False)]
@@ -135,44 +177,33 @@ class TrainerCheckpoints:
             )
 
     def _handle_later(self, *_: Any) -> None:
-        """Has Lightning's handlers of signals wait, of which SLURM's saves and then has the job ended."""
+        """Has Lightning's handlers of signals wait: SLURM's saves, and then has the job ended."""
         # Private: where Lightning keeps them.
         number = getattr(self._strategy.cluster_environment, "requeue_signal", None) or signal.SIGUSR1
         if handlers := getattr(signal.getsignal(number), "signal_handlers", None):
             handlers[:] = [partial(self._handle, handler) for handler in handlers]
 
     def _handle(self, handler: Callable[..., None], *arguments: Any) -> None:
-        if self.saves.must_wait:
-            self.saves.wanted.append(partial(handler, *arguments))
-        else:
-            handler(*arguments)
+        self.saves.when_possible(partial(handler, *arguments))
 
-    def begin(self) -> None:
-        """Before the module's state dict is read, the first call of a save: what hooks see after it is what is written."""
-        trained = self._checkpoints.trained
-        if trained is None:
-            return
-        if self.saves.must_wait:
-            trained.training.in_update.pause()
-            return
-        try:
-            self._make_exact()
-        except (RuntimeError, OSError, MisconfigurationException):
-            # `save` will say so.
-            if not self.ends_with_error:
-                raise
-
-    def hand(self, state: Mapping[str, Any]) -> None:
-        """Notes the module's state dict, as the hooks of the present save get it."""
+    def state_dict(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The module's state dict by `read`, for the hooks of a save, as `save` writes it: the first call of a save."""
+        if (trained := self._checkpoints.trained) is not None:
+            if self.saves.must_wait:
+                trained.training.in_update.pause()
+            else:
+                try:
+                    self._make_exact()
+                except (RuntimeError, OSError, MisconfigurationException):
+                    # `save` will say so.
+                    if not self.ends_with_error:
+                        raise
+        state = read()
         self._handed = dict(state) if self._strategy.zero_stage_3 else {}
+        return state
 
     def flush(self) -> None:
-        """Makes weights and optimizer states exact.
-
-        Raises:
-            MisconfigurationException: there are gradients that no step has used.
-            OSError: a save in the background has failed.
-        """
+        """`ZenFlowStrategy.flush`."""
         self._make_exact()
         self._checkpoints.check()
 
@@ -188,21 +219,19 @@ class TrainerCheckpoints:
             trained.flush()
 
     def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any, *, as_file: bool) -> None:
-        """Saves the exact state after the last step, atomically, as one file or as DeepSpeed's folder.
-
-        In the middle of a batch, or of what must not be disturbed, the save is made up for right afterwards.
+        """Saves the exact state after the last step, atomically, as one file or as DeepSpeed's folder; where it must wait, later.
 
         Raises:
             TypeError: there are `storage_options`, and no plugin that reads them.
             OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
             MisconfigurationException: there has been no training.
         """
-        self.saves.is_missing = self.saves.must_wait or self.saves.makes_up or self.ends_with_error
+        self.saves.is_missing = True
         if self.saves.must_wait:
             if (trained := self._checkpoints.trained) is not None:
                 trained.training.in_update.resume()
             again = partial(self.module.trainer.save_checkpoint, place_of(path))
-            self.saves.wanted.append(partial(again, "optimizer_states" not in checkpoint, storage_options))
+            self.saves.when_possible(partial(again, "optimizer_states" not in checkpoint, storage_options))
             rank_zero_info(
                 f"ZenFlow: {path} will be saved at the end of the batch, or of the save or the like that is under way"
             )
@@ -221,7 +250,7 @@ class TrainerCheckpoints:
                 rank_zero_warn(f"no checkpoint at {path} of the training that ends with an error: {error}")
 
     def _source(self, checkpoint: dict[str, Any], path: Any, storage_options: Any, *, as_file: bool) -> Source:
-        """What is saved, of the present engine, or after an evaluation, which has another one, of the training before."""
+        """What is saved: of the present engine or, where that evaluates, of the training before."""
         engine, trained = self._strategy.model, self._checkpoints.trained
         if engine is self._strategy.lightning_module:
             raise MisconfigurationException(
@@ -270,12 +299,8 @@ class TrainerCheckpoints:
         return FileSource(state=whole, content=content, path=path, io=writer, storage_options=storage_options)
 
     def load(self, path: Any, *, weights_only: bool) -> dict[str, Any]:
-        """Loads a checkpoint, saved by any number of ranks: one file, of this strategy or one for a single device; or a folder, of this
-        strategy or of DeepSpeed's ZeRO, of stage 1, 2 or 3. A file's weights and states are loaded when hooks have seen them.
-
-        Args:
-            path: path of the checkpoint.
-            weights_only: see `torch.load`; for a file only.
+        """Loads a checkpoint of any number of ranks: a file, of this strategy or one for a single device, or a folder, also of DeepSpeed's
+        ZeRO. Weights and states of a file are loaded when hooks have seen them.
 
         Returns:
             What the hooks of callbacks and module get.
@@ -289,7 +314,6 @@ class TrainerCheckpoints:
             io = io_of(place, self._strategy.checkpoint_io)
             self._file = read_file_together(path, io, weights_only=weights_only)
             if self._file is not None:
-                # Loaded by `load_model`, when the module's `on_load_checkpoint` has seen it.
                 self._file.unmap_others(("state_dict", CURRENT, "optimizer_states"))
                 return self._file.content
             client_state = load_together(self._strategy.deepspeed_engine, Path(place), strict=module.strict_loading)
@@ -299,7 +323,7 @@ class TrainerCheckpoints:
             return as_lightning_saved(client_state, module)
 
     def load_model(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-        """Loads the model from the content of a file; a folder's has been loaded by `load`."""
+        """Loads the model from a file, behind the module's `on_load_checkpoint`; `load` has loaded that of a folder."""
         with self.saves.undisturbed():
             if (saved := self._file) is None:
                 return
@@ -313,8 +337,7 @@ class TrainerCheckpoints:
             load_file_together(self._strategy.deepspeed_engine, saved, weights, None, self._order, strict=strict)
 
     def load_optimizer(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the optimizer from the content of a file, when the hooks of the callbacks have seen it as well; as under torch a hook may
-        have changed the state, or removed it, for new moments.
+        """Loads the optimizer from a file, behind all hooks, which may have changed the state, or removed it for new moments.
 
         Raises:
             MisconfigurationException: a hook has changed that of a folder.
@@ -329,13 +352,15 @@ class TrainerCheckpoints:
                 load_file_together(self._strategy.deepspeed_engine, saved, None, saved.optimizer_state, self._order)
 
     def remove(self, path: Any) -> None:
-        """Removes a checkpoint: what another one replaces, only when that is complete, and not if its save has failed."""
+        """Removes a checkpoint, which another one replaces: behind the other's save, and not if that has failed."""
         background = self._checkpoints.background
         if self.saves.must_wait:
-            self.saves.wanted.append(partial(self.remove, place_of(path)))
-        elif background is not None and background.is_under_way and not self.saves.is_missing:
+            self.saves.when_possible(partial(self.remove, place_of(path)))
+        elif self.saves.is_missing:
+            return
+        elif background is not None and background.is_under_way:
             background.behind(partial(self._remove, place_of(path)))
-        elif not self.saves.is_missing:
+        else:
             with raising_together(OSError):
                 self._remove(path)
 

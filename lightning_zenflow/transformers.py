@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import deepspeed_optim_sched
 from typing_extensions import override
 
-from lightning_zenflow.accelerate import CALLS, ZenFlowAccelerator
+from lightning_zenflow.accelerate import ZenFlowAccelerator
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.users_objects import NEW_MOMENTS
 
@@ -33,7 +33,7 @@ _LOGGED = ("stall/device_percent", "stall/host_percent", "overlap/worker_busy_pe
 
 
 class _Accelerator(ZenFlowAccelerator):
-    calls = CALLS._replace(
+    calls = ZenFlowAccelerator.calls._replace(
         front="ZenFlowTrainer",
         clip="TrainingArguments(max_grad_norm=...)",
         accumulate="set `TrainingArguments(gradient_accumulation_steps=...)`",
@@ -43,7 +43,7 @@ class _Accelerator(ZenFlowAccelerator):
 
 
 class ZenFlowTraining(_Trainer):
-    """Mixin of a `Trainer`, before it in the order of base classes: ``class ZenFlowSFTTrainer(ZenFlowTraining, SFTTrainer): ...``.
+    """Mixin of a `Trainer`, before it in the bases: ``class ZenFlowSFTTrainer(ZenFlowTraining, SFTTrainer): ...``.
 
     Keys of ZenFlow are those of the block ``zero_optimization.zenflow`` of `TrainingArguments.deepspeed`, as DeepSpeed's own ZenFlow reads
     them; without a DeepSpeed configuration all have their defaults. Checkpoints are those of the Trainer under DeepSpeed.
@@ -53,8 +53,8 @@ class ZenFlowTraining(_Trainer):
     """
 
     zenflow: ClassVar[Mapping[str, Any]] = {}
-    """Keys that go before those of the block. Under stage 3 with `from_pretrained`, and with TRL's reference models, all are here: there
-    DeepSpeed reads the block itself, and knows some of the keys only.
+    """Keys that go before those of the block. Under stage 3 with `from_pretrained`, and with TRL's reference models, all must be here:
+    DeepSpeed reads the block itself then, and does not know all keys.
     """
     accelerator: ZenFlowAccelerator
     # The Trainer's own.
@@ -157,12 +157,8 @@ _KINDS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "Warmup
 
 
 def _keep_given(optimizer: Any, trainer: Any, config: Any, args: TrainingArguments, steps: int, *rest: Any) -> Any:
-    """`deepspeed_optim_sched` of transformers, with the optimizer and the scheduler that the Trainer has, which DeepSpeed's set-up drops.
-
-    The first argument is the Trainer's before the set-up: the user's, that of a training before, or None.
-
-    Raises:
-        MisconfigurationException: a block of DeepSpeed's configuration would take the place of what the user has given.
+    """`deepspeed_optim_sched` of transformers, which keeps the Trainer's optimizer and scheduler, and refuses blocks of DeepSpeed's
+    configuration in their place. `optimizer` is the Trainer's before the set-up: the user's, that of a training before, or None.
     """
     blocks, scheduler = config.config, trainer.lr_scheduler
     if isinstance(scheduler, AcceleratedScheduler | DummyScheduler):

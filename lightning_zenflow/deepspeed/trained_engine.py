@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_zenflow.core.errors import Calls, MisconfigurationException
+from lightning_zenflow.core.errors import Calls
 from lightning_zenflow.core.process import one_at_a_time, threads
 from lightning_zenflow.deepspeed.config import Settings, of_one_training, set_bucket_size
 from lightning_zenflow.deepspeed.construction import in_place_of_deepspeeds
@@ -31,9 +31,7 @@ class TrainedEngine:
         build: builds the engine by ``deepspeed.initialize``.
         model: the model to train.
         optimizer: the user's; None: the DeepSpeed configuration has one.
-        strategy: Lightning's part of the front, which has the rank's device and the configuration with which `build` builds.
-        settings: the front's.
-        calls: what the front's user calls, for messages.
+        strategy: this and what follows are the front's; its `config` is that for `build`.
 
     Attributes:
         engine: DeepSpeed's.
@@ -45,8 +43,7 @@ class TrainedEngine:
         ending: what ends with the training; it refers to no strategy.
 
     Raises:
-        MisconfigurationException: ZenFlow does not support the model, the optimizer or the configuration, or they do not fit the host's
-            memory.
+        MisconfigurationException: ZenFlow does not support something, or it does not fit the host's memory.
         WorkerError: the worker did not start.
         RuntimeError: another rank has failed, whose error is in the message.
     """
@@ -124,20 +121,12 @@ def is_elsewhere(trained: TrainedEngine | None) -> bool:
     return trained is not None and trained.training.is_elsewhere
 
 
-def refuse_in_training(trained: TrainedEngine | None) -> None:
-    """Refuses to set up optimizers while there are some."""
-    if trained is not None and not trained.training.closed:
-        raise MisconfigurationException(
-            "setup_optimizers must not be called in training: change `optimizer.param_groups`, or call `fit` with the checkpoint"
-        )
-
-
 @contextmanager
 def leaving_engines(
     models: Sequence[Module], trained: TrainedEngine | None, *, ranks_on_host: int, together: bool
 ) -> Iterator[None]:
-    """Context of Lightning's teardown behind the end of the worker, after which the modules are what they were before, with their weights
-    as they are now; the user's optimizer has their parameters again, and no state.
+    """Context of Lightning's teardown, behind the end of the worker. The modules are then what they were before, with their present
+    weights; the user's optimizer has their parameters again, and no state.
 
     Args:
         models: modules that DeepSpeed has, or the engines around them.

@@ -17,7 +17,7 @@ from torch import nn
 
 import accelerate_loops
 from accelerate_loops import EXACT, LATE, Loop, Net, new_process, train_plain
-from lightning_zenflow.accelerate import CALLS, AccelerateStrategy, ZenFlowAccelerator
+from lightning_zenflow.accelerate import AccelerateStrategy, ZenFlowAccelerator
 from lightning_zenflow.checkpoint.files import CheckpointError
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.schedule import bucket_size
@@ -254,7 +254,9 @@ def test_the_process_and_its_launcher(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("LOCAL_SIZE", "2")
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
-    strategy = AccelerateStrategy({"zero_optimization": {"stage": 2}}, {}, torch.device("cpu"), CALLS)
+    strategy = AccelerateStrategy(
+        {"zero_optimization": {"stage": 2}}, {}, torch.device("cpu"), ZenFlowAccelerator.calls
+    )
     assert (strategy.num_processes, strategy.num_nodes) == (2, 2)
 
 

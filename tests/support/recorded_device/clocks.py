@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 HOST, WORKER, MAIN = "host", "worker", "main"
 
-_MODEL = ("", "trainer.training_step", "trainer.backward", "trainer.optimizer_step")
+_MODEL = ("", "strategy.training_step", "strategy.backward", "strategy.optimizer_step")
 """Places of operations that are the model's own."""
 
 Clock = dict[str, int]

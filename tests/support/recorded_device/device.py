@@ -27,8 +27,8 @@ from recorded_device.tensors import DEVICE
 _PACKAGE = str(Path(lightning_zenflow.__file__).parent)
 _DEEPSPEED = ("stage_1_and_2.py", "stage3.py")
 _OTHERS = (
-    "trainer.",
-    "trainer_steps.complete",
+    "strategy.",
+    "steps.complete",
     "construction.",
     "trained_engine.",
     "engine.",
