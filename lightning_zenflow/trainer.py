@@ -17,8 +17,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zenflow.checkpoint.background import Saves
 from lightning_zenflow.checkpoint.checkpoints import Checkpoints, is_one_file
-from lightning_zenflow.checkpoint.saves import Saves
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import Calls, raise_late_read
 from lightning_zenflow.core.process import one_at_a_time

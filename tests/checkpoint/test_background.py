@@ -193,8 +193,7 @@ def test_saves_that_must_be_complete_at_once(
 
 
 def write(archive: Any, path: Path, group: Any = None) -> None:
-    with path.open("wb") as file:
-        archive.write(file)
+    archive.write(partial(path.open, "wb"))
 
 
 def places(memory: dict[int, list[Tensor]]) -> set[int]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.background import Archive, BackgroundSaves
+from lightning_zenflow.checkpoint import background
 
 _TIMEOUT_S = 120
 
@@ -20,16 +20,16 @@ OPENED = threading.Event()
 """Set when the one save that is held may go on; other processes have their own."""
 
 
-def hold(background: BackgroundSaves, error: str = "") -> None:
+def hold(saves: background.BackgroundSaves, error: str = "") -> None:
     """Has the thread write what it is given from now on when `OPENED` is set, or fail then."""
     OPENED.clear()
-    background._thread.submit(_wait, error)
+    saves._thread.submit(_wait, error)
 
 
 def _wait(error: str) -> None:
     assert OPENED.wait(_TIMEOUT_S)
     if error:
-        patch.object(Archive, "write", side_effect=ValueError(error)).start()
+        patch.object(background, "_open_zipfile_writer", side_effect=ValueError(error)).start()
 
 
 class HeldSave(pl.Callback):
