@@ -53,9 +53,9 @@ _OF_THE_ENGINE = (
 
 
 class ZenFlowEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no type information
-    """DeepSpeed's engine, whose checkpoints have the exact state and continue the run bit for bit, on any number of ranks.
+    """DeepSpeed's engine, whose checkpoints have the exact state and continue the run bit for bit. All ranks call its methods together.
 
-    All ranks call its methods together, as DeepSpeed's.
+    DeepSpeed's `load_checkpoint` reads folders of as many ranks only, and under stage 3 gathers the whole model on every rank.
     """
 
     optimizer: ZenFlowOptimizer
@@ -113,12 +113,11 @@ class FolderSource:
     """Whether weights are left out that are not trained at present."""
 
     def files(self, place: Any) -> list[FileContent]:
-        """What the engine's `save_checkpoint` has to write on this rank to `place`; small files it writes itself. No collective, so that a
-        rank whose part fails leaves no other waiting: the engine's are barriers, where here the directory exists before and all ranks meet
-        afterwards, and a comparison of the tag, a constant.
+        """What the engine's `save_checkpoint` has to write on this rank to `place`; small files it writes itself.
 
-        Private: the engine calls ``deepspeed.comm`` by a module-level name, and has what writes files as `checkpoint_engine`. Both are
-        replaced inside this function only.
+        No collective, so that a rank whose part fails leaves no other waiting: the engine's barriers and its comparison of the tag, a
+        constant, are not needed here, where the directory exists before and all ranks meet afterwards. Private: the engine calls
+        ``deepspeed.comm`` by a module-level name, and has what writes files as `checkpoint_engine`.
         """
         skipped = dict.fromkeys(("barrier", "all_reduce"), lambda *_, **__: None)
         comm, writer = SimpleNamespace(**{**vars(engine_module.dist), **skipped}), self.engine.checkpoint_engine
@@ -136,12 +135,9 @@ class FolderSource:
 def to_save(checkpoint: Mapping[str, Any], engine: DeepSpeedEngine) -> dict[str, Any]:
     """The client state to save, of a checkpoint as Lightning or, with Fabric, the user made it.
 
-    `DeepSpeedStrategy` drops "state_dict", because the engine saves the weights. `WeightAveraging` has put the averaged weights there, and
-    the model's at `CURRENT`.
-
-    "shared_params" has further names of parameters that have several, each with the first, under which the parameter is saved. It takes the
-    place of what DeepSpeed finds: that compares addresses, which all parameters without elements have in common, so that `zero_to_fp32`
-    would give them one shape, and it overlooks modules that have several names.
+    `DeepSpeedStrategy` drops "state_dict", because the engine saves the weights; where `CURRENT` is, it has averaged ones. "shared_params",
+    the further names of parameters, takes the place of what DeepSpeed finds by addresses, which all parameters without elements have in
+    common, so that `zero_to_fp32` would give them one shape; and DeepSpeed overlooks modules that have several names.
     """
     client_state = dict(checkpoint)
     if CURRENT in client_state:
@@ -164,9 +160,8 @@ class StatesInFolder(dict[str, Any]):
 
 
 def as_lightning_saved(client_state: Mapping[str, Any], module: pl.LightningModule) -> dict[str, Any]:
-    """The loaded client state with the entries that callbacks expect; the engine has loaded the model's weights.
-
-    A model in pieces has no whole weights to show: "state_dict" is absent, as under plain `DeepSpeedStrategy`.
+    """The loaded client state with the entries that callbacks expect; of a model in pieces without whole weights, as under plain
+    `DeepSpeedStrategy`.
     """
     checkpoint = {**client_state, "optimizer_states": [StatesInFolder()]}
     if is_in_pieces(module):
@@ -239,8 +234,6 @@ def load_together(
     engine: Any, path: Path, *, strict: bool, optimizer_states: bool = True, tag: str | None = None
 ) -> dict[str, Any]:
     """Loads model and optimizer from a folder of any number of ranks, after `read_file_together`. A collective: all ranks must call it.
-
-    The engine's own `load_checkpoint` reads folders of as many ranks only, and under stage 3 gathers the whole model on every rank.
 
     Args:
         engine: DeepSpeed's engine; without an optimizer of this package only weights are loaded.

@@ -43,10 +43,6 @@ class StagedSave:
 
     Attributes:
         content: what becomes the checkpoint: an empty directory for its files, or the file to be written.
-
-    Raises:
-        IsADirectoryError: as of `refuse_folder`.
-        OSError: the directory cannot be created.
     """
 
     def __init__(self, path: Path, *, sync: bool, is_file: bool = False) -> None:
@@ -79,9 +75,6 @@ class StagedSave:
 
         A file takes the place of another one at once. Where either is a directory, a kill between two renames leaves the previous
         checkpoint complete under another name, until `recover`: network file systems cannot exchange names in one system call.
-
-        Raises:
-            OSError: the content cannot be renamed or synced; or another process has begun to save under this name meanwhile.
         """
         if not self._mark.exists():
             raise OSError("another process has begun to save under this name meanwhile")
@@ -129,12 +122,7 @@ def refuse_folder(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Deletes a checkpoint; a kill on the way leaves nothing under its name.
-
-    Raises:
-        IsADirectoryError: as of `refuse_folder`.
-        OSError: it cannot be deleted.
-    """
+    """Deletes a checkpoint, behind `refuse_folder`; a kill on the way leaves nothing under its name."""
     refuse_folder(path)
     try:
         # First what a killed save was replacing: alone, it would be taken for the checkpoint.
@@ -145,11 +133,7 @@ def remove(path: Path) -> None:
 
 
 def sync_all(paths: Iterable[Path]) -> None:
-    """Makes the content of files and the entries of directories survive a failure of power.
-
-    Raises:
-        OSError: a disk has failed or, on network storage, is full.
-    """
+    """Makes the content of files and the entries of directories survive a failure of power."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -269,11 +253,7 @@ def verify(file: Path) -> None:
 
 
 def read(file: Path, *, mapped: bool = True, weights_only: bool | None = False) -> Any:
-    """Content of a file written by torch, `mapped` to memory or not; `weights_only` as of `torch.load`.
-
-    Raises:
-        CheckpointError: the file cannot be read, or has other objects than `weights_only` allows.
-    """
+    """Content of a file written by torch, `mapped` to memory or not; `weights_only` as of `torch.load`. Raises CheckpointError."""
     # A file that is no archive has torch's former format, which cannot be mapped, or is incomplete.
     with _reading(file), WithoutConversion():
         is_archive = zipfile.is_zipfile(file)

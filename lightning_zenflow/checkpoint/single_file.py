@@ -223,10 +223,7 @@ class WholeState:
 
 class SavedFile:
     """A checkpoint that is one file, of this package or of another strategy: its path, and the content that was read of it, without the
-    entry of ours; weights and states may be mapped.
-
-    Raises:
-        CheckpointError: the content is no checkpoint.
+    entry of ours; weights and states may be mapped. What is missing, or no state of AdamW for the parameters, raises CheckpointError.
     """
 
     def __init__(self, path: Path | str, content: Any) -> None:
@@ -237,14 +234,14 @@ class SavedFile:
         self._run_state = self.content.pop(FILE_KEY, None)
 
     def entry(self, name: str) -> Any:
-        """An entry of the content; raises CheckpointError if it is missing."""
+        """An entry of the content, which must be there."""
         if name not in self.content:
             raise refusal(self.path, f"the file must have an entry {name!r}, got {', '.join(map(str, self.content))}")
         return self.content[name]
 
     @property
     def optimizer_state(self) -> Mapping[str, Any]:
-        """State dict of the optimizer in a file of the Trainer; raises CheckpointError unless there is one."""
+        """State dict of the one optimizer in a file of the Trainer."""
         states: Sequence[Mapping[str, Any]] = self.entry("optimizer_states")
         if len(states) != 1:
             raise refusal(self.path, f"the file must have the state of one optimizer, got {len(states)}")
@@ -277,11 +274,7 @@ class SavedFile:
     def state_for(
         self, optimizer: ZenFlowOptimizer, order: Sequence[Sequence[str]], saved: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """This rank's state for `Training.load`, from a `torch.optim.AdamW.state_dict`; `order` as of `WholeState`.
-
-        Raises:
-            CheckpointError: it is no state of AdamW or Adam for these parameters, or another version of this package wrote it.
-        """
+        """This rank's state for `Training.load`, from a `torch.optim.AdamW.state_dict`; `order` as of `WholeState`."""
         if self._run_state is not None:
             refuse_other_version(self.path, self._run_state["ranks"][0], f", {_WEIGHTS_ONLY}")
         groups, sizes = saved["param_groups"], [len(names) for names in order]
