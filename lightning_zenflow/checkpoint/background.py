@@ -77,8 +77,7 @@ class Saves:
 
 
 class BackgroundSaves:
-    """Saves of one rank that a thread finishes, at most one at a time, and what has to come after a save. The training thread calls all
-    methods.
+    """Saves of one rank that a thread finishes, one at a time, and what has to come after each. The training thread calls all methods.
 
     Args:
         ranks_on_host: number of ranks that save at the same time into this host's memory.

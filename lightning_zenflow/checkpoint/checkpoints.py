@@ -98,15 +98,12 @@ def refuse_folder(path: Any, io: CheckpointIO, format_: str) -> None:
 
 
 class Checkpoints:
-    """Those of one strategy. All ranks call the methods together.
-
-    Attributes:
-        trained: the present or last training, whose state is saved.
-        background: finishes saves of the present training; None without `async_checkpoints`.
-    """
+    """Those of one strategy. All ranks call the methods together."""
 
     trained: TrainedEngine | None = None
+    """The present or last training, whose state is saved."""
     background: BackgroundSaves | None = None
+    """Finishes saves of the present training; None without `async_checkpoints`."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy: a training, and its thread, belong to this process."""

@@ -207,10 +207,7 @@ def read_file_together(path: Any, io: CheckpointIO | None, *, weights_only: bool
     """Reads a checkpoint that is one file; None: it is a folder. A collective: all ranks must call it.
 
     Without `io`, by which it is read, what a killed save was replacing is put back first, and the file, or a folder's of the model, is
-    verified. `weights_only` is that of `torch.load`.
-
-    Raises:
-        CheckpointError: the checkpoint is missing, incomplete or damaged, or a rank cannot read it.
+    verified. `weights_only` is that of `torch.load`. Raises CheckpointError if it is missing or damaged.
     """
     place, is_file = place_of(path), [True]
     if io is None:
@@ -243,10 +240,7 @@ def load_together(
         tag: folder in `path`; None: the one that was saved last.
 
     Returns:
-        The client state.
-
-    Raises:
-        CheckpointError: a rank cannot continue from the checkpoint, of which nothing has been loaded; or the model is another one.
+        The client state. Behind a CheckpointError nothing has been loaded, unless the model's weights do not fit.
     """
     optimizer = optimizer_of(engine)
     groups = [] if optimizer is None else optimizer.training.shapes_by_group
@@ -305,9 +299,6 @@ def load_file_together(
         states: the state dict of the saved optimizer; None: only weights are loaded.
         order: as of `WholeState`.
         strict: whether the model must have exactly the saved weights and buffers.
-
-    Raises:
-        CheckpointError: a rank cannot continue from the checkpoint.
     """
     optimizer = optimizer_of(engine)
     if optimizer is None:
