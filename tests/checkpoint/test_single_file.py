@@ -44,7 +44,8 @@ def test_frozen_pieces_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     model, callbacks = LinearLossModule(), [At("on_train_end", partial(save, path := tmp_path / "a.ckpt"))]
     frozen = dict([*model.named_parameters()][:3])
     expected = [p.requires_grad_(False).clone() for p in frozen.values()]
-    fit(model, ZenFlowStrategy(stage=3, checkpoint_format="lightning"), callbacks=callbacks)
+    config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    fit(model, ZenFlowStrategy(config=config, checkpoint_format="lightning"), callbacks=callbacks)
     assert [size for size in sizes if size] == [sum(p.numel() for p in expected)]
     saved = torch.load(path, weights_only=True)["state_dict"]
     assert_same_tensors([saved[name] for name in frozen], expected)
