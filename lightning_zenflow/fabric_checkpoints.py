@@ -10,16 +10,17 @@ from lightning.fabric.strategies.deepspeed import _validate_state_keys
 from lightning.fabric.utilities.load import _move_state_into
 from torch.optim import Optimizer
 
-from lightning_zenflow.checkpoint.checkpoints import FileSource, FolderSource, Source, io_of
-from lightning_zenflow.checkpoint.engine import to_save
-from lightning_zenflow.checkpoint.files import place_of, refusal
-from lightning_zenflow.checkpoint.loading import (
+from lightning_zenflow.checkpoint.checkpoints import FileSource, Source, io_of
+from lightning_zenflow.checkpoint.engine import (
+    FolderSource,
     load_file_together,
     load_together,
     one_engine,
     optimizer_of,
     read_file_together,
+    to_save,
 )
+from lightning_zenflow.checkpoint.files import place_of, refusal
 from lightning_zenflow.checkpoint.single_file import FILE_KEY, SavedFile, WholeState
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer

@@ -17,7 +17,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_zenflow.checkpoint.checkpoints import (
     Checkpoints,
     FileSource,
-    FolderSource,
     Source,
     all_cores,
     io_of,
@@ -25,9 +24,18 @@ from lightning_zenflow.checkpoint.checkpoints import (
     refuse_folder,
     remove_at,
 )
-from lightning_zenflow.checkpoint.engine import AVERAGED, CURRENT, StatesInFolder, as_lightning_saved, to_save
+from lightning_zenflow.checkpoint.engine import (
+    AVERAGED,
+    CURRENT,
+    FolderSource,
+    StatesInFolder,
+    as_lightning_saved,
+    load_file_together,
+    load_together,
+    read_file_together,
+    to_save,
+)
 from lightning_zenflow.checkpoint.files import place_of
-from lightning_zenflow.checkpoint.loading import load_file_together, load_together, read_file_together
 from lightning_zenflow.checkpoint.single_file import SavedFile, WholeState
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException

@@ -1,26 +1,22 @@
-"""Saves that go on while training does: what `torch.save` would write at the call is copied to host memory, from which a thread writes it.
-
-A second process would need memory that both share.
-"""
+"""Saves in the background: a thread writes them from copies in host memory while training goes on."""
 
 import logging
 import pickle
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from contextvars import copy_context
 from datetime import timedelta
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 
-# Private: what `torch.save` consists of.
+# Private: what `torch.save` consists of, and what finds the tensors in nested containers.
 from torch.serialization import DEFAULT_PROTOCOL, _open_zipfile_writer, _save
-from typing_extensions import override
+from torch.utils._pytree import tree_leaves
 
 from lightning_zenflow.core.process import all_agree, new_pages, raise_together
 from lightning_zenflow.core.saved_tensors import DiskCopies
@@ -30,9 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundSaves:
-    """Saves of one rank that a thread finishes, at most one at a time, and what has to come after a save.
-
-    The training thread calls all methods.
+    """Saves of one rank that a thread finishes, one at a time, and what has to come after each. The training thread calls all methods.
 
     Args:
         ranks_on_host: number of ranks that save at the same time into this host's memory.
@@ -55,46 +49,27 @@ class BackgroundSaves:
         return bool(self._under_way)
 
     def copied(self, content: Any, on_disk: DiskCopies) -> "Archive | None":
-        """What `torch.save` would write at present; None where host memory has no room for a copy.
-
-        Args:
-            content: what the file has.
-            on_disk: copies that this save has made already, which stay where they are.
+        """What `torch.save` would write of `content` at present; None where host memory has no room for a copy of its tensors. Tensors in
+        `on_disk`, which this save has copied already, stay where they are.
         """
         sizes: dict[int, int] = {}
-
-        class Pickler(pickle.Pickler):
-            @override
-            def reducer_override(self, obj: Any) -> Any:
-                if isinstance(obj, Tensor):
-                    # What has no storage of its own, as a sparse tensor, consists of tensors that have one.
-                    with suppress(Exception):
-                        storage = obj.untyped_storage()
-                        sizes[storage.data_ptr()] = 0 if on_disk.has(storage.data_ptr()) else storage.nbytes()
-                return NotImplemented
-
-            @override
-            def dump(self, obj: Any) -> None:
-                super().dump(obj)
-                refuse_lack(sizes.values())
-
-        refuse_lack, archive = self._refuse_lack, Archive(partial(self._copy_of, on_disk))
-        try:
-            _save(content, archive, SimpleNamespace(Pickler=Pickler), DEFAULT_PROTOCOL, False)  # type: ignore[no-untyped-call]
-        except MemoryError as lack:
-            _log.warning("ZenFlow: async_checkpoints: %s: training waits until the file is written", lack)
-            return None
-        return archive
-
-    def _refuse_lack(self, sizes: Iterable[int]) -> None:
-        """Raises MemoryError where there is no room for copies of these sizes, before the first is made."""
-        new = Counter(sizes) - Counter({n_bytes: len(kept) for n_bytes, kept in self._before.items()})
+        for tensor in (leaf for leaf in tree_leaves(content) if isinstance(leaf, Tensor)):
+            # A sparse one has none.
+            with suppress(Exception):
+                storage = tensor.untyped_storage()
+                sizes[storage.data_ptr()] = 0 if on_disk.has(storage.data_ptr()) else storage.nbytes()
+        new = Counter(sizes.values()) - Counter({n_bytes: len(kept) for n_bytes, kept in self._before.items()})
         needed, free = self._ranks_on_host * sum(new.elements()), free_host_memory()
         if needed > free.n_bytes:
-            raise MemoryError(
-                f"a copy of what a file has needs {needed / 2**30:.2f} GiB of host memory for {self._ranks_on_host} rank(s), but"
-                f" {free.n_bytes / 2**30:.2f} GiB are available ({free.limit})"
+            _log.warning(
+                f"ZenFlow: async_checkpoints: a copy of what a file has needs {needed / 2**30:.2f} GiB of host memory for"
+                f" {self._ranks_on_host} rank(s), but {free.n_bytes / 2**30:.2f} GiB are available ({free.limit}): training waits until the"
+                " file is written"
             )
+            return None
+        archive = Archive(partial(self._copy_of, on_disk))
+        _save(content, archive, pickle, DEFAULT_PROTOCOL, False)  # type: ignore[no-untyped-call]
+        return archive
 
     def _copy_of(self, on_disk: DiskCopies, storage: UntypedStorage) -> UntypedStorage:
         n_bytes = storage.nbytes()
@@ -105,11 +80,7 @@ class BackgroundSaves:
         return self._present[n_bytes][-1].untyped_storage().copy_(storage)
 
     def start(self, finish: Callable[..., None]) -> None:
-        """Begins a save, after `wait`; all ranks call it together.
-
-        Args:
-            finish: writes this rank's files and gives the checkpoint its name, in the thread; `group` is for its collectives.
-        """
+        """Begins a save, after `wait`; all ranks call it together. The thread calls `finish`, with the group of its collectives."""
         assert not self._under_way
         # torch's settings for files are variables of the context.
         self._under_way.append(self._thread.submit(copy_context().run, finish, group=self._group))
@@ -121,24 +92,21 @@ class BackgroundSaves:
         save = self._under_way[0]
         self._under_way.append(self._thread.submit(lambda: call() if save.exception() is None else None))
 
-    def wait(self) -> None:
-        """Waits for the save that is under way; each save begins so. All ranks call it together.
+    def wait(self, *, together: bool = True) -> None:
+        """Waits for the save that is under way; each save begins so. All ranks call it together, or each for itself without `together`.
 
         Raises:
-            OSError: the save, or what was to come behind it, has failed, on this rank or on another one.
+            OSError: the save, or what was to come behind it, has failed, on this rank or, with `together`, on another one.
         """
-        was_under_way, error = self.is_under_way, self._end()
-        if was_under_way:
-            raise_together(error, OSError)
-
-    def _end(self) -> BaseException | None:
-        """Waits, and returns an error of this rank."""
         wait(self._under_way)
-        errors = [future.exception() for future in self._under_way]
-        self._under_way = []
+        ended, self._under_way = self._under_way, []
         if self._present:
             self._before, self._present = self._present, defaultdict(list)
-        return next((error for error in errors if error is not None), None)
+        error = next((error for future in ended if (error := future.exception()) is not None), None)
+        if ended and together:
+            raise_together(error, OSError)
+        elif error is not None:
+            raise error
 
     def check(self) -> None:
         """Raises what `wait` does if the save has ended on all ranks, which call it together."""
@@ -146,19 +114,9 @@ class BackgroundSaves:
             self.wait()
 
     def close(self, *, together: bool) -> None:
-        """Waits, and ends the thread.
-
-        Args:
-            together: whether all ranks call it together.
-
-        Raises:
-            OSError: as of `wait`.
-        """
+        """Ends the thread behind `wait`, whose errors it raises."""
         try:
-            if together:
-                self.wait()
-            elif (error := self._end()) is not None:
-                raise error
+            self.wait(together=together)
         finally:
             self._thread.shutdown()
             if dist.is_initialized():
@@ -171,11 +129,7 @@ def _log_error(save: Future[None]) -> None:
 
 
 class Archive:
-    """The records of a file of torch, which are written later. `torch.save` takes it for its `torch._C.PyTorchFileWriter`.
-
-    Args:
-        copy_of: copies a storage.
-    """
+    """The records of a file of torch, which are written later. `torch.save` takes it for its `torch._C.PyTorchFileWriter`."""
 
     def __init__(self, copy_of: Callable[[UntypedStorage], UntypedStorage]) -> None:
         self._copy_of = copy_of
@@ -185,8 +139,8 @@ class Archive:
         """As torch's method."""
         self._records.append((name, self._copy_of(data) if isinstance(data, UntypedStorage) else data, n_bytes))
 
-    def write(self, file: Any) -> None:
-        """Writes all to an open file."""
-        with _open_zipfile_writer(file) as writer:
+    def write(self, opened: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Writes all to the file that `opened` makes."""
+        with opened() as file, _open_zipfile_writer(file) as writer:
             for record in self._records:
                 writer.write_record(*record)

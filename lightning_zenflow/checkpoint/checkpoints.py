@@ -1,64 +1,42 @@
-"""A strategy's checkpoints: their format, the user's plugin, saves in the background; and a save, which either all ranks complete, or all
-raise an error of, and nothing of the checkpoint remains.
+"""A strategy's checkpoints, and a save, in three parts, of which each is completed by all ranks, or raises an error on all of them.
+
+* *gather*: the state, as a flush has left it, is put together where the files' writer can read it: for one file on rank 0, for a folder in
+  DeepSpeed's order on each rank, in memory or in files without a name (`DiskCopies`);
+* *write*: each rank writes the files that it has, or with `async_checkpoints` copies what they will have;
+* *commit*: behind the files of all ranks, and their syncs, rank 0 gives the checkpoint its name. With `async_checkpoints` a thread does so,
+  and before it writes the copies.
+
+Behind an error nothing of the new checkpoint remains, and the one before is as it was.
 """
 
 import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from deepspeed import DeepSpeedEngine
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
-from lightning_zenflow.checkpoint.background import Archive, BackgroundSaves
-from lightning_zenflow.checkpoint.engine import files_of_engine
-from lightning_zenflow.checkpoint.files import StagedSave, place_of, remove, sync_all
+from lightning_zenflow.checkpoint.background import BackgroundSaves
+from lightning_zenflow.checkpoint.engine import FolderSource
+from lightning_zenflow.checkpoint.files import FileContent, StagedSave, place_of, remove, sync_all
 from lightning_zenflow.checkpoint.single_file import FILE_KEY, WholeState
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.process import in_common, raising_together
 from lightning_zenflow.core.saved_tensors import DiskCopies
 from lightning_zenflow.deepspeed.environment import Strategy
-from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, is_elsewhere
 from lightning_zenflow.deepspeed.users_module import as_in_training, pickled_as_before
 from lightning_zenflow.worker.machine import allowed_cores
 from lightning_zenflow.worker.process import WorkerError
-
-
-class FileContent(NamedTuple):
-    """A file that this rank writes."""
-
-    content: Any
-    path: Any
-    write: Callable[[Any, Any], None] = torch.save
-    """Writes `content` to a path or an open file."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FolderSource:
-    """What is saved as DeepSpeed's folder."""
-
-    engine: DeepSpeedEngine
-    state: ZenFlowOptimizer | None
-    """The optimizer's; None: only weights are saved."""
-    client_state: dict[str, Any]
-    """What is saved besides."""
-    without_frozen: bool
-    """Whether weights are left out that are not trained at present."""
-
-    def files(self, place: Any) -> list[FileContent]:
-        """This rank's files of a checkpoint at `place`; no collective, and may fail on some ranks."""
-        options = {"exclude_frozen_parameters": self.without_frozen}
-        return [FileContent(*file) for file in files_of_engine(self.engine, place, self.client_state, **options)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +58,7 @@ class FileSource:
             raise TypeError(f"storage_options must be None without a plugin that reads them, got {given!r}")
 
     def files(self, place: Any) -> list[FileContent]:
-        """As of `FolderSource`."""
+        """As of `FolderSource.files`: this rank's."""
         if dist.get_rank() != 0:
             return []
         run_state = self.state.run_state
@@ -100,7 +78,7 @@ def plugin_of(io: CheckpointIO) -> CheckpointIO | None:
 
 
 def io_of(place: Path | str, io: CheckpointIO) -> CheckpointIO | None:
-    """What writes, reads and removes a checkpoint: a user's plugin, or Lightning's own in a store; None: this package, as folders."""
+    """What writes, reads and removes a checkpoint: a user's plugin, or Lightning's own in a store; None: this package, and all folders."""
     is_ours = isinstance(place, Path) and (plugin_of(io) is None or place.is_dir())
     return None if is_ours else io
 
@@ -120,20 +98,16 @@ def refuse_folder(path: Any, io: CheckpointIO, format_: str) -> None:
 
 
 class Checkpoints:
-    """Those of one strategy. All ranks call the methods together.
+    """Those of one strategy. All ranks call the methods together."""
 
-    Attributes:
-        trained: the present or last training, whose state is saved.
-        background: finishes saves of the present training; None: without `async_checkpoints`.
-    """
-
-    def __init__(self) -> None:
-        self.trained: TrainedEngine | None = None
-        self.background: BackgroundSaves | None = None
+    trained: TrainedEngine | None = None
+    """The present or last training, whose state is saved."""
+    background: BackgroundSaves | None = None
+    """Finishes saves of the present training; None without `async_checkpoints`."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy: a training, and its thread, belong to this process."""
-        return {"trained": None, "background": None}
+        return {}
 
     def begin(self, trained: TrainedEngine, strategy: Strategy) -> None:
         """Begins a training of a strategy."""
@@ -150,11 +124,7 @@ class Checkpoints:
                 background.close(together=together)
 
     def wait(self) -> None:
-        """Waits for the save in the background.
-
-        Raises:
-            OSError: it has failed, on this rank or on another one.
-        """
+        """Waits for the save in the background; raises OSError if it has failed, on this rank or on another one."""
         if self.background is not None:
             self.background.wait()
 
@@ -164,25 +134,19 @@ class Checkpoints:
             self.background.check()
 
     def save(
-        self,
-        path: Any,
-        source: Source,
-        config: ZenFlowConfig,
-        io: CheckpointIO,
-        *,
-        at_once: bool = False,
+        self, path: Any, source: Source, config: ZenFlowConfig, io: CheckpointIO, *, at_once: bool = False
     ) -> None:
         """Saves the exact state after the last step, atomically.
 
         Args:
-            path: of the checkpoint.
+            path: of the checkpoint; an existing one is replaced.
             source: what is saved.
             config: says how.
             io: Lightning's. A plugin of the user's decides itself when it writes.
-            at_once: whether the checkpoint must be there at the end of the call.
+            at_once: whether the checkpoint must be there at the end of the call, whatever `async_checkpoints` says.
 
         Raises:
-            OSError: the save failed; or the one before, in the background, behind which this one is made.
+            OSError: the save failed, and the checkpoint before is as it was; or the one before, in the background, and this one is made.
             WorkerError: the exact state is lost, or an exception has interrupted the ranks in different steps.
         """
         before: OSError | None = None
@@ -203,22 +167,15 @@ class Checkpoints:
             pickled_as_before(p for of_module in released for p in of_module),
             nullcontext() if isinstance(source, FileSource) else as_in_training(released),
         ):
-            save_together(
-                place if io_of(place, io) is None else str(path),
-                source,
-                sync=config.sync_checkpoints,
-                background=None if at_once or plugin_of(io) is not None else self.background,
-            )
+            background = None if at_once or plugin_of(io) is not None else self.background
+            to = place if io_of(place, io) is None else str(path)
+            _save_together(to, source, sync=config.sync_checkpoints, background=background)
         if before is not None:
             raise before
 
 
 def remove_at(path: Any, io: CheckpointIO) -> None:
-    """Removes a checkpoint, on one rank.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
+    """Removes a checkpoint, on one rank; raises OSError if that fails."""
     place = place_of(path)
     if (own := io_of(place, io)) is not None:
         own.remove_checkpoint(path)
@@ -226,18 +183,14 @@ def remove_at(path: Any, io: CheckpointIO) -> None:
         remove(Path(place))
 
 
-def save_together(path: Path | str, source: Source, *, sync: bool, background: BackgroundSaves | None = None) -> None:
-    """Saves a checkpoint atomically, after all ranks have written their files. A collective: all ranks must call it.
+def _save_together(path: Path | str, source: Source, *, sync: bool, background: BackgroundSaves | None) -> None:
+    """Gathers, writes and commits a checkpoint, as above. A collective: all ranks must call it.
 
     Args:
-        path: of the checkpoint, on all ranks that of rank 0; an existing checkpoint is replaced. A string: `source` writes all of it.
+        path: that of rank 0 counts. A string: `source` writes all of it.
         source: what is saved.
         sync: whether the checkpoint must survive a failure of power.
-        background: writes files, syncs them and commits while training goes on, and raises errors of that; None: all is done at the end.
-
-    Raises:
-        OSError: a rank could not write its files, or the path is of a folder that is no checkpoint; `path` is unchanged, and nothing of the
-            new checkpoint remains.
+        background: finishes the save behind this call; None: all is done at the end.
     """
     staged: StagedSave | None = None
     with ExitStack() as ending:
@@ -259,13 +212,14 @@ def save_together(path: Path | str, source: Source, *, sync: bool, background: B
                 source.state.reserve(disk)
         # Write, or copy what is to be written.
         with nullcontext() if source.state is None else source.state.gathered(), _saving(path):
-            copies = [_write(file, disk, background, is_local=isinstance(place, Path)) for file in source.files(place)]
+            is_local = isinstance(place, Path)
+            left = [_write(file, disk, background, is_local=is_local) for file in source.files(place)]
         last = ending.pop_all()
 
     def commit(group: dist.ProcessGroup | None = None) -> None:
         with last:
             with _saving(path, group):
-                for write_copy in copies:
+                for write_copy in filter(None, left):
                     write_copy()
                 if sync and isinstance(place, Path):
                     # Each rank its own, since network storage keeps what has been written with the host that wrote it.
@@ -282,30 +236,20 @@ def save_together(path: Path | str, source: Source, *, sync: bool, background: B
 
 def _write(
     file: FileContent, disk: DiskCopies, background: BackgroundSaves | None, *, is_local: bool
-) -> Callable[[], None]:
-    """Writes a file, or copies what it has at present for the background; returns what is left to do."""
+) -> Callable[[], None] | None:
+    """Writes a file, or copies what it has at present for the background; returns what is left to do there."""
     content, path, write = file
-    archive = None
     # To a store Lightning writes as `torch.save`.
     if background is not None and (write is torch.save or not is_local):
         archive = background.copied(content, disk)
-    if archive is not None:
-        return partial(_write_archive, archive, path, partial(open, mode="wb") if is_local else _in_store)
+        if archive is not None:
+            return partial(archive.write, partial(open, path, "wb") if is_local else partial(_in_store, path))
     if is_local:
         with open(path, "wb") as opened:
             write(content, opened)
     else:
         write(content, path)
-    return _nothing
-
-
-def _nothing() -> None:
-    pass
-
-
-def _write_archive(archive: Archive, path: Any, opening: Callable[[Any], AbstractContextManager[Any]]) -> None:
-    with opening(path) as file:
-        archive.write(file)
+    return None
 
 
 @contextmanager

@@ -1,8 +1,11 @@
-"""DeepSpeed's engine in saves and loads: as programs call it, Accelerate and the Trainer of transformers; and its *client state*, what a
-folder has beside the engine's and the optimizer's state, as Lightning and callbacks have it.
+"""DeepSpeed's engine in saves and loads: what is loaded into one, by all ranks or with an error on all of them; the folder that one writes;
+and its *client state*, what a folder has beside the engine's and the optimizer's state, as Lightning and callbacks have it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -11,16 +14,30 @@ from unittest.mock import patch
 import deepspeed.runtime.engine as engine_module
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from lightning.fabric.plugins import CheckpointIO
+from torch import Tensor
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.loading import load_together
+from lightning_zenflow.checkpoint.files import CheckpointError, FileContent, place_of, read, recover, verify
+from lightning_zenflow.checkpoint.reader import SavedCheckpoint, with_another_partition
+from lightning_zenflow.checkpoint.single_file import COUNTS, SavedFile, restore_counts
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.core.process import raising_together
+from lightning_zenflow.core.process import all_agree, raising_together
 from lightning_zenflow.core.saved_tensors import DiskCopies
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.users_module import further_names, is_in_pieces
+from lightning_zenflow.deepspeed.users_module import (
+    further_names,
+    is_in_pieces,
+    load_pieces,
+    load_whole,
+    whole_shape,
+)
+from lightning_zenflow.offload.run_state import CHECKPOINT_KEY, difference_of
+from lightning_zenflow.worker.process import WorkerError
 
 AVERAGED = "averaged_state_dict"
 """Key of the averaged weights, which Lightning's `WeightAveraging` saves in the place of the model's."""
@@ -28,11 +45,17 @@ AVERAGED = "averaged_state_dict"
 CURRENT = "current_model_state"
 """Key of the model's own weights, beside averaged ones."""
 
+_OF_THE_ENGINE = (
+    *("module", FROZEN_PARAM_FRAGMENTS, "dp_world_size", "mp_world_size", "data_sampler", "random_ltd"),
+    *COUNTS,
+)
+"""Keys of the model's file that DeepSpeed's engine writes; all others are the client state."""
+
 
 class ZenFlowEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no type information
-    """DeepSpeed's engine, whose checkpoints have the exact state and continue the run bit for bit, on any number of ranks.
+    """DeepSpeed's engine, whose checkpoints have the exact state and continue the run bit for bit. All ranks call its methods together.
 
-    Both methods are as DeepSpeed's, and all ranks call them together.
+    DeepSpeed's `load_checkpoint` reads folders of as many ranks only, and under stage 3 gathers the whole model on every rank.
     """
 
     optimizer: ZenFlowOptimizer
@@ -63,11 +86,7 @@ class ZenFlowEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no 
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
     ) -> tuple[str, dict[str, Any]]:
-        """Loads a folder of any number of ranks; returns `load_dir` and the client state.
-
-        Raises:
-            CheckpointError: the checkpoint is missing or incomplete, or of another model; nothing has been loaded.
-        """
+        """Loads a folder of any number of ranks (`load_together`); returns `load_dir` and the client state."""
         with_states = {"strict": load_module_strict, "optimizer_states": load_optimizer_states}
         client_state = load_together(self, Path(load_dir), tag=tag, **with_states)
         scheduler = client_state.get("lr_scheduler")
@@ -82,39 +101,43 @@ class ZenFlowEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no 
         return super()._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
 
-def files_of_engine(
-    engine: DeepSpeedEngine, folder: Any, client_state: Mapping[str, Any], **options: Any
-) -> list[tuple[Any, Any, Callable[[Any, Any], None]]]:
-    """What the engine's `save_checkpoint` has to write: contents, paths and functions that write one to the other; small files it writes
-    itself. It runs without collectives, so that a rank whose part fails anywhere leaves no other waiting.
+@dataclass(frozen=True, kw_only=True)
+class FolderSource:
+    """What is saved as DeepSpeed's folder."""
 
-    The collectives are barriers, where here the directory exists before and all ranks meet after it, and a comparison of the tag, a
-    constant.
+    engine: DeepSpeedEngine
+    state: ZenFlowOptimizer | None
+    """The optimizer's; None: only weights are saved."""
+    client_state: dict[str, Any]
+    without_frozen: bool
+    """Whether weights are left out that are not trained at present."""
 
-    Private: the engine calls ``deepspeed.comm`` by a module-level name, and has what writes files as `checkpoint_engine`. Both are replaced
-    inside this function only.
-    """
-    skipped = dict.fromkeys(("barrier", "all_reduce"), lambda *_, **__: None)
-    comm, writer = SimpleNamespace(**{**vars(engine_module.dist), **skipped}), engine.checkpoint_engine
-    is_torchs = type(writer) is TorchCheckpointEngine and writer.zipfile_serialization
-    write, files = torch.save if is_torchs else writer.save, list[Any]()
-    with (
-        patch.object(engine_module, "dist", comm),
-        patch.object(writer, "save", lambda state_dict, path: files.append((state_dict, path, write))),
-    ):
-        engine.save_checkpoint(folder, client_state=client_state, tag="checkpoint", **options)
-    return files
+    def files(self, place: Any) -> list[FileContent]:
+        """What the engine's `save_checkpoint` has to write on this rank to `place`; small files it writes itself.
+
+        No collective, so that a rank whose part fails leaves no other waiting: the engine's barriers and its comparison of the tag, a
+        constant, are not needed here, where the directory exists before and all ranks meet afterwards. Private: the engine calls
+        ``deepspeed.comm`` by a module-level name, and has what writes files as `checkpoint_engine`.
+        """
+        skipped = dict.fromkeys(("barrier", "all_reduce"), lambda *_, **__: None)
+        comm, writer = SimpleNamespace(**{**vars(engine_module.dist), **skipped}), self.engine.checkpoint_engine
+        is_torchs = type(writer) is TorchCheckpointEngine and writer.zipfile_serialization
+        write, files = torch.save if is_torchs else writer.save, list[FileContent]()
+        with (
+            patch.object(engine_module, "dist", comm),
+            patch.object(writer, "save", lambda state_dict, path: files.append(FileContent(state_dict, path, write))),
+        ):
+            options = {"client_state": self.client_state, "exclude_frozen_parameters": self.without_frozen}
+            self.engine.save_checkpoint(place, tag="checkpoint", **options)
+        return files
 
 
 def to_save(checkpoint: Mapping[str, Any], engine: DeepSpeedEngine) -> dict[str, Any]:
     """The client state to save, of a checkpoint as Lightning or, with Fabric, the user made it.
 
-    `DeepSpeedStrategy` drops "state_dict", because the engine saves the weights. `WeightAveraging` has put the averaged weights there, and
-    the model's at `CURRENT`.
-
-    "shared_params" has further names of parameters that have several, each with the first, under which the parameter is saved. It takes the
-    place of what DeepSpeed finds: that compares addresses, which all parameters without elements have in common, so that `zero_to_fp32`
-    would give them one shape, and it overlooks modules that have several names.
+    `DeepSpeedStrategy` drops "state_dict", because the engine saves the weights; where `CURRENT` is, it has averaged ones. "shared_params",
+    the further names of parameters, takes the place of what DeepSpeed finds by addresses, which all parameters without elements have in
+    common, so that `zero_to_fp32` would give them one shape; and DeepSpeed overlooks modules that have several names.
     """
     client_state = dict(checkpoint)
     if CURRENT in client_state:
@@ -137,9 +160,8 @@ class StatesInFolder(dict[str, Any]):
 
 
 def as_lightning_saved(client_state: Mapping[str, Any], module: pl.LightningModule) -> dict[str, Any]:
-    """The loaded client state with the entries that callbacks expect; the engine has loaded the model's weights.
-
-    A model in pieces has no whole weights to show: "state_dict" is absent, as under plain `DeepSpeedStrategy`.
+    """The loaded client state with the entries that callbacks expect; of a model in pieces without whole weights, as under plain
+    `DeepSpeedStrategy`.
     """
     checkpoint = {**client_state, "optimizer_states": [StatesInFolder()]}
     if is_in_pieces(module):
@@ -149,3 +171,159 @@ def as_lightning_saved(client_state: Mapping[str, Any], module: pl.LightningModu
     if CURRENT in checkpoint:
         checkpoint[CURRENT] = weights
     return checkpoint
+
+
+def one_engine(items: Iterable[Any]) -> DeepSpeedEngine:
+    """The engine among the objects that are saved or loaded; raises MisconfigurationException unless there is one, under one name."""
+    engines = [item for item in items if isinstance(item, DeepSpeedEngine)]
+    if len(engines) != 1:
+        raise MisconfigurationException(
+            f"a checkpoint must have one model that was set up, under one name, got {len(engines)}: save or load each model by itself"
+        )
+    return engines[0]
+
+
+def optimizer_of(engine: Any) -> ZenFlowOptimizer | None:
+    """The optimizer of this package that an engine has, if any."""
+    return engine.optimizer if isinstance(engine.optimizer, ZenFlowOptimizer) else None
+
+
+@contextmanager
+def _loading(path: Path | str) -> Iterator[None]:
+    """Raises an error of this part of a load on all ranks: a CheckpointError, unless it is the worker's."""
+    with raising_together(CheckpointError):
+        try:
+            yield
+        except (CheckpointError, WorkerError):
+            raise
+        except (RuntimeError, KeyError, TypeError, ValueError, AttributeError, IndexError) as reason:
+            says = f"its content cannot be loaded ({type(reason).__name__}: {reason})"
+            if "loading state_dict" in str(reason):
+                says = f"the model must be the saved one: {reason}"
+            raise CheckpointError(f"checkpoint {path}: {says}") from reason
+
+
+def read_file_together(path: Any, io: CheckpointIO | None, *, weights_only: bool | None) -> SavedFile | None:
+    """Reads a checkpoint that is one file; None: it is a folder. A collective: all ranks must call it.
+
+    Without `io`, by which it is read, what a killed save was replacing is put back first, and the file, or a folder's of the model, is
+    verified. `weights_only` is that of `torch.load`. Raises CheckpointError if it is missing or damaged.
+    """
+    place, is_file = place_of(path), [True]
+    if io is None:
+        with _loading(place):
+            if dist.get_rank() == 0:
+                recover(Path(place))
+                is_file = [Path(place).is_file()]
+                if is_file[0]:
+                    verify(Path(place))
+                else:
+                    SavedCheckpoint(Path(place)).verify_model()
+        dist.broadcast_object_list(is_file, src=0)
+    if not is_file[0]:
+        return None
+    load = partial(read, Path(place)) if io is None else partial(io.load_checkpoint, path)
+    with _loading(place):
+        return SavedFile(place, load(weights_only=weights_only))
+
+
+def load_together(
+    engine: Any, path: Path, *, strict: bool, optimizer_states: bool = True, tag: str | None = None
+) -> dict[str, Any]:
+    """Loads model and optimizer from a folder of any number of ranks, after `read_file_together`. A collective: all ranks must call it.
+
+    Args:
+        engine: DeepSpeed's engine; without an optimizer of this package only weights are loaded.
+        path: path of the checkpoint.
+        strict: whether the model must have exactly the saved weights and buffers.
+        optimizer_states: whether the optimizer's state is loaded, and not only weights.
+        tag: folder in `path`; None: the one that was saved last.
+
+    Returns:
+        The client state. Behind a CheckpointError nothing has been loaded, unless the model's weights do not fit.
+    """
+    optimizer = optimizer_of(engine)
+    groups = [] if optimizer is None else optimizer.training.shapes_by_group
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if optimizer is not None:
+        # Before weights are loaded, which updates in flight would overwrite.
+        optimizer.flush()
+    with _loading(path):
+        # `bfloat16_enabled` is DeepSpeed's, undocumented.
+        saved = SavedCheckpoint(path, bf16=None if optimizer is None else engine.bfloat16_enabled(), tag=tag)
+        saved.refuse_other_stage(is_stage_3=is_in_pieces(engine.module))
+        if optimizer is not None:
+            saved.refuse_other_model(groups)
+        # Each file once, whatever the number of ranks. Under stage 3 the weights are in them.
+        if optimizer is not None or saved.is_stage_3:
+            saved.verify_optimizer(range(rank, saved.world_size, world_size))
+    with _loading(path):
+        state: Any = None if optimizer is None else saved.state_for(rank, optimizer.layouts, world_size=world_size)
+        # Copied: callbacks keep what they have saved.
+        states, pieces = saved.read_model(0, mapped=False), dict[str, Tensor]()
+        if saved.is_stage_3:
+            # The optimizer makes the others from its state.
+            trained = {name for of_group in groups for name in of_group}
+            shapes = {name: whole_shape(p) for name, p in engine.module.named_parameters() if name not in trained}
+            pieces = saved.weights_for(rank, shapes, world_size=world_size)
+    if optimizer is not None:
+        state = _begun_alike(path, state, optimizer)
+    with nullcontext() if optimizer is None else optimizer.loading(), _loading(path):
+        if saved.is_stage_3:
+            load_pieces(engine.module, states["module"], pieces, strict=strict)
+        else:
+            engine.module.load_state_dict(states["module"], strict=strict)
+        restore_counts(engine, states)
+        if engine.random_ltd_enabled() and "random_ltd" in states:
+            engine.random_ltd_scheduler.load_state_dict(states["random_ltd"])
+        if optimizer is not None:
+            optimizer.load_partitions(state, optimizer_states=optimizer_states)
+    return {key: value for key, value in states.items() if key not in _OF_THE_ENGINE}
+
+
+def load_file_together(
+    engine: Any,
+    saved: SavedFile,
+    weights: Mapping[str, Any] | None,
+    states: Mapping[str, Any] | None,
+    order: Sequence[Sequence[str]],
+    *,
+    strict: bool = True,
+) -> None:
+    """Loads model and optimizer from one file. A collective: all ranks must call it.
+
+    Args:
+        engine: DeepSpeed's engine; without an optimizer of this package only weights are loaded.
+        saved: the file.
+        weights: the saved module's state dict; None: they have been loaded.
+        states: the state dict of the saved optimizer; None: only weights are loaded.
+        order: as of `WholeState`.
+        strict: whether the model must have exactly the saved weights and buffers.
+    """
+    optimizer = optimizer_of(engine)
+    if optimizer is None:
+        with _loading(saved.path):
+            load_whole(engine.module, weights or {}, strict=strict)
+        return
+    state: Mapping[str, Any] | None
+    with _loading(saved.path):
+        state = None if states is None else saved.state_for(optimizer, order, states)
+    if state is not None:
+        state = _begun_alike(saved.path, state, optimizer)
+    with optimizer.loading(), _loading(saved.path):
+        if weights is not None:
+            load_whole(engine.module, weights, strict=strict)
+        optimizer.training.load({} if weights is None else saved.masters(optimizer, weights), state)
+        if state is not None:
+            saved.restore_engine(engine)
+
+
+def _begun_alike(path: Path | str, state: Mapping[str, Any], optimizer: ZenFlowOptimizer) -> Mapping[str, Any]:
+    """The state to load: all ranks start over where one of them cannot continue bit for bit. A collective."""
+    ours = state[CHECKPOINT_KEY]
+    with _loading(path):
+        n_blocks = len(optimizer.training.parts.rank.blocks)
+        continues = ours is None or not difference_of(ours, optimizer.training.steps.layout, n_blocks)
+    if all_agree(continues) or ours is None:
+        return state
+    return {**state, CHECKPOINT_KEY: with_another_partition(ours)}

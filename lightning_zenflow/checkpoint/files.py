@@ -1,5 +1,5 @@
-"""Files of checkpoints: where they are; atomic creation and replacement, safe against a kill of the writing process and a failure of power;
-and what torch has written, read and compared with its checksums, with errors that name the file.
+"""Files of checkpoints: where they are; atomic creation and replacement, safe against kills and failures of power; reading, with errors
+that name the file.
 
 A checkpoint, directory or file, is written in a directory beside it and renamed when it is complete. Names that only this module makes:
 
@@ -17,9 +17,9 @@ import re
 import secrets
 import shutil
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,15 +38,11 @@ class StagedSave:
 
     Args:
         path: path of the checkpoint.
-        sync: whether the checkpoint must survive a failure of power. Files of other processes than this one are synced by them.
+        sync: whether the checkpoint must survive a failure of power. Other processes sync their files themselves.
         is_file: whether it is a single file.
 
     Attributes:
-        content: what becomes the checkpoint: an empty directory, to which its files are to be written; or the file to be written.
-
-    Raises:
-        IsADirectoryError: a folder has the path that is no checkpoint.
-        OSError: the directory cannot be created.
+        content: what becomes the checkpoint: an empty directory for its files, or the file to be written.
     """
 
     def __init__(self, path: Path, *, sync: bool, is_file: bool = False) -> None:
@@ -78,11 +74,7 @@ class StagedSave:
         """Gives the content the checkpoint's path; deletes a previous checkpoint of this name.
 
         A file takes the place of another one at once. Where either is a directory, a kill between two renames leaves the previous
-        checkpoint complete under another name, until `recover`. Lightning takes it for ``last`` as well. Names are not exchanged in one
-        system call, since network file systems cannot do it.
-
-        Raises:
-            OSError: the content cannot be renamed or synced; or another process has begun to save under this name meanwhile.
+        checkpoint complete under another name, until `recover`: network file systems cannot exchange names in one system call.
         """
         if not self._mark.exists():
             raise OSError("another process has begun to save under this name meanwhile")
@@ -107,22 +99,14 @@ class StagedSave:
 
 
 def recover(path: Path) -> None:
-    """Puts a checkpoint back in place that a save was replacing when it was killed between two renames.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Puts a checkpoint back in place that a save was replacing when it was killed between two renames."""
     replaced = _replaced_path(path)
     if not os.path.lexists(path) and os.path.lexists(replaced):
         replaced.rename(path)
 
 
 def refuse_folder(path: Path) -> None:
-    """Refuses a folder that has more in it than a checkpoint of DeepSpeed's; an empty folder, and all that is none, may be replaced.
-
-    Raises:
-        IsADirectoryError: names the folder, and what is in it.
-    """
+    """Raises IsADirectoryError for a folder that has more in it than a checkpoint of DeepSpeed's; an empty folder may be replaced."""
     if not path.is_dir():
         return
     entries = [*path.glob("*"), *path.glob("*/*")]
@@ -138,12 +122,7 @@ def refuse_folder(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Deletes a checkpoint; a kill on the way leaves nothing under its name.
-
-    Raises:
-        IsADirectoryError: the path is of a folder that is no checkpoint.
-        OSError: it cannot be deleted.
-    """
+    """Deletes a checkpoint, behind `refuse_folder`; a kill on the way leaves nothing under its name."""
     refuse_folder(path)
     try:
         # First what a killed save was replacing: alone, it would be taken for the checkpoint.
@@ -154,11 +133,7 @@ def remove(path: Path) -> None:
 
 
 def sync_all(paths: Iterable[Path]) -> None:
-    """Makes the content of files and the entries of directories survive a failure of power.
-
-    Raises:
-        OSError: a disk has failed or, on network storage, is full.
-    """
+    """Makes the content of files and the entries of directories survive a failure of power."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -172,24 +147,19 @@ def sync_all(paths: Iterable[Path]) -> None:
 
 
 def _clear(path: Path) -> None:
-    """Deletes what killed saves and removals of a checkpoint have left. Another process that saves it has lost its files, which it finds
-    out in `StagedSave.commit`.
+    """Deletes what killed saves and removals of a checkpoint have left, behind `recover`. Another process that saves it has lost its files,
+    which it finds out in `StagedSave.commit`.
     """
-    # Behind `recover`, the new checkpoint is in place of what it replaces.
-    for leftover in (*path.parent.glob(f"{_prefix(path)}*{SAVING}"), _replaced_path(path)):
+    for leftover in (*path.parent.glob(_beside(path, token="*").name), _replaced_path(path)):
         # What cannot be deleted, as another user's, is no reason not to save.
         with contextlib.suppress(OSError):
             _discard(leftover, path)
 
 
-def _prefix(path: Path) -> str:
-    """Begin of the names of what is temporary; a name with the checkpoint's own in it might be too long."""
-    return f".{hashlib.blake2b(os.fsencode(path.name), digest_size=8).hexdigest()}."
-
-
-def _beside(path: Path) -> Path:
-    """A new name in the folder of a checkpoint."""
-    return path.with_name(f"{_prefix(path)}{secrets.token_hex(8)}{SAVING}")
+def _beside(path: Path, token: str = "") -> Path:
+    """A new name in the folder of a checkpoint; one with the checkpoint's own name in it might be too long."""
+    name = hashlib.blake2b(os.fsencode(path.name), digest_size=8).hexdigest()
+    return path.with_name(f".{name}.{token or secrets.token_hex(8)}{SAVING}")
 
 
 def _replaced_path(path: Path) -> Path:
@@ -223,6 +193,15 @@ def place_of(path: Any) -> Path | str:
     return Path(os.path.abspath(name if separator else scheme))
 
 
+class FileContent(NamedTuple):
+    """A file that a rank writes."""
+
+    content: Any
+    path: Any
+    write: Callable[[Any, Any], None] = torch.save
+    """Writes `content` to a path or an open file."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint cannot be read or does not fit the model; the message names the checkpoint or the file."""
 
@@ -233,9 +212,7 @@ def refusal(path: Path | str, message: str) -> CheckpointError:
 
 
 def refuse_other_version(path: Path | str, ours: Mapping[str, Any] | None, weights: str) -> None:
-    """Raises CheckpointError if another version has written what continues the run, a rank's `ZenFlowStep.state_dict` if there is one;
-    `weights` says how one begins from its weights.
-    """
+    """Raises CheckpointError if another version wrote a rank's `ZenFlowStep.state_dict`; `weights` says how one begins from its weights."""
     if ours is not None and ours["version"] != VERSION:
         raise refusal(
             path,
@@ -246,11 +223,7 @@ def refuse_other_version(path: Path | str, ours: Mapping[str, Any] | None, weigh
 
 @contextlib.contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """Converts every error of a file that torch cannot read.
-
-    Raises:
-        CheckpointError: names the file; its cause is the error.
-    """
+    """Converts every error of a file that torch cannot read to a CheckpointError."""
     try:
         yield
     except CheckpointError:
@@ -266,11 +239,7 @@ def _reading(file: Path) -> Iterator[None]:
 
 
 def verify(file: Path) -> None:
-    """Compares a file written by torch with its checksums; one of torch's former format has none.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """Raises CheckpointError if a file written by torch differs from its checksums; one of torch's former format has none."""
     with _reading(file):
         if not zipfile.is_zipfile(file):
             return
@@ -284,16 +253,7 @@ def verify(file: Path) -> None:
 
 
 def read(file: Path, *, mapped: bool = True, weights_only: bool | None = False) -> Any:
-    """Content of a file written by torch; large tensors are memory-mapped, or not.
-
-    Args:
-        file: the file.
-        mapped: whether they are.
-        weights_only: see `torch.load`; None is its default.
-
-    Raises:
-        CheckpointError: see `verify`; or the file has other objects than `weights_only` allows.
-    """
+    """Content of a file written by torch, `mapped` to memory or not; `weights_only` as of `torch.load`. Raises CheckpointError."""
     # A file that is no archive has torch's former format, which cannot be mapped, or is incomplete.
     with _reading(file), WithoutConversion():
         is_archive = zipfile.is_zipfile(file)

@@ -41,12 +41,9 @@ class SavedCheckpoint:
     """A checkpoint directory. Its file ``latest`` names the folder with one file of the model, under stage 3 one per rank, and one file of
     the optimizer per rank.
 
-    A checkpoint is refused where a file is missing or damaged, where the run has another ZeRO stage, other parameter groups or parameters
-    of other shapes, and where another version of this package has written it. Content that is not what DeepSpeed writes for AdamW may
-    raise errors of any kind besides.
-
-    Raises:
-        CheckpointError: `path` is no checkpoint of DeepSpeed, or has no file of the model.
+    All methods raise CheckpointError where a file is missing or damaged, where the run has another ZeRO stage, other parameter groups or
+    parameters of other shapes, and where another version of this package has written it. Content that is not what DeepSpeed writes for
+    AdamW may raise errors of any kind besides.
     """
 
     path: Path
@@ -56,7 +53,7 @@ class SavedCheckpoint:
     """Name of the folder, if it is not the one that ``latest`` names."""
 
     def __post_init__(self) -> None:
-        """Checks that the folder of the ranks is there."""
+        """Refuses what is no checkpoint of DeepSpeed, or has no file of the model."""
         if self.tag is None and not (self.path / "latest").is_file():
             raise refusal(
                 self.path, "the path must be a file, or a folder of DeepSpeed with its file `latest`, got neither"
@@ -84,7 +81,7 @@ class SavedCheckpoint:
         return self._first_model_files[1].is_file()
 
     def refuse_other_stage(self, *, is_stage_3: bool) -> None:
-        """Raises CheckpointError unless the files are of this run's stage: a model in pieces loads those of stage 3, a whole one others."""
+        """Refuses files of another stage than this run's: a model in pieces loads those of stage 3, a whole one others."""
         if is_stage_3 != self.is_stage_3:
             saved, present = ("3", "another") if self.is_stage_3 else ("1 or 2", "3")
             raise refusal(
@@ -110,11 +107,7 @@ class SavedCheckpoint:
 
     @cached_property
     def model_states(self) -> Mapping[str, Any]:
-        """Content of the model's file: weights, and state that all ranks share; under stage 3 of the first rank's.
-
-        Raises:
-            CheckpointError: the file is damaged, or another one.
-        """
+        """Content of the model's file: weights, and state that all ranks share; under stage 3 of the first rank's."""
         return self.read_model(0)
 
     def read_model(self, rank: int, *, mapped: bool = True) -> dict[str, Any]:
@@ -133,11 +126,7 @@ class SavedCheckpoint:
         return int(self.model_states["dp_world_size"])
 
     def verify_model(self) -> None:
-        """Compares the model's files with their checksums, for which it reads all of them.
-
-        Raises:
-            CheckpointError: a file is missing, damaged, or of another save.
-        """
+        """Compares the model's files with their checksums, for which it reads all of them, and refuses those of several saves."""
         verify(self._model_file(0))
         for rank in range(1, self.world_size) if self.is_stage_3 else ():
             verify(self._model_file(rank))
@@ -149,11 +138,7 @@ class SavedCheckpoint:
             verify(self._optimizer_file(rank))
 
     def refuse_other_model(self, ours: Sequence[Mapping[str, Sequence[int]]]) -> None:
-        """Compares the saved parameters with those of the model: for each parameter group the shapes by name, in any order.
-
-        Raises:
-            CheckpointError: they differ; the message names the first difference.
-        """
+        """Refuses a model with other parameters than were saved: for each parameter group the shapes by name, in any order."""
         buffers = iter(self._shapes)
         groups = self._shapes
         if self.is_stage_3:
@@ -188,17 +173,9 @@ class SavedCheckpoint:
         return self._file(rank, *((name, of_bf16) if self.bf16 is None else (of_bf16,) if self.bf16 else (name,)))
 
     def optimizer_state(self, rank: int) -> dict[str, Any]:
-        """Optimizer state of one rank of the run that saved, in the terms of DeepSpeed's stage 2; large tensors are memory-mapped.
-
-        Raises:
-            CheckpointError: the state is missing or damaged, or of another stage or version.
-        """
+        """Optimizer state of one rank of the run that saved, in the terms of DeepSpeed's stage 2; large tensors are memory-mapped."""
         file = self._optimizer_file(rank)
         state = read(file)[OPTIMIZER_STATE_DICT]
-        if (FP32_FLAT_GROUPS in state) != self.is_stage_3:
-            raise refusal(
-                file, f"the file must be an optimizer state of ZeRO stage {'3' if self.is_stage_3 else '1 or 2'}"
-            )
         if self.is_stage_3:
             state = {_TERMS.get(key, key): value for key, value in state.items()}
         ours = state.get(CHECKPOINT_KEY)
@@ -216,9 +193,7 @@ class SavedCheckpoint:
         return {**state, CHECKPOINT_KEY: copy.deepcopy(ours)}
 
     def state_for(self, rank: int, layouts: Sequence[Layout], *, world_size: int) -> dict[str, Any]:
-        """State of one rank of this run, redistributed if ranks or order of the parameters are others.
-
-        One rank's file is read at a time.
+        """State of one rank of this run, redistributed if ranks or order of the parameters are others. One rank's file is read at a time.
 
         Args:
             rank: rank of this run.
@@ -227,9 +202,6 @@ class SavedCheckpoint:
 
         Returns:
             The argument of `ZenFlowOptimizer.load_partitions`. Redistributed states are float32, copied, and 0 in padding.
-
-        Raises:
-            CheckpointError: see `optimizer_state`.
         """
         own_rank = rank if world_size == self.world_size else 0
         own = self.optimizer_state(own_rank)
@@ -280,9 +252,6 @@ class SavedCheckpoint:
 
         Returns:
             For each name that is saved [ceil(numel / world_size)], in the type of the saved model, on the CPU; 0 in padding.
-
-        Raises:
-            CheckpointError: a parameter has another shape; or a file is missing, damaged, or not what it must be.
         """
         module, of_frozen = self.model_states["module"], self.model_states.get(FROZEN_PARAM_SHAPES) or {}
         saved = {n: s for of_buffer in (*self._shapes, of_frozen) for n, s in of_buffer.items() if n in module}

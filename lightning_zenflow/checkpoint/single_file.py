@@ -50,8 +50,7 @@ _WEIGHTS_ONLY = "`model = Module.load_from_checkpoint(path)`"
 class WholeState:
     """The state of a model and its optimizer that rank 0 writes to a file. All ranks put together one parameter at a time.
 
-    One rank's float32 states are written from where they are. All others are copied to files without a name beside the checkpoint, since
-    torch writes a file when all of it is there.
+    One rank's float32 states are written from where they are, all others from `DiskCopies`: torch writes a file when all of it is there.
 
     Args:
         engine: DeepSpeed's, of the model.
@@ -59,13 +58,13 @@ class WholeState:
         order: names of the parameters of each group of the user's optimizer.
         weights: the module's state dict, as hooks have left it.
         moments: whether the optimizer's state is saved.
-        handed: the state dict that hooks were given; empty where there are none.
         without_frozen: whether weights are left out that are not trained at present.
+        handed: the state dict that hooks were given; empty where there are none.
 
     Attributes:
         weights: the same dict, and in `gathered`, on rank 0, with whole master weights where the module shows these and an entry is the
             parameter, in its memory. All else is the user's: averaged weights, or what a hook has made of a weight.
-        optimizer_state: there the state in torch's layout.
+        optimizer_state: in `gathered`, on rank 0, the state in torch's layout.
         run_state: there and later the entry of ours, None where there is no optimizer's state.
     """
 
@@ -80,26 +79,27 @@ class WholeState:
         without_frozen: bool = False,
         handed: Mapping[str, Any] | None = None,
     ) -> None:
-        self._engine, self._optimizer, self._order = engine, optimizer, order
+        self._engine, self._optimizer, self._order, self.weights = engine, optimizer, order, weights
         self._firsts = further_names(engine.module)
-        named: Any = engine.module.named_parameters()
-        trained = {} if optimizer is None else optimizer.training.full_state.parameters
         # A user may have replaced parameters since training ended.
-        self._parameters: dict[str, Any] = {**dict(named), **trained}
-        self._places = {_place(p): name for name, p in self._parameters.items() if p.numel() > 0}
-        self.weights = weights
-        if without_frozen:
-            names = {entry: self._name_of(entry) or self._firsts.get(entry, entry) for entry in weights}
-            frozen = {name for name, p in self._parameters.items() if not p.requires_grad}
-            for entry in [entry for entry, name in names.items() if name in frozen]:
-                del weights[entry]
-        self._refuse_changed_pieces(handed or {})
-        self._shapes = {} if optimizer is None else optimizer.training.full_state.shapes
+        self._parameters: dict[str, Any] = dict(engine.module.named_parameters())
+        self._exact, self._shapes = frozenset[str](), dict[str, torch.Size]()
+        # Of the optimizer's states; None is of weights.
+        self._keys: list[str | None] = [None]
         if optimizer is not None:
             optimizer.flush()
-        self._exact = frozenset(() if optimizer is None else in_common(optimizer.training.full_state.shown()))
-        self._keys: list[str | None] = [None, *(MOMENTS if moments and self._optimizer is not None else ())]
-        # On rank 0, by key and name: whole states; key None is of weights.
+            full_state = optimizer.training.full_state
+            self._parameters |= full_state.parameters
+            self._exact, self._shapes = frozenset(in_common(full_state.shown())), dict(full_state.shapes)
+            self._keys += MOMENTS if moments else ()
+        self._places = {_place(p): name for name, p in self._parameters.items() if p.numel() > 0}
+        if without_frozen:
+            names = {entry: self._name_of(entry) or self._firsts.get(entry, entry) for entry in weights}
+            for entry, name in names.items():
+                if name in self._parameters and not self._parameters[name].requires_grad:
+                    del weights[entry]
+        self._refuse_changed_pieces(handed or {})
+        # On rank 0, by key and name: whole states.
         self._whole: dict[str | None, dict[str, Tensor]] = {}
         self.optimizer_state: dict[str, Any] = {}
         self.run_state: dict[str, Any] | None = None
@@ -136,18 +136,13 @@ class WholeState:
         return {n: p for n, p in self._parameters.items() if n in wanted and is_divided(p)}
 
     def reserve(self, disk: DiskCopies) -> None:
-        """Takes memory for the whole states, on rank 0, where the arena does not have them.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Takes memory for the whole states, on rank 0, where the arena does not have them; raises OSError if the disk is full."""
         if dist.get_rank() != 0:
             return
         for key in self._keys:
-            found = {name: self._in_arena(name, key) for name in self._shapes}
-            missing = {name: self._shapes[name] for name, there in found.items() if there is None}
-            found |= parts_on_disk(disk, missing, torch.float32)
-            self._whole[key] = {name: state for name, state in found.items() if state is not None}
+            there = {name: state for name in self._shapes if (state := self._in_arena(name, key)) is not None}
+            missing = {name: shape for name, shape in self._shapes.items() if name not in there}
+            self._whole[key] = there | parts_on_disk(disk, missing, torch.float32)
         pieces = self._in_pieces
         for dtype in {p.dtype for p in pieces.values()}:
             of_type = {n: p.ds_shape for n, p in pieces.items() if p.dtype == dtype}
@@ -160,9 +155,7 @@ class WholeState:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Context in which rank 0 has the attributes, behind `reserve`; all ranks enter it together, and put the states together. At its
-        end `weights` is as it was.
-        """
+        """Context in which rank 0 has the attributes, behind `reserve`; all ranks enter it together. At its end `weights` is as it was."""
         for key in self._keys:
             for name in self._shapes:
                 if self._in_arena(name, key) is None:
@@ -228,18 +221,8 @@ class WholeState:
 
 
 class SavedFile:
-    """A checkpoint that is one file, of this package or of another strategy.
-
-    Args:
-        path: the file.
-        content: what was read of it.
-
-    Attributes:
-        path: the file.
-        content: what is in it; weights and optimizer's states may be mapped.
-
-    Raises:
-        CheckpointError: it is no checkpoint.
+    """A checkpoint that is one file, of this package or of another strategy: its path, and the content that was read of it, without the
+    entry of ours; weights and states may be mapped. What is missing, or no state of AdamW for the parameters, raises CheckpointError.
     """
 
     def __init__(self, path: Path | str, content: Any) -> None:
@@ -250,22 +233,14 @@ class SavedFile:
         self._run_state = self.content.pop(FILE_KEY, None)
 
     def entry(self, name: str) -> Any:
-        """An entry of the content.
-
-        Raises:
-            CheckpointError: it is missing.
-        """
+        """An entry of the content, which must be there."""
         if name not in self.content:
             raise refusal(self.path, f"the file must have an entry {name!r}, got {', '.join(map(str, self.content))}")
         return self.content[name]
 
     @property
     def optimizer_state(self) -> Mapping[str, Any]:
-        """State dict of the optimizer, in a file of the Trainer.
-
-        Raises:
-            CheckpointError: there is none, or there are several.
-        """
+        """State dict of the one optimizer in a file of the Trainer."""
         states: Sequence[Mapping[str, Any]] = self.entry("optimizer_states")
         if len(states) != 1:
             raise refusal(self.path, f"the file must have the state of one optimizer, got {len(states)}")
@@ -276,8 +251,8 @@ class SavedFile:
         self.content = {k: v if k in mapped else copy.deepcopy(v) for k, v in self.content.items()}
 
     def masters(self, optimizer: ZenFlowOptimizer, weights: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Master weights of the optimizer's parameters, by their names, when the module has loaded `weights`: the file's where the module
-        shows these; otherwise those that its loader has made of the file's, or left.
+        """Master weights by the parameters' names, when the module has loaded `weights`: the file's where the module shows these; otherwise
+        those that its loader has made of the file's, or left.
         """
         run_state, masters = self._run_state or {}, dict[str, Tensor]()
         # In files of before, where a hook has renamed an entry or, in 16 bits, changed it.
@@ -298,20 +273,9 @@ class SavedFile:
     def state_for(
         self, optimizer: ZenFlowOptimizer, order: Sequence[Sequence[str]], saved: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """This rank's argument of `ZenFlowOptimizer.load_full_state`.
-
-        Args:
-            optimizer: the one to load.
-            order: as of `WholeState`.
-            saved: a `torch.optim.AdamW.state_dict`.
-
-        Raises:
-            CheckpointError: it is no state of AdamW or Adam for these parameters, or another version of this package wrote it.
-        """
+        """This rank's state for `Training.load`, from a `torch.optim.AdamW.state_dict`; `order` as of `WholeState`."""
         if self._run_state is not None:
             refuse_other_version(self.path, self._run_state["ranks"][0], f", {_WEIGHTS_ONLY}")
-        if not {"state", "param_groups"} <= saved.keys():
-            raise refusal(self.path, f"the optimizer's state must be one of torch, got {', '.join(map(str, saved))}")
         groups, sizes = saved["param_groups"], [len(names) for names in order]
         if (theirs := [len(group["params"]) for group in groups]) != sizes:
             raise refusal(self.path, f"the optimizer must have groups of {theirs} parameters as saved, got {sizes}")
@@ -333,27 +297,21 @@ class SavedFile:
         # None of a parameter that has never had a gradient.
         states, counts = {name: found[name] for name in shapes if name in found}, dict.fromkeys(shapes, 0)
         for name, of_one in states.items():
-            for key in ("step", *MOMENTS):
-                if key not in of_one or (key in MOMENTS and of_one[key].shape != shapes[name]):
-                    got = f"one of {list(of_one[key].shape)}" if key in of_one else f"no {key}"
-                    must = f"the state of AdamW or Adam for {list(shapes[name])}"
-                    raise refusal(self.path, f"{name} must have {must}, got {got}")
+            got = {key: list(of_one[key].shape) for key in MOMENTS if key in of_one}
+            if got != {key: list(shapes[name]) for key in MOMENTS}:
+                must = f"the state of AdamW or Adam for {list(shapes[name])}"
+                raise refusal(self.path, f"{name} must have {must}, got moments of {got}")
             counts[name] = int(of_one["step"])
+        # A file of another strategy has none.
+        of_ranks = [None] if self._run_state is None else self._run_state["ranks"]
+        ours = of_ranks[dist.get_rank() if len(of_ranks) == dist.get_world_size() else 0]
         return {
             "count": max([(self._run_state or {}).get("count", 0), *counts.values()]),
             "counts": counts,
             "groups": groups,
             "moments": {key: {name: of_one[key] for name, of_one in states.items()} for key in MOMENTS},
-            CHECKPOINT_KEY: self._run_state_of_rank(),
+            CHECKPOINT_KEY: copy.deepcopy(ours),
         }
-
-    def _run_state_of_rank(self) -> dict[str, Any] | None:
-        """This rank's `ZenFlowStep.state_dict`; None in a file of another strategy."""
-        if self._run_state is None:
-            return None
-        of_ranks, n_ranks = self._run_state["ranks"], dist.get_world_size()
-        ours: dict[str, Any] = copy.deepcopy(of_ranks[dist.get_rank() if len(of_ranks) == n_ranks else 0])
-        return ours
 
     def restore_engine(self, engine: DeepSpeedEngine) -> None:
         """Restores what DeepSpeed's engine and its optimizer count, and the loss scale."""

@@ -51,10 +51,6 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "its own folder": (lambda p: (p / "latest").write_text("/"), "a file is missing .*: mp_rank_00_model_states.pt"),
     "no model": (lambda p: (p / MODEL_FILE).unlink(), f"a file is missing .*: {MODEL_FILE}"),
     "no rank": (lambda p: (p / RANK_FILE).unlink(), f"rank 0 of 1 must have one file .*, {RANK_FILE}, got 0"),
-    "stage 2 for stage 3": (
-        lambda p: (p / MODEL_FILE).rename(p / "checkpoint/zero_pp_rank_0_mp_rank_00_model_states.pt"),
-        "the file must be an optimizer state of ZeRO stage 3",
-    ),
     "half a model file": truncate(MODEL_FILE, 0.5),
     "empty rank file": truncate(RANK_FILE, 0),
     "nearly a rank file": truncate(RANK_FILE, 0.9999),

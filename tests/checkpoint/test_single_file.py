@@ -44,7 +44,8 @@ def test_frozen_pieces_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     model, callbacks = LinearLossModule(), [At("on_train_end", partial(save, path := tmp_path / "a.ckpt"))]
     frozen = dict([*model.named_parameters()][:3])
     expected = [p.requires_grad_(False).clone() for p in frozen.values()]
-    fit(model, ZenFlowStrategy(stage=3, checkpoint_format="lightning"), callbacks=callbacks)
+    config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    fit(model, ZenFlowStrategy(config=config, checkpoint_format="lightning"), callbacks=callbacks)
     assert [size for size in sizes if size] == [sum(p.numel() for p in expected)]
     saved = torch.load(path, weights_only=True)["state_dict"]
     assert_same_tensors([saved[name] for name in frozen], expected)
@@ -248,7 +249,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a moment of another shape": (
         edited(lambda c: transpose(c["optimizer_states"][0]["state"][0], "exp_avg")),
-        r"must have the state of AdamW or Adam for \[.*\], got one of \[",
+        r"must have the state of AdamW or Adam for \[.*\], got moments of .*exp_avg': \[",
     ),
     "groups of other sizes": (
         edited(lambda c: move_one(*c["optimizer_states"][0]["param_groups"])),
@@ -256,7 +257,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "another optimizer": (
         edited(lambda c: c["optimizer_states"][0]["state"][1].pop("exp_avg_sq")),
-        "must have the state of AdamW or Adam for .*, got no exp_avg_sq",
+        r"must have the state of AdamW or Adam for .*, got moments of {'exp_avg': \[.*\]}",
     ),
     "NAdam's": (
         edited(lambda c: c["optimizer_states"].__setitem__(0, of_nadam(c))),
@@ -295,12 +296,8 @@ class Keeps(Noted):
         assert checkpoint["zenflow"] == {"note": 7}
 
 
-def test_entries_of_the_users_stay_and_former_files_continue(tmp_path: Path) -> None:
+def test_entries_of_the_users_stay(tmp_path: Path) -> None:
     ours = tmp_path / "a name with spaces, and ümlauts"
     losses = train(limit(), STEPS).losses
     train(limit(), SAVED, save=ours, make=Keeps)
     assert train(limit(), STEPS, resume=ours, make=Keeps).losses == losses[SAVED:]
-    content = torch.load(ours, weights_only=True)
-    content["zenflow"] = content.pop(FILE_KEY)
-    torch.save(content, ours)
-    assert train(limit(), STEPS, resume=ours).losses == losses[SAVED:]

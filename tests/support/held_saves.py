@@ -1,6 +1,5 @@
-"""Saves in the background that stay under way until a test says so; what users save."""
+"""Saves in the background that stay under way until a test says so."""
 
-import copy
 import threading
 from concurrent.futures import wait
 from pathlib import Path
@@ -8,11 +7,9 @@ from typing import Any
 from unittest.mock import patch
 
 import lightning.pytorch as pl
-import torch
-from torch import Tensor
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.background import Archive, BackgroundSaves
+from lightning_zenflow.checkpoint import background
 
 _TIMEOUT_S = 120
 
@@ -20,16 +17,16 @@ OPENED = threading.Event()
 """Set when the one save that is held may go on; other processes have their own."""
 
 
-def hold(background: BackgroundSaves, error: str = "") -> None:
+def hold(saves: background.BackgroundSaves, error: str = "") -> None:
     """Has the thread write what it is given from now on when `OPENED` is set, or fail then."""
     OPENED.clear()
-    background._thread.submit(_wait, error)
+    saves._thread.submit(_wait, error)
 
 
 def _wait(error: str) -> None:
     assert OPENED.wait(_TIMEOUT_S)
     if error:
-        patch.object(Archive, "write", side_effect=ValueError(error)).start()
+        patch.object(background, "_open_zipfile_writer", side_effect=ValueError(error)).start()
 
 
 class HeldSave(pl.Callback):
@@ -78,40 +75,3 @@ class HeldSave(pl.Callback):
 
 def _inode(path: Path) -> int | None:
     return path.stat().st_ino if path.exists() else None
-
-
-class Noted(Tensor):
-    """A subclass with attributes."""
-
-
-class Converts:
-    """Has a usual `__deepcopy__`, and converts when it is rebuilt."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-
-    def __deepcopy__(self, memo: Any) -> "Converts":
-        return Converts(copy.deepcopy(self.values, memo).clone())
-
-    def __setstate__(self, state: dict[str, Tensor]) -> None:
-        self.values = state["values"].double()
-
-
-def users_objects(number: int) -> dict[str, Any]:
-    """Of each kind that torch writes in a way of its own."""
-    matrix = torch.arange(6, dtype=torch.float32).view(2, 3) + number
-    parameter, noted = torch.nn.Parameter(matrix + 1), (matrix + 2).as_subclass(Noted)
-    parameter.note, noted.notes = torch.full((3,), number), {"of": matrix}  # type: ignore[attr-defined]
-    return {
-        "shared": (matrix, matrix[1], matrix.T, matrix[:, ::2], matrix.detach().requires_grad_()),
-        "of one element": matrix.new_full((1,), number).expand(1000),
-        "attributes": (parameter, noted),
-        "objects": [Converts(matrix), Converts(matrix.double())],
-        "generator": torch.Generator().manual_seed(number),
-        "sparse": (matrix.to_sparse(), matrix.to_sparse_csr()),
-        "nested": torch.nested.nested_tensor([matrix, matrix[:1] + 1]),
-        "complex": torch.complex(matrix, matrix + 1).conj().imag,
-        "others": (matrix.bfloat16(), matrix > 2, torch.empty(0), torch.empty(3, device="meta"), matrix.numpy()),
-        "storage": (matrix + 3).untyped_storage(),
-        "module": torch.nn.Linear(2, 3).requires_grad_(False).float().apply(lambda m: m.weight.fill_(number)),
-    }
