@@ -19,12 +19,14 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.func import functional_call, jacrev, vmap
 from typing_extensions import override
 
 from callbacks import At
 from harness import fit, make_trainer
 from lightning_zenflow import ZenFlowStrategy
 from models import TINY, LinearLossModule
+from side_by_side import Net
 
 
 class Model(LinearLossModule):
@@ -95,6 +97,22 @@ class Finetuning(BaseFinetuning):
     @override
     def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
         """Freezes nothing."""
+
+
+class Transformed(Net):
+    """Calls its last layer in its own way."""
+
+    def __init__(self, transform: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.transform = transform
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.transform(self.head, torch.ones(4, 11)).sum()
+
+
+def of_other_weights(head: nn.Module, x: Tensor) -> Any:
+    return functional_call(head, {name: p * 2 for name, p in head.named_parameters()}, (x,))
 
 
 Refused = list[tuple[Callable[[], Any], str]]
@@ -188,6 +206,15 @@ OURS: Refused = [
         lambda: fit(Model(), ZenFlowStrategy(stage=3), callbacks=[EMAWeightAveraging()]),
         "EMAWeightAveraging must be absent with stage=3",
     ),
+    *(
+        (partial(fit, Transformed(transform), ZenFlowStrategy(stage=3, offload_parameters=on_host)), message)
+        for on_host in (False, True)
+        for transform, message in (
+            (lambda head, x: vmap(head)(x), "Linear must not run in a transform of `torch.func`"),
+            (lambda head, x: jacrev(head)(x), "Linear must not run in a transform of `torch.func`"),
+            (of_other_weights, "Linear must run with its own parameters"),
+        )
+    ),
     (
         lambda: fit(Model(), ZenFlowStrategy(config={"data_types": {"grad_accum_dtype": "bf16"}})),
         "does not support data_types.grad_accum_dtype other than",
@@ -203,6 +230,10 @@ def test_refused(refused: Callable[[], Any], message: str) -> None:
 
 
 OTHERS: Refused = [
+    (
+        lambda: ZenFlowStrategy(stage=3, offload_parameters=True, publish_lag=1),
+        "publish_lag must be 0 or 'auto' where parameters are in host memory, got 1",
+    ),
     (
         lambda: fit(Model(), callbacks=[GradientAccumulationScheduler({0: 2})]),
         "does not support `accumulate_grad_batches` changing",
