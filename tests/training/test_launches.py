@@ -51,13 +51,6 @@ def test_launches_of_a_step(shapes: Shapes, keys: dict[str, Any], ceiling: int) 
     assert max(counts.total() for counts in of_steps) <= ceiling, of_steps
 
 
-@pytest.mark.parametrize("n_blocks", [8, 64])
-def test_columns_of_all_blocks_are_updated_and_written_at_once(n_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_zenflow.offload.build.blocks_wanted", lambda *_, **__: n_blocks)
-    for counts in launches(SMALL, update_interval=4, publish_lag=1)[7:]:
-        assert (counts["adamw"], counts["write_columns"]) == (1, 1)
-
-
 def test_launches_of_blocks_that_are_submitted_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block's word takes three: a concatenation of what has arrived, a kernel and a copy."""
     n_blocks = 64
