@@ -1,6 +1,8 @@
 """Set-up of all tests."""
 
+import atexit
 import functools
+import gc
 import os
 import re
 from collections.abc import Generator, Iterator
@@ -51,6 +53,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(subject)
         places[item] = 2 if subject == "unit" else 0 if _starts_ranks(item.path) else 1
     items.sort(key=places.__getitem__)
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what is there by now out of garbage collections: each set-up of a training collects, which with all that test modules import
+    takes longer than a short training.
+    """
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(optionalhook=True)
