@@ -200,27 +200,16 @@ def test_numbers_on_two_ranks(name: str, on_two_ranks: Runs) -> None:
     compare(name, *(on_two_ranks[f"{name}, {place}"] for place in PLACES))
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        (
-            case_of("TiedNet", checkpoint="reentrant", shared=True),
-            "whose gradient is there already.* use_reentrant=False",
-        ),
-        (
-            case_of("TiedNet", checkpoint="reentrant", head_in_checkpoint=True),
-            "embedding.weight must have one gradient",
-        ),
-        (
-            case_of("SparseNet", layer_before=False),
-            "a positional argument of layers.0, a leaf module .* `requires_grad_",
-        ),
-        (
-            case_of(CompiledLlama, in_place=False),
-            r"network.model.layers.0 must be compiled in place .* `module.compile",
-        ),
-    ],
-)
+REENTRANT = {"checkpoint": "reentrant"}
+REFUSED = [
+    (case_of("TiedNet", **REENTRANT, shared=True), "whose gradient is there already.* use_reentrant=False"),
+    (case_of("TiedNet", **REENTRANT, head_in_checkpoint=True), "embedding.weight must have one gradient"),
+    (case_of("SparseNet", layer_before=False), "a positional argument of layers.0, a leaf module .* `requires_grad_"),
+    (case_of(CompiledLlama, in_place=False), "network.model.layers.0 must be compiled in place .* `module.compile"),
+]
+
+
+@pytest.mark.parametrize(("case", "message"), REFUSED)
 def test_what_deepspeed_would_train_wrongly_is_refused(case: Case, message: str) -> None:
     with pytest.raises(MisconfigurationException, match=message):
         run_here(on_host(case))
