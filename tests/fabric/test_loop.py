@@ -1,4 +1,4 @@
-"""A plain loop under Fabric trains the Trainer's weights, bit for bit (on two ranks: test_ranks, test_stage_3; resumed: test_checkpoint);
+"""A plain loop under Fabric trains the Trainer's weights, bit for bit (on two ranks: test_ranks; resumed: test_checkpoint);
 what it may do, what it sees, and the errors that name what it must not do.
 """
 
