@@ -55,15 +55,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=places.__getitem__)
 
 
-def pytest_collection_finish() -> None:
-    """Leaves what is there by now out of garbage collections: each set-up of a training collects, which with all that test modules import
-    takes longer than a short training.
-    """
-    gc.collect()
-    gc.freeze()
-    atexit.register(gc.unfreeze)
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `--dist=loadfile` a file stays in one process, which keeps what its tests share; here the files of a folder that start ranks
@@ -79,6 +70,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return str(Path(file).parent) if _starts_ranks(config.rootpath / file) else file
 
     return Files(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def earlier_objects_are_not_garbage() -> None:
+    """Leaves what is there before a file's tests out of garbage collections: each set-up of a training collects, which with all that test
+    modules and earlier tests have imported takes longer than a short training.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(autouse=True)
