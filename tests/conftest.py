@@ -1,6 +1,8 @@
 """Set-up of all tests."""
 
+import atexit
 import functools
+import gc
 import os
 import re
 from collections.abc import Generator, Iterator
@@ -68,6 +70,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return str(Path(file).parent) if _starts_ranks(config.rootpath / file) else file
 
     return Files(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def earlier_objects_are_not_garbage() -> None:
+    """Leaves what is there before a file's tests out of garbage collections: each set-up of a training collects, which with all that test
+    modules and earlier tests have imported takes longer than a short training.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""A plain loop under Fabric trains the Trainer's weights, bit for bit (on two ranks: test_ranks, test_stage_3; resumed: test_checkpoint);
+"""A plain loop under Fabric trains the Trainer's weights, bit for bit (on two ranks: test_ranks; resumed: test_checkpoint);
 what it may do, what it sees, and the errors that name what it must not do.
 """
 
@@ -269,20 +269,6 @@ def test_settings_models_and_optimizers_are_refused_by_name() -> None:
     assert workers() == []
 
 
-def test_the_worker_ends_with_what_refers_to_it_and_another_training_begins() -> None:
-    for _ in range(2):
-        fabric = Fabric(accelerator="cpu", devices=1, strategy="zenflow")
-        assert isinstance(fabric.strategy, ZenFlowStrategy)
-        fabric.launch()
-        model, optimizer = fabric.setup(*linear())
-        fabric.backward(model(torch.ones(2, 3)).sum())
-        optimizer.step()
-        assert len(workers()) == 1
-        del fabric, model, optimizer
-        gc.collect()
-        assert workers() == []
-
-
 def of_process() -> tuple[Any, ...]:
     """What trainings change of it."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -300,6 +286,7 @@ ORDERS = ("first, collected, last", "last, first, collected", "collected, last, 
 def test_trainings_that_overlap_end_in_any_order(stage: str, order: str) -> None:
     """By their teardown or the garbage collector. Those that are left go on, and the last one leaves the process as it was."""
     torch.set_num_threads(2)
+    gc.collect()  # of tests before
     before = of_process()
     runs = {}
     for name in ("first", "collected", "last"):
@@ -372,7 +359,6 @@ def test_a_loop_that_loads_an_earlier_step_repeats_the_steps_since(tmp_path: Pat
     case = replace(EXACT, max_norm=max_norm)
     fabric, model, optimizer, scheduler = set_up(case.make_model(), **case.keys())
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    arena = fabric.strategy.zenflow_optimizer.training.parts.rank.arena
     shown = []
     for begin in (0, 2):
         for step in range(begin, 5):
@@ -383,9 +369,7 @@ def test_a_loop_that_loads_an_earlier_step_repeats_the_steps_since(tmp_path: Pat
             elif step == 1:
                 fabric.save(tmp_path / "checkpoint", state)
         if begin == 0:
-            assert [int(words.sequence.max()) for words in (arena.step_words, arena.block_words)] == [5, 5]
             fabric.load(tmp_path / "checkpoint", state)
-            assert [int(words.sequence.max()) for words in (arena.step_words, arena.block_words)] == [0, 0]
     for first, again in zip(shown[:3], shown[3:], strict=True):
         assert_same_tensors(again, first)
     fabric.strategy.teardown()

@@ -109,15 +109,15 @@ def test_resumed_run_has_the_same_bits(keys: dict[str, Any], stage: dict[str, An
         other.free_memory()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_two_ranks_train_as_one(stage: int, tmp_path: Path) -> None:
+def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     theirs, weights = train_plain(max_norm=0.5)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
-    subprocess.run([*command, accelerate_loops.__file__, str(tmp_path), str(stage)], check=True, timeout=240)
-    losses, norms, ours = torch.load(tmp_path / "result.pt")
-    torch.testing.assert_close(losses, theirs.losses, rtol=0, atol=2e-6)
-    torch.testing.assert_close(norms, theirs.norms, rtol=1e-5, atol=0)
-    torch.testing.assert_close(ours, weights, rtol=0, atol=5e-6)
+    subprocess.run([*command, accelerate_loops.__file__, str(tmp_path)], check=True, timeout=240)
+    for stage in (2, 3):
+        losses, norms, ours = torch.load(tmp_path / f"{stage}.pt")
+        torch.testing.assert_close(losses, theirs.losses, rtol=0, atol=2e-6)
+        torch.testing.assert_close(norms, theirs.norms, rtol=1e-5, atol=0)
+        torch.testing.assert_close(ours, weights, rtol=0, atol=5e-6)
 
 
 def test_configuration_of_the_seeds_in_a_plugin() -> None:
@@ -171,20 +171,18 @@ def clip(loop: Loop, *, end: int | None = None, sync: bool = True) -> None:
     loop.accelerator.clip_grad_norm_(list(loop.model.parameters())[:end], 1.0)
 
 
-ALL_BUT_ONE = "parameters must be all that are trained, got all but 1, of which the first is layers.4.bias"
-TWICE = "must not be read between backward and step.*under `accelerator.accumulate"
-MISTAKES: list[tuple[Callable[[Loop], object], type[Exception], str]] = [
-    (lambda loop: [backward(loop), backward(loop)], MisconfigurationException, TWICE),
-    (clip, RuntimeError, "clip_grad_norm_ must come after `accelerator.backward"),
-    (lambda loop: clip(loop, sync=False), RuntimeError, "call it `if accelerator.sync_gradients`"),
-    (lambda loop: [backward(loop), clip(loop, end=-1)], MisconfigurationException, ALL_BUT_ONE),
-    (lambda loop: Loop(loop.accelerator), MisconfigurationException, "call `accelerator.free_memory"),
+MISTAKES: list[tuple[Callable[[Loop], object], str]] = [
+    (lambda loop: [backward(loop), backward(loop)], "must not be read between .*under `accelerator.accumulate"),
+    (clip, "clip_grad_norm_ must come after `accelerator.backward"),
+    (lambda loop: clip(loop, sync=False), "call it `if accelerator.sync_gradients`"),
+    (lambda loop: [backward(loop), clip(loop, end=-1)], "got all but 1, of which the first is layers.4.bias"),
+    (lambda loop: Loop(loop.accelerator), "call `accelerator.free_memory"),
 ]
 
 
-@pytest.mark.parametrize(("act", "error", "message"), MISTAKES)
-def test_mistakes_in_the_loop(act: Callable[[Loop], object], error: type[Exception], message: str, late: Loop) -> None:
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize(("act", "message"), MISTAKES)
+def test_mistakes_in_the_loop(act: Callable[[Loop], object], message: str, late: Loop) -> None:
+    with pytest.raises((RuntimeError, MisconfigurationException), match=message):
         act(late)
     late.optimizer.zero_grad()
 
@@ -199,11 +197,8 @@ def test_dropped_gradients_change_nothing(late: Loop) -> None:
 
 
 def test_mistakes_before_the_loop() -> None:
-    block = {
-        "zero_optimization": {"stage": 2, "zenflow": {"async_checkpoints": True}},
-        "gradient_accumulation_steps": 1,
-    }
-    plugin = DeepSpeedPlugin(hf_ds_config=block)
+    zero = {"stage": 2, "zenflow": {"async_checkpoints": True}}
+    plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": zero, "gradient_accumulation_steps": 1})
     by_plugin = [{"deepspeed_plugin": plugin}, {"deepspeed_plugin": {"a": plugin}}, {"deepspeed_plugins": plugin}]
     for given in ({"async_checkpoints": True}, *by_plugin):
         with (
@@ -216,21 +211,21 @@ def test_mistakes_before_the_loop() -> None:
         ZenFlowAccelerator(cpu=True)
     with pytest.raises(ValueError, match="topk_ratio"):
         ZenFlowAccelerator(topk_ratio=2)
-    accelerator = ZenFlowAccelerator()
-    with pytest.raises(RuntimeError, match=r"clip_grad_norm_ must come after `accelerator.prepare`"):
-        accelerator.clip_grad_norm_([], 1.0)
-    model = Net()
-    with pytest.raises(MisconfigurationException, match="one model together with its one optimizer, got 0 models"):
-        accelerator.prepare(torch.optim.AdamW(model.parameters()))
-    with pytest.raises(MisconfigurationException, match=r"one optimizer, got 1 models and 0 .* `accelerator.device`"):
-        accelerator.prepare(model)
-    with pytest.raises(MisconfigurationException, match=r"exactly one of torch.optim.AdamW.*got torch.optim.sgd.SGD"):
-        accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    accelerator, model = ZenFlowAccelerator(), Net()
     # A scheduler counts the groups.
-    optimizer = torch.optim.AdamW([{"params": model.layers.parameters()}, {"params": []}])
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    with pytest.raises(MisconfigurationException, match="group 1: params must be a list with a trainable parameter"):
-        accelerator.prepare(model, optimizer, scheduler)
+    two_groups = torch.optim.AdamW([{"params": model.layers.parameters()}, {"params": []}])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(two_groups, lambda step: 1.0)
+    prepared: list[tuple[list[Any], str]] = [
+        ([torch.optim.AdamW(model.parameters())], "one model together with its one optimizer, got 0 models"),
+        ([model], "one optimizer, got 1 models and 0 .* `accelerator.device`"),
+        ([model, torch.optim.SGD(model.parameters())], "exactly one of torch.optim.AdamW.*got torch.optim.sgd.SGD"),
+        ([model, two_groups, scheduler], "group 1: params must be a list with a trainable parameter"),
+    ]
+    for given, message in prepared:
+        with pytest.raises(MisconfigurationException, match=message):
+            accelerator.prepare(*given)
+    with pytest.raises(RuntimeError, match="clip_grad_norm_ must come after `accelerator.prepare`"):
+        accelerator.clip_grad_norm_([], 1.0)
 
 
 def test_the_process_and_its_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,20 +4,24 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin, GradScalerKwargs
+from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zenflow.accelerate import ZenFlowAccelerator
+from lightning_zenflow.deepspeed.environment import use_cpu_accelerator
 
 EXACT = {"update_interval": 1, "publish_lag": 0, "clip_prediction": False, "worker_cores": 1}
+LIMIT = timedelta(seconds=77)
 LATE = {"update_interval": 4, "publish_lag": 1, "topk_ratio": 0.3, "worker_cores": 1}
 
 
@@ -56,11 +60,8 @@ class Loop:
 
     def __post_init__(self) -> None:
         model = Net()
-        groups = [
-            {"params": model.layers[0].parameters(), "weight_decay": 0.1},
-            {"params": model.layers[1:].parameters()},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        first, rest = model.layers[0].parameters(), model.layers[1:].parameters()
+        optimizer = torch.optim.AdamW([{"params": first, "weight_decay": 0.1}, {"params": rest}], lr=1e-2)
         # Accelerate counts a step once for each rank.
         ranks = self.accelerator.num_processes
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.97 ** (step / ranks))
@@ -109,19 +110,32 @@ def train_plain(*, accumulate: int = 1, **options: Any) -> tuple[Loop, dict[str,
         return loop, loop.weights()
 
 
-def main(folder: str, stage: int) -> None:
-    """A rank of torchrun: trains, saves halfway, and writes what rank 0 saw."""
+def train_rank(folder: Path, stage: int) -> None:
+    """Trains, saves halfway, and writes what rank 0 saw."""
     plugin, handler = DeepSpeedPlugin(zero_stage=stage, gradient_clipping=0), GradScalerKwargs()
     accelerator = ZenFlowAccelerator(plugin, **EXACT, kwargs_handlers=[handler])
     assert accelerator.scaler_handler is handler
-    loop = Loop(accelerator)
-    loop.train(max_norm=0.5, after=lambda step: step == 5 and accelerator.save_state(f"{folder}/state"))
+    loop, state = Loop(accelerator), str(folder / f"state{stage}")
+    loop.train(max_norm=0.5, after=lambda step: step == 5 and accelerator.save_state(state))
     weights = loop.weights()
-    accelerator.load_state(f"{folder}/state")
+    accelerator.load_state(state)
+    # The group of ZeRO's collectives has the limit of the ranks' own.
+    assert groups._clone_world_group()._get_backend(torch.device("cpu")).options._timeout == LIMIT
     if accelerator.is_main_process:
-        torch.save((loop.losses, loop.norms, weights), Path(folder) / "result.pt")
-    accelerator.end_training()
+        torch.save((loop.losses, loop.norms, weights), folder / f"{stage}.pt")
+    accelerator.free_memory()
+
+
+def main(folder: Path) -> None:
+    """A rank of torchrun, whose collectives have a limit."""
+    use_cpu_accelerator()
+    for stage in (2, 3):
+        with new_process():
+            with mock.patch.dict("os.environ", ACCELERATE_USE_DEEPSPEED="true"):
+                PartialState(backend="gloo", timeout=LIMIT)
+            train_rank(folder, stage)
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(Path(sys.argv[1]))

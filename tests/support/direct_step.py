@@ -73,7 +73,7 @@ class DirectStep:
             ranks_on_host=1,
             word_timeout_s=config.worker_timeout,
         )
-        self._groups, self._in_place, self._fetches = groups, in_place, in_place
+        self._groups, self.in_place, self._fetches = groups, in_place, in_place
         self.loss_scale = loss_scale
         self.training = Training(config, resources, Calls(), {})
         self.training.max_norm = max_norm
@@ -149,7 +149,7 @@ class DirectStep:
 
     def take_weights(self) -> None:
         """Shows copies of weights that are in place."""
-        if self._in_place:
+        if self.in_place:
             self._show([flat.clone() for flat in self.shown])
 
     def _nothing(self) -> None:

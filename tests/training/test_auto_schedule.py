@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,6 @@ from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import PAGE_BYTES
 from lightning_zenflow.core.schedule import UpdateSchedule
-from lightning_zenflow.offload import plan as planning
-from lightning_zenflow.offload.plan import ScheduleControl
-from lightning_zenflow.offload.rank_state import StepContext
 from lightning_zenflow.worker.machine import HOST_MEMORY
 from models import LinearLossModule
 from rank_processes import run_on_ranks
@@ -90,15 +86,6 @@ def test_changes_are_logged_and_memory_grows_with_the_interval_only(caplog: pyte
     assert slots[0] < slots[5] == slots[-1]
 
 
-def test_gradients_are_late_until_the_step_behind_a_change_to_no_lag() -> None:
-    """In the step that changes the schedule, windows of the former one are still open."""
-    shown: list[bool] = []
-    note = At("on_train_batch_end", lambda t: shown.append(optimizer_of(t).training.parts.jobs.shows_exact))
-    with scripted(((2, 4, 1), (7, 1, 0))):
-        fit(LinearLossModule(length=10), ZenFlowStrategy(worker_cores=1, topk_ratio=0), steps=9, callbacks=[note])
-    assert shown == [True] * 2 + [False] * 5 + [True] * 2
-
-
 def test_two_ranks_lose_nothing_and_agree() -> None:
     scripted = replace(CASE, strategy_options=ALL_AUTO)
     cases = {"scripted": scripted, "measured": replace(scripted, steps=24, schedules=())}
@@ -108,30 +95,6 @@ def test_two_ranks_lose_nothing_and_agree() -> None:
     ours, theirs = runs["measured"]
     assert ours.schedules == theirs.schedules
     assert len(ours.schedules) == 24
-
-
-def test_times_of_other_work_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first steps, of steps around a flush, and of those that select columns, which wait for reasons of their own."""
-    steps: list[int] = []
-    end_step = ScheduleControl.end_step
-
-    def noted(self: ScheduleControl, context: StepContext) -> str | None:
-        steps.append(context.number)
-        return end_step(self, context)
-
-    def looks(**options: Any) -> list[int]:
-        seen: list[int] = []
-        monkeypatch.setattr(planning, "load_and_stall", lambda _: seen.append(steps[-1]) or (0.5, 0.0))
-        run_here(Case(steps=24, topk_ratio=0.3, **options))
-        return seen
-
-    monkeypatch.setattr(ScheduleControl, "end_step", noted)
-    # Two steps are left out, and four measured; then two are, after the step that reads it, and four measured.
-    monkeypatch.setattr(planning, "_LOOK", 4)
-    assert looks(strategy_options=ALL_AUTO)[:2] == [6, 7 + 2 + 4]
-    assert looks(strategy_options=ALL_AUTO, flush_after=(3, 12))[:2] == [6 + 2, 9 + 2 + 4 + 2]
-    # With d = 1 three steps are left out, and steps 1 and 6, which select.
-    assert looks(strategy_options={**ALL_AUTO, "publish_lag": 1})[0] == 3 + 4 + 2
 
 
 def test_schedules_without_memory_are_left_out(

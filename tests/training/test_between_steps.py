@@ -1,6 +1,5 @@
 """What users do between two steps has the effect that it has under plain Lightning, or is refused by name."""
 
-import copy
 import itertools
 import re
 from collections.abc import Iterable
@@ -150,17 +149,6 @@ class TestGradients:
         fit(theirs, "auto")
         if how != "late":
             assert_near(snapshot(ours), snapshot(theirs))
-
-    def test_a_module_is_compiled_and_copied_while_they_are_there(self) -> None:
-        copies: list[nn.Module] = []
-        model = SmallNet()
-
-        def look(trainer: pl.Trainer) -> None:
-            copies.append(copy.deepcopy(trainer.lightning_module.hidden))
-            torch.compile(trainer.lightning_module.hidden, backend="eager")(torch.zeros(1, model.hidden.in_features))
-
-        fit(model, steps=2, callbacks=[At("on_train_batch_end", look)])
-        assert len(copies) == 2
 
 
 class LeavesGradients(SmallNet):

@@ -1,4 +1,4 @@
-"""Budgets of a settled step without a clock: bytes copied and device memory, as recorded, as counted and by formulas.
+"""Budgets of a settled step without a clock: bytes copied and device memory, as recorded, as counted and by formulas; launches.
 
 Models larger than the device: stage 3 with parameters in host memory on a recorded device of limited memory; what crosses its link.
 """
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from direct_step import direct_step
+from eventful_training import random_tensors
 from gpu_cases import RACES
 from harness import AUTO, Case, StockStrategy, make_trainer, optimizer_of, run_here
 from lightning_zenflow import ZenFlowStrategy
@@ -28,6 +30,7 @@ from lightning_zenflow.worker.arena import WORD_BYTES
 from models import generator
 from recorded_device.clocks import HOST
 from recorded_device.device import RecordedDevice
+from recorded_device.tensors import DEVICE
 from recorded_device.watch import recorded_device
 
 WIDTHS = [64] * 7 + [32]
@@ -154,6 +157,28 @@ def test_a_schedule_that_changes() -> None:
     later = budgets_of(replace(auto, schedules=((5, 2, 1),)))
     assert 0 <= later.peaks[3] - NOISE <= 4096
     assert 0 <= later.peaks[-1] - NOISE - late <= 4 * sizes.of_factors + 4096
+
+
+LAYER_SHAPES = [(4, 4), (2, 4), (2, 4), (4, 4), (12, 4), (12, 4), (4, 12), (4,), (4,)]
+SHAPES = [(8, 4), *LAYER_SHAPES * 9, (4,), (8, 4)]
+"""84 tensors, 65 of them matrices."""
+
+
+@pytest.mark.parametrize(
+    ("s", "d", "select_interval", "ceiling"), [(1, 0, 0, 600), (4, 1, 0, 980), (4, 1, 4, 1260)], ids=str
+)
+def test_launches_of_a_step(s: int, d: int, select_interval: int, ceiling: int) -> None:
+    """With torch's passes: a step of few tokens takes as long as the host needs to launch it."""
+    launches: list[int] = []
+    keys = {"update_interval": s, "publish_lag": d, "select_interval": select_interval}
+    with recorded_device() as device, direct_step([random_tensors(0, DEVICE, SHAPES)], max_norm=1.0, **keys) as direct:
+        for step in range(6):
+            gradients = random_tensors(step, DEVICE, SHAPES)
+            before = len(device.order.operations)
+            direct.backward(gradients)
+            direct.step.step()
+            launches.append(sum(o.kind in ("launch", "d2h", "h2d") for o in device.order.operations[before:]))
+    assert max(launches[4:]) <= ceiling
 
 
 WIDTH, LAYERS, STEPS = 256, 40, 3

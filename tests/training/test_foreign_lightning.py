@@ -209,12 +209,6 @@ def test_what_a_failed_save_of_several_was_to_replace_stays(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == ["failed.ckpt", "kept.ckpt", "new.ckpt"]
 
 
-def test_after_the_process_group_was_destroyed() -> None:
-    fit(LinearLossModule(shapes=TINY))
-    torch.distributed.destroy_process_group()
-    fit(LinearLossModule(shapes=TINY), steps=1)
-
-
 def test_a_step_after_the_end_of_training() -> None:
     model = Net()
     trainer = fit(model)

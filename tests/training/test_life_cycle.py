@@ -21,7 +21,6 @@ import lightning.pytorch as pl
 import psutil
 import pytest
 import torch
-from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from typing_extensions import override
 
 from callbacks import At
@@ -31,7 +30,6 @@ from lightning_zenflow.worker.machine import HOST_MEMORY
 from lightning_zenflow.worker.process import WorkerError
 from models import TINY, LinearLossModule
 from networks import Perceptron
-from oracle import adamw_reference
 from processes import ArenaWatch, arena_mappings, leaves_no_file_open, shared_bytes
 from rank_processes import run_on_ranks
 from same_bits import assert_same_tensors
@@ -41,19 +39,6 @@ CASE = Case(steps=4, model_options={"shapes": TINY})
 
 def linear() -> LinearLossModule:
     return LinearLossModule(shapes=TINY)
-
-
-def test_fit_twice() -> None:
-    """A second fit of a Trainer starts from the weights that the first one left, with fresh moments and hooks."""
-    model = linear()
-    trainer = fit(model, steps=4)
-    middle = snapshot(model)
-    trainer.fit_loop.epoch_loop.max_steps = 10
-    trainer.fit(model)
-    # The data is a function of `global_step`, which goes on in the same trainer.
-    _, gradients, groups = replace(CASE, steps=10).fixed_gradients()
-    exact = adamw_reference(middle, gradients[4:], groups[:6]).weights
-    torch.testing.assert_close([w.double() for w in snapshot(model)], list(exact), rtol=1e-6, atol=1e-6)
 
 
 Wide = partial(Perceptron, widths=(1000, 500, 1000))
@@ -113,23 +98,6 @@ def test_a_monitor_keeps_nothing_of_a_fit_that_failed() -> None:
         with pytest.raises(RuntimeError, match="own mistake") if at == "step 2" else nullcontext():
             fit(linear(), ZenFlowStrategy(), callbacks=[monitor, At("on_fit_start", note), Ends(at)])
     assert alive == [False]
-
-
-def test_a_training_that_is_collected_leaves_the_next_one_as_it_is() -> None:
-    """DeepSpeed's engine is destroyed once more by its collection, when the next training may have replaced torch's functions."""
-    strategy, during = ZenFlowStrategy(**PLACES["stage 3"]), []
-
-    def collect(_: pl.Trainer) -> None:
-        strategies.clear()
-        gc.collect()
-        during.append(torch.nn.functional.linear)
-
-    before = torch.nn.functional.linear
-    fit(Wide(), strategy, steps=1)
-    strategies = [strategy]
-    del strategy
-    fit(Wide(), ZenFlowStrategy(**PLACES["stage 3"]), steps=2, callbacks=[At("on_train_batch_start", collect)])
-    assert during == [zero3_linear_wrap] * 2 and torch.nn.functional.linear is before
 
 
 @pytest.mark.parametrize("given", [{}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29511"}])

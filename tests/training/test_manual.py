@@ -178,21 +178,9 @@ def scheduled(module: Manual, batch: Tensor, number: int) -> None:
     module.lr_schedulers().step()
 
 
+IN_CLOSURES = (in_closure, several_in_closure, retained)
 LOOPS = {
-    f.__name__: f
-    for f in (
-        plain,
-        clipped,
-        accumulated,
-        toggled,
-        in_closure,
-        several_in_closure,
-        retained,
-        twice,
-        dropped,
-        scheduled,
-        in_turn,
-    )
+    f.__name__: f for f in (plain, clipped, accumulated, toggled, *IN_CLOSURES, twice, dropped, scheduled, in_turn)
 }
 
 
@@ -250,32 +238,33 @@ def test_a_validation_between_backward_and_step(where: str) -> None:
     compare(accumulated, {**EXACT, "accumulate_on": where}, **options)
 
 
+def more_in_closure(module: Manual, batch: Tensor, number: int) -> None:
+    def closure() -> None:
+        for loss in [module.loss(batch) for _ in range(1 + number)]:
+            module.manual_backward(loss)
+
+    module.optimizers().step(closure)
+    module.zero_grad()
+
+
+def behind_clipping(module: Manual, batch: Tensor, number: int) -> None:
+    module.manual_backward(module.loss(batch))
+    module.clip_gradients(module.optimizers(), gradient_clip_val=1.0)
+    module.manual_backward(module.loss(batch))
+
+
+def by_torch(module: Manual, batch: Tensor, number: int) -> None:
+    module.loss(batch).backward()
+    module.optimizers().step()
+
+
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        (
-            lambda module, batch, number: [
-                module.optimizers().step(
-                    lambda: list(map(module.manual_backward, [module.loss(batch) for _ in range(1 + number)]))
-                ),
-                module.zero_grad(),
-            ][-1],
-            "no second one in the closure of `optimizer.step` where the closure before had one only",
-        ),
-        (
-            lambda module, batch, number: [
-                module.manual_backward(module.loss(batch)),
-                module.clip_gradients(module.optimizers(), gradient_clip_val=1.0),
-                module.manual_backward(module.loss(batch)),
-            ],
-            "no backward pass behind `clip_gradients`",
-        ),
-        (
-            lambda module, batch, number: [module.loss(batch).backward(), module.optimizers().step()],
-            "must come from .* `self.manual_backward`",
-        ),
+        (more_in_closure, "no second one in the closure of `optimizer.step` where the closure before had one only"),
+        (behind_clipping, "no backward pass behind `clip_gradients`"),
+        (by_torch, "must come from .* `self.manual_backward`"),
     ],
-    ids=["a further backward pass in a closure", "a backward pass behind clipping", "another backward pass"],
 )
 def test_what_has_no_meaning_is_refused(train: Any, message: str) -> None:
     with pytest.raises(MisconfigurationException, match=message):

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -85,11 +84,19 @@ def torchrun(*, nodes: int, node: int, port: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["Lightning", "torchrun"])
+@pytest.mark.parametrize("launcher", ["Lightning", "torchrun", "SLURM"])
 def test_a_script_on_two_ranks(launcher: str, tasks: Tasks) -> None:
-    command = torchrun(nodes=1, node=0, port=free_port()) if launcher == "torchrun" else [sys.executable]
-    tasks.start(command, str(CASE.steps), "", NODES="1", DEVICES="2", MASTER_PORT=str(free_port()))
-    assert tasks.processes[0].wait(240) == 0, tasks.output(0)
+    """Slurm itself is not here, but the variables that `srun` sets for each task are; its tasks are on two nodes."""
+    port, nodes = free_port(), 2 if launcher == "SLURM" else 1
+    command = torchrun(nodes=1, node=0, port=port) if launcher == "torchrun" else [sys.executable]
+    for node in range(nodes):
+        variables = {"MASTER_PORT": str(port), "NODES": str(nodes), "DEVICES": str(2 // nodes)}
+        if launcher == "SLURM":
+            names = {"JOB_ID": 1234, "JOB_NAME": "train", "NODELIST": "127.0.0.1", "NNODES": 2, "NTASKS": 2}
+            names |= {"NTASKS_PER_NODE": 1, "NODEID": node, "LOCALID": 0, "PROCID": node}
+            variables |= {f"SLURM_{name}": str(value) for name, value in names.items()}
+        tasks.start(command, str(CASE.steps), "", **variables)
+    assert [process.wait(240) for process in tasks.processes] == [0] * nodes, tasks.output(0)
     _, ranks, steps, weights = torch.load(tasks.folder / "result.pt")
     assert (ranks, steps) == (2, CASE.steps)
     torch.testing.assert_close(weights, run_here(replace(CASE, loop="direct")).weights, rtol=0, atol=0)
@@ -118,67 +125,3 @@ def test_a_node_is_killed(tasks: Tasks, tmp_path: Path) -> None:
     assert (environment, ranks, steps) == ("TorchElasticEnvironment", 2, CASE.steps)
     # Sums over ranks have another order.
     torch.testing.assert_close(weights, run_here(replace(CASE, loop="direct")).weights, rtol=0, atol=2e-6)
-
-
-HOSTS = ("10.77.0.1", "10.77.0.2")
-CABLE = "zenflow"
-
-
-def _ip(arguments: str) -> None:
-    subprocess.run(["ip", *arguments.split()], check=True, capture_output=True, timeout=60)
-
-
-@pytest.fixture
-def networks() -> Iterator[list[str]]:
-    """Two network namespaces with one cable between them, `HOSTS[i]` at its end `CABLE` in namespace i."""
-    names = [f"zenflow-{os.getpid()}-{node}" for node in range(2)]
-    with contextlib.ExitStack() as made:
-        for name in names:
-            _ip(f"netns add {name}")
-            made.callback(_ip, f"netns del {name}")
-        _ip(f"link add {CABLE} netns {names[0]} type veth peer name {CABLE} netns {names[1]}")
-        for name, host in zip(names, HOSTS, strict=True):
-            _ip(f"-n {name} address add {host}/24 dev {CABLE}")
-            _ip(f"-n {name} link set {CABLE} up")
-            _ip(f"-n {name} link set lo up")
-        yield names
-
-
-NO_NETWORKS = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces are made by root with iproute2"
-)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("how", ["killed", pytest.param("cut off", marks=NO_NETWORKS)])
-def test_a_node_is_lost_under_slurm(how: str, tasks: Tasks, request: pytest.FixtureRequest) -> None:
-    """Slurm itself is not here, but the variables that `srun` sets for each task are.
-
-    A node that is cut off closes nothing and answers nothing, as after a power failure: both give up after the strategy's timeout.
-    """
-    names, port = request.getfixturevalue("networks") if how == "cut off" else [], free_port()
-    for node in range(2):
-        slurm = {
-            "SLURM_JOB_ID": "1234",
-            "SLURM_JOB_NAME": "train",
-            "SLURM_NODELIST": HOSTS[0] if names else "127.0.0.1",
-            "SLURM_NNODES": "2",
-            "SLURM_NTASKS": "2",
-            "SLURM_NTASKS_PER_NODE": "1",
-            "SLURM_NODEID": str(node),
-            "SLURM_LOCALID": "0",
-            "SLURM_PROCID": str(node),
-        }
-        variables = {**slurm, "MASTER_PORT": str(port), "NODES": "2", "DEVICES": "1"}
-        if names:
-            variables |= {"GLOO_SOCKET_IFNAME": CABLE, "TIMEOUT_S": "60"}
-        launcher = ["ip", "netns", "exec", names[node]] if names else []
-        tasks.start([*launcher, sys.executable], ENDLESS, "", **variables)
-    pids = tasks.saved(ranks=2)
-    if not names:
-        os.kill(pids[1], signal.SIGKILL)
-    else:
-        _ip(f"-n {names[1]} link set {CABLE} down")
-        tasks.fails(1)
-    tasks.fails(0)

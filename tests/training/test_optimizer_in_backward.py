@@ -1,4 +1,7 @@
-"""Jobs that are submitted in backward: AdamW's own bits. Where gradients are clipped, factors are predicted, or speculated and verified."""
+"""Jobs that are submitted in backward: AdamW's own bits. Where gradients are clipped, factors are predicted, or speculated and verified.
+
+Weights are copied to the device, or are in host memory, where the worker writes them.
+"""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +20,10 @@ from direct_step import direct_step
 from eventful_training import assert_same_training, random_tensors, train
 from harness import APPROXIMATE, AUTO, RESELECTING, Case, fit, optimizer_of, run_here, snapshot
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.core.device import PAGE_BYTES
 from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.partition import Partition, build_partition
+from lightning_zenflow.offload import build
 from lightning_zenflow.offload.reference import AdamWState
 from networks import SmallNet
 from rank_processes import run_on_ranks
@@ -150,6 +156,16 @@ def test_lightning_gives_the_same_bits(case: Case) -> None:
     assert_same_run(run_here(replace(case, loop="trainer").with_keys(reduce_bucket_size=200)), run_here(case))
 
 
+@pytest.fixture
+def same_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are copied have the blocks of those in place, on which predicted clip factors depend."""
+
+    def of_pages(*args: Any, multiple: int | None) -> Partition:
+        return build_partition(*args, multiple=multiple or PAGE_BYTES // 4)
+
+    monkeypatch.setattr(build, "build_partition", of_pages)
+
+
 def has_corrected(trainer: pl.Trainer) -> None:
     assert optimizer_of(trainer).training.parts.read_counters().corrected_steps > 0
 
@@ -226,15 +242,62 @@ def test_what_is_submitted_in_backward_depends_on_the_factors_before(loss_scale:
     torch.testing.assert_close(shown[:n], shown[n:], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("accumulate_on", ["device", "host"])
-def test_steps_that_do_not_end_and_workers_that_die(accumulate_on: str) -> None:
-    options = {"max_norm": 1e6, "loss_scale": 4.0, "accumulate_on": accumulate_on, "max_worker_restarts": 1000, **KEYS}
-    with direct_step([random_tensors(50)], **options, overlap_step=False) as direct:
+@pytest.mark.usefixtures("same_blocks")
+@pytest.mark.parametrize(
+    ("keys", "of_expected"),
+    [
+        ({"max_norm": 1e6}, {"overlap_step": False}),
+        ({"max_norm": 1e6, "accumulate_on": "host"}, {"overlap_step": False}),
+        ({"in_place": True, "max_norm": 1e6}, {"in_place": False, "overlap_step": False}),
+        ({"in_place": True, "max_norm": 30.0, "overlap_step": False}, {"in_place": False}),
+        ({"in_place": True, "max_norm": 30.0, "clip_prediction": True, "accumulate_on": "host"}, {"in_place": False}),
+    ],
+    ids=["device", "host", "in place", "in place, at the end", "in place, predicted, host"],
+)
+def test_steps_that_do_not_end_and_workers_that_die(keys: dict[str, Any], of_expected: dict[str, Any]) -> None:
+    options = {**KEYS, "topk_ratio": 0, "loss_scale": 4.0, "max_worker_restarts": 1000, **keys}
+    with direct_step([random_tensors(50)], **{**options, **of_expected}) as direct:
         expected = train(direct)
     for deaths in (0, 0.3):
         with direct_step([random_tensors(50)], **options) as direct:
             assert_same_training(train(direct, deaths), expected)
-            assert direct.parts.read_counters().corrected_steps > 2
+            assert (direct.parts.rank.telemetry.worker_restarts > 5) == (deaths > 0)
+            corrects = not options["clip_prediction"] and options.get("overlap_step", True)
+            assert (direct.parts.read_counters().corrected_steps > 2) or not corrects
+        # The arena is freed, the weights are not.
+        assert all(map(torch.equal, direct.shown, expected[-1][-len(direct.shown) :]))
+
+
+CHANGES = ("", "a learning rate", "a norm", "not finite")
+
+
+@pytest.mark.parametrize(
+    ("change", "keys"),
+    [*((change, {"in_place": True}) for change in CHANGES), *((change, {"max_norm": 1e6}) for change in CHANGES[1:3])],
+)
+def test_what_changes_behind_backward_is_shown(change: str, keys: dict[str, Any]) -> None:
+    """By every forward pass: blocks that were shown without it are submitted again."""
+    shown, options = [], {**KEYS, "topk_ratio": 0, **keys}
+    for in_backward in (True, False):
+        with direct_step([random_tensors(50)], overlap_step=in_backward, **options) as direct:
+            for step in range(3):
+                gradients = random_tensors(step)
+                if step == 1 and change == "not finite":
+                    gradients[0][0, 0] = torch.inf
+                direct.backward(gradients)
+                direct.join()
+                assert (len(direct.parts.jobs.submitted_in_backward) > 1) == in_backward or step != 1
+                if step == 1 and change == "a learning rate":
+                    direct.optimizer.param_groups[0]["lr"] /= 2
+                usual = direct.training.max_norm
+                direct.training.max_norm = 1.0 if step == 1 and change == "a norm" else usual
+                direct.step.step()
+                direct.training.max_norm = usual
+                direct.fetch()
+                # What has been fetched need not be waited for: DeepSpeed may fetch it ahead.
+                assert not direct.in_place or all(map(direct.parts.jobs.is_written, range(len(gradients))))
+                shown.append([flat.clone() for flat in direct.shown])
+    torch.testing.assert_close(shown[:3], shown[3:], rtol=0, atol=0)
 
 
 class EarlyExit(SmallNet):

@@ -166,7 +166,7 @@ def chosen(n_calls: int, every: bool, *, sample: int) -> list[int]:
 
 def calls_of(name: str, every: bool, *, sample: int) -> list[int]:
     watch = Rings({})
-    fit(name, watch)
+    fit(name, watch, **SHORT)
     return chosen(watch.n_calls, every, sample=sample)
 
 

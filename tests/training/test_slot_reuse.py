@@ -4,7 +4,7 @@ and the same bits, whenever the worker is done."""
 import functools
 import itertools
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from lightning_zenflow.core import schedule as of_schedules
 from lightning_zenflow.core.schedule import StaggeredSchedule
 from lightning_zenflow.offload.in_flight import JobsInFlight
 from lightning_zenflow.offload.jobs import JobQueue
-from lightning_zenflow.offload.rank_state import Block, SlotPool, Window
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from models import SHAPES
 from same_bits import assert_same_run, assert_same_state
@@ -51,23 +50,8 @@ PUBLISHED = {
 """With weights that are copied to the model in backward, as soon as nothing reads them any more and the worker is done."""
 
 
-@dataclass
-class Watched:
-    """A run, and the memory that it took."""
-
-    run: Run = field(init=False)
-    schedule: StaggeredSchedule = field(init=False)
-    slots: int = 0
-    """In use at most."""
-    buffers: int = 0
-    causes: Counter[str] = field(default_factory=Counter)
-    """Jobs, and early commits."""
-    written: dict[bool, set[int]] = field(default_factory=lambda: {False: set(), True: set()})
-    """Publish buffers of jobs whose weights are copied to the model, and of the others."""
-
-
-def watch(case: Case, *answers: bool, more: int = 0, few_blocks: int = 16) -> Watched:
-    """Runs a case.
+def watch(case: Case, *answers: bool, more: int = 0, few_blocks: int = 16) -> tuple[Run, Counter[str]]:
+    """Runs a case, and counts jobs and early commits.
 
     Args:
         case: the case.
@@ -75,91 +59,68 @@ def watch(case: Case, *answers: bool, more: int = 0, few_blocks: int = 16) -> Wa
         more: slots and buffers beyond the schedule's number.
         few_blocks: of a small model; with fewer, slots suffice in more cases.
     """
-    watched, turns = Watched(), itertools.cycle(answers)
-    set_schedule = JobQueue.set_schedule
-    acquire, enqueue, commit = SlotPool.acquire, JobsInFlight.enqueue, JobQueue._commit_early
+    counts, turns = Counter[str](), itertools.cycle(answers)
     n_slots, n_buffers = StaggeredSchedule.n_slots.fget, StaggeredSchedule.n_publish_buffers.fget
     assert n_slots is not None and n_buffers is not None
 
-    def watched_acquire(self: SlotPool, block: Block) -> None:
-        acquire(self, block)
-        watched.slots = max(watched.slots, self.n_slots - len(self.free))
+    def count(patch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+        method = getattr(owner, name)
 
-    def watched_set(self: JobQueue, *args: Any) -> None:
-        set_schedule(self, *args)
-        watched.schedule = self.schedule
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return method(*args, **kwargs)
 
-    def watched_enqueue(self: JobsInFlight, block: Block, window: Window, buffer: int | None, **kwargs: Any) -> None:
-        enqueue(self, block, window, buffer, **kwargs)
-        watched.buffers = max(watched.buffers, watched.schedule.n_publish_buffers - len(self.free_buffers))
-        watched.written[buffer is not None].add(self._scratch if buffer is None else buffer)
-        watched.causes["job"] += 1
-
-    def watched_commit(self: JobQueue, step: int) -> None:
-        watched.causes["early commit"] += 1
-        commit(self, step)
+        patch.setattr(owner, name, counted)
 
     with pytest.MonkeyPatch.context() as patch:
+        count(patch, JobsInFlight, "enqueue")
+        count(patch, JobQueue, "_commit_early")
         patch.setattr(of_schedules, "_FEW_BLOCKS", few_blocks)
-        patch.setattr(SlotPool, "acquire", watched_acquire)
-        patch.setattr(JobQueue, "set_schedule", watched_set)
-        patch.setattr(JobsInFlight, "enqueue", watched_enqueue)
-        patch.setattr(JobQueue, "_commit_early", watched_commit)
         patch.setattr(StaggeredSchedule, "n_slots", property(lambda s: n_slots(s) + more))
         patch.setattr(StaggeredSchedule, "n_publish_buffers", property(lambda s: n_buffers(s) + more))
         if answers:
             patch.setattr(SupervisedWorker, "has_answered", lambda self, job: seen(self, job, next(turns)))
-        watched.run = run_here(case)
-    return watched
+        return run_here(case), counts
 
 
 @functools.cache
 def without_limits(name: str) -> Run:
     """The run with so many slots and buffers that none is used twice in a step."""
-    watched = watch({**CASES, **COMMIT_EARLY}[name], more=200)
-    assert watched.causes["early commit"] == 0
-    return watched.run
+    run, counts = watch({**CASES, **COMMIT_EARLY}[name], more=200)
+    assert counts["_commit_early"] == 0
+    return run
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_as_many_as_the_schedule_says_are_enough_and_are_needed(name: str) -> None:
-    """The worker is never seen to be done before it is waited for, as beside a device that runs behind the host."""
-    watched = watch(CASES[name], False)
-    schedule = watched.schedule
-    assert schedule.n_blocks >= CASES[name].update_interval
-    # Where the tests' first step is synchronous and n_blocks no multiple of S, not all are reached.
-    assert schedule.n_slots - schedule.update_interval <= watched.slots <= schedule.n_slots
-    assert watched.buffers == schedule.n_publish_buffers
-    assert watched.causes["early commit"] == 0
-    assert_same_run(watched.run, without_limits(name))
+def test_as_many_as_the_schedule_says_are_enough(name: str) -> None:
+    """The worker is never seen to be done before it is waited for, as beside a device that runs behind the host. That as many are needed:
+    tests/unit/core/test_schedule.
+    """
+    run, counts = watch(CASES[name], False)
+    assert counts["_commit_early"] == 0
+    assert_same_run(run, without_limits(name))
 
 
 @pytest.mark.parametrize("answers", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["late", "early"])
 @pytest.mark.parametrize("name", COMMIT_EARLY)
 def test_the_same_bits_where_windows_commit_early(name: str, answers: bool) -> None:
-    watched = watch(COMMIT_EARLY[name], answers)
-    assert watched.slots <= watched.schedule.n_slots
-    assert watched.causes["early commit"] > 0
-    # The worker may write what is not shown before the weights of an earlier job have been copied.
-    assert watched.written[False] and watched.written[False].isdisjoint(watched.written[True])
-    if COMMIT_EARLY[name].max_norm:
-        # What is shown has predicted factors; the gradients of this model do not depend on it.
-        assert_same_state(watched.run, without_limits(name))
-    else:
-        assert_same_run(watched.run, without_limits(name))
+    run, counts = watch(COMMIT_EARLY[name], answers)
+    assert counts["_commit_early"] > 0
+    # With clipping, what is shown has predicted factors; the gradients of this model do not depend on it.
+    (assert_same_state if COMMIT_EARLY[name].max_norm else assert_same_run)(run, without_limits(name))
 
 
-@pytest.mark.parametrize(("keys", "flushed"), [({}, 0), (APPROXIMATE, 1)], ids=["exact", "approximate"])
-def test_a_flush_publishes_anew_only_what_may_not_be_exact(keys: dict[str, Any], flushed: int) -> None:
+def test_a_flush_publishes_anew_only_what_may_not_be_exact() -> None:
     """Every window ends with a synchronous step."""
-    watched = watch(replace(CASES["S=4, d=1"], warm_up=3, steps=3).with_keys(**keys))
-    assert watched.causes["job"] == (3 + flushed) * watched.schedule.n_blocks
+    case = replace(CASES["S=4, d=1"], warm_up=3, steps=3)
+    exact, approximate = (watch(case.with_keys(**keys))[1]["enqueue"] for keys in ({}, APPROXIMATE))
+    assert 3 * approximate == 4 * exact > 0
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_same_bits_whenever_the_worker_is_done(name: str) -> None:
     in_turn = ((False,), (False, False, True), (True,))
-    never, sometimes, always = (watch(PUBLISHED[name], *answers, few_blocks=8).run for answers in in_turn)
+    never, sometimes, always = (watch(PUBLISHED[name], *answers, few_blocks=8)[0] for answers in in_turn)
     early = [sum(in_backward for in_backward, _ in run.h2d_bytes) for run in (never, sometimes, always)]
     # Where slots are few (d = 0, submitted in backward), answers are waited for during backward.
     assert early[0] == 0 or name == "changes of schedule"
@@ -172,5 +133,5 @@ def test_nothing_is_left_for_the_end_of_the_step() -> None:
     """But for the jobs of the first step, which selects and is synchronous."""
     # Without the last parameter, which has no gradient in every second step.
     case = replace(LATE, model_options={"shapes": SHAPES[:6]})
-    for in_backward, rest in watch(case, True, few_blocks=8).run.h2d_bytes[2:]:
+    for in_backward, rest in watch(case, True, few_blocks=8)[0].h2d_bytes[2:]:
         assert in_backward > 0 and rest == 0

@@ -6,27 +6,26 @@ Some under stage 2 as well.
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal
-from unittest import mock
+from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from test_stage_3 import NETWORK, Sharded, on_host
+from test_ranks import NETWORK, on_host
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.func import functional_call, jacrev, vmap
 from torch.nn import functional
 from typing_extensions import override
 
 from callbacks import At
 from fabric_runs import launch
-from harness import Case, Run, fit, make_trainer, run_here
+from harness import Case, Run, fit, make_trainer, optimizer_of, run_here, weights_of
 from lightning_zenflow import ZenFlowStrategy
 from models import TestModule, generator
 from rank_processes import Runs, run_each
-from same_bits import assert_same_run
+from same_bits import assert_same_run, assert_same_tensors
 from side_by_side import NOTHING_LATE, Net, torch_alone
 
 SIZES: dict[str, Any] = {
@@ -46,14 +45,6 @@ def llama() -> Any:
     return LlamaForCausalLM(LlamaConfig(**SIZES))
 
 
-def gpt2() -> Any:
-    """The embedding's matrix is the head's, and matrices of layers are transposed."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=31, n_positions=16, n_embd=12, n_layer=2, n_head=2, **off))
-
-
 def t5() -> Any:
     """Encoder, decoder and head have the same embedding; relative positions are of the first layers alone."""
     from transformers import T5Config, T5ForConditionalGeneration
@@ -69,20 +60,13 @@ def mixtral() -> Any:
     return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=24, num_experts_per_tok=1))
 
 
-def qwen3_moe() -> Any:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    of_experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **of_experts))
-
-
 class OfTransformers(TestModule):
     """One of transformers' models.
 
     Args:
         make: makes it.
         use_reentrant: kind of checkpointing, if there is any.
-        offload: what holds activations in host memory until backward: autograd ("saved"), or transformers' checkpointing.
+        on_cpu: whether autograd holds activations in host memory until backward.
     """
 
     def __init__(
@@ -90,25 +74,21 @@ class OfTransformers(TestModule):
         *,
         make: Callable[[], nn.Module],
         use_reentrant: bool | None = None,
-        offload: Literal["", "saved", "checkpointing"] = "",
+        on_cpu: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.offload = offload
+        self.on_cpu = on_cpu
         with torch.random.fork_rng():
             torch.manual_seed(5)
             self.network: Any = make()
         if use_reentrant is not None:
             self.network.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        if offload == "checkpointing":
-            self.network.activation_checkpointing_enable(offload=True)
 
     @override
     def loss(self, step: int, micro: int, rank: int) -> Tensor:
         tokens = torch.randint(31, (2, 9), generator=generator(13, step, micro, rank)).to(self.device)
-        # Without a GPU there is no page-locked memory, which transformers asks for.
-        pageable = mock.patch("transformers.modeling_utils.save_on_cpu", lambda **_: save_on_cpu())
-        with {"": nullcontext(), "saved": save_on_cpu(), "checkpointing": pageable}[self.offload]:
+        with save_on_cpu() if self.on_cpu else nullcontext():
             loss: Tensor = self.network(input_ids=tokens, labels=tokens).loss
         return loss
 
@@ -174,16 +154,11 @@ RANKS_MATTER = {
 CASES = {
     **RANKS_MATTER,
     "Llama, non-reentrant": of_transformers(llama, use_reentrant=False),
-    "Llama, saved in host memory": of_transformers(llama, offload="saved"),
-    "Llama, checkpointing with offload": of_transformers(llama, offload="checkpointing"),
-    "GPT-2": of_transformers(gpt2),
-    "Qwen3-MoE": of_transformers(qwen3_moe),
+    "Llama, saved in host memory": of_transformers(llama, on_cpu=True),
     "compiled": case_of(CompiledLlama),
     "tied, head in non-reentrant": case_of("TiedNet", checkpoint="non-reentrant", head_in_checkpoint=True),
 }
 PLACES: dict[str, Callable[[Case], Case]] = {"device": lambda case: case, "host": on_host}
-
-
 IN_FAST_TESTS = ("T5", "experts", "used outside", "LoRA, reentrant")
 
 
@@ -214,10 +189,7 @@ def test_numbers_are_those_of_torchs_adamw(name: str) -> None:
     compare(name, *([run_here(change(CASES[name]))] for change in PLACES.values()))
 
 
-UNDER_STAGE_2 = ("Mixtral", "Llama, saved in host memory", "Llama, checkpointing with offload")
-
-
-@pytest.mark.parametrize("name", [pytest.param(UNDER_STAGE_2[0], marks=pytest.mark.slow), *UNDER_STAGE_2[1:]])
+@pytest.mark.parametrize("name", [pytest.param("Mixtral", marks=pytest.mark.slow), "Llama, saved in host memory"])
 def test_numbers_under_stage_2(name: str) -> None:
     compare_with_torch([run_here(replace(CASES[name], stage=2))], torch_alone(CASES[name]))
 
@@ -228,30 +200,74 @@ def test_numbers_on_two_ranks(name: str, on_two_ranks: Runs) -> None:
     compare(name, *(on_two_ranks[f"{name}, {place}"] for place in PLACES))
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        (
-            case_of("TiedNet", checkpoint="reentrant", shared=True),
-            "whose gradient is there already.* use_reentrant=False",
-        ),
-        (
-            case_of("TiedNet", checkpoint="reentrant", head_in_checkpoint=True),
-            "embedding.weight must have one gradient",
-        ),
-        (
-            case_of("SparseNet", layer_before=False),
-            "a positional argument of layers.0, a leaf module .* `requires_grad_",
-        ),
-        (
-            case_of(CompiledLlama, in_place=False),
-            r"network.model.layers.0 must be compiled in place .* `module.compile",
-        ),
-    ],
-)
+REENTRANT = {"checkpoint": "reentrant"}
+REFUSED = [
+    (case_of("TiedNet", **REENTRANT, shared=True), "whose gradient is there already.* use_reentrant=False"),
+    (case_of("TiedNet", **REENTRANT, head_in_checkpoint=True), "embedding.weight must have one gradient"),
+    (case_of("SparseNet", layer_before=False), "a positional argument of layers.0, a leaf module .* `requires_grad_"),
+    (case_of(CompiledLlama, in_place=False), "network.model.layers.0 must be compiled in place .* `module.compile"),
+]
+
+
+@pytest.mark.parametrize(("case", "message"), REFUSED)
 def test_what_deepspeed_would_train_wrongly_is_refused(case: Case, message: str) -> None:
     with pytest.raises(MisconfigurationException, match=message):
         run_here(on_host(case))
+
+
+class Sharded(TestModule):
+    """Layers that are divided over the ranks as they are made, so that no rank has ever the whole model."""
+
+    lr = 3e-4
+
+    @override
+    def configure_model(self) -> None:
+        # Lightning asks again before each run.
+        if hasattr(self, "layers"):
+            return
+        torch.manual_seed(7)
+        self.layers = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 3, bias=False))
+
+    @override
+    def loss(self, step: int, micro: int, rank: int) -> Tensor:
+        x = torch.randn(4, 24, generator=generator(9, step))
+        return functional.cross_entropy(self.layers(x), x[:, :3].argmax(1))
+
+
+def assert_in_place(trainer: pl.Trainer) -> None:
+    """Weights are in the arena in a fit."""
+    optimizer: Any = optimizer_of(trainer)
+    pieces = [p.ds_tensor for p in optimizer.module.parameters()]
+    places = {t.untyped_storage().data_ptr() for t in (*pieces, *optimizer.fp16_partitioned_groups_flat)}
+    assert places == {optimizer.training.parts.rank.arena.publish.untyped_storage().data_ptr()}
+    assert optimizer.param_groups_fp16_flat_cpu_memory == []
+    assert optimizer.training.telemetry.h2d_bytes == 0
+
+
+def test_a_model_that_is_made_in_pieces(tmp_path: Path) -> None:
+    """Its weights outlive the training, are saved, validated and tested; those in host memory have the same bits."""
+    results, linear, file = [], torch.nn.functional.linear, tmp_path / "a.ckpt"
+    limits = {"max_epochs": 2, "val_check_interval": 3, "limit_val_batches": 2, "limit_test_batches": 3}
+    for case in (NETWORK, on_host(NETWORK), replace(NETWORK, stock=True)):
+        model = Sharded(length=10)
+        callbacks = [At("on_train_batch_end", assert_in_place)] if case.offload_parameters else []
+        trainer = fit(model, case.make_strategy(), steps=-1, callbacks=callbacks, **limits)
+        assert torch.nn.functional.linear is linear or case.stock
+        if case is NETWORK:
+            trainer.save_checkpoint(file)
+        weights = weights_of(model)
+        losses = trainer.test(model, verbose=False)
+        assert_same_tensors(weights_of(model), weights)
+        results.append((losses, weights))
+    ours, in_host_memory, (_, plain) = results
+    assert in_host_memory[0] == ours[0]
+    assert_same_tensors(in_host_memory[1], ours[1])
+    torch.testing.assert_close(ours[1], plain, rtol=0, atol=2e-6)
+    evaluated, resumed = Sharded(length=10), Sharded(length=10)
+    make_trainer(NETWORK.make_strategy(), limit_test_batches=1).test(evaluated, ckpt_path=file, verbose=False)
+    fit(resumed, NETWORK.make_strategy(), steps=-1, max_epochs=2, resume=file)
+    for model in (evaluated, resumed):
+        assert_same_tensors(weights_of(model), ours[1])
 
 
 class GroupedByShape(Sharded):
@@ -356,32 +372,3 @@ def test_small_parameters_are_whole_between_steps() -> None:
     read = At("on_train_batch_end", lambda trainer: sizes.append(trainer.lightning_module.head.bias.numel()))
     make_trainer(in_stage_3(offload_parameters=False), max_steps=2, callbacks=[read]).fit(Net())
     assert sizes == [3, 3]
-
-
-class Transformed(Net):
-    def __init__(self, transform: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.transform = transform
-
-    @override
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.transform(self.head, torch.ones(4, 11))
-
-
-def of_other_weights(head: nn.Module, x: Tensor) -> Tensor:
-    return functional_call(head, {name: p * 2 for name, p in head.named_parameters()}, (x,)).sum()
-
-
-@pytest.mark.parametrize("offload_parameters", [False, True])
-@pytest.mark.parametrize(
-    ("transform", "message"),
-    [
-        (lambda head, x: vmap(head)(x).sum(), "Linear must not run in a transform of `torch.func`"),
-        (lambda head, x: jacrev(head)(x).sum(), "Linear must not run in a transform of `torch.func`"),
-        (of_other_weights, "Linear must run with its own parameters"),
-    ],
-    ids=["vmap", "jacrev", "functional_call"],
-)
-def test_refused_functions(transform: Callable[..., Tensor], message: str, offload_parameters: bool) -> None:
-    with pytest.raises(MisconfigurationException, match=message):
-        make_trainer(in_stage_3(offload_parameters=offload_parameters), max_steps=2).fit(Transformed(transform))
