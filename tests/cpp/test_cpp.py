@@ -1,6 +1,7 @@
 """The C++ tests of ``tests/cpp`` and a fuzzer of the worker, in a quick build; as released and with sanitizers where `slow` is selected."""
 
 import ctypes
+import math
 import os
 import re
 import socket
@@ -15,9 +16,11 @@ import torch
 
 from cpp_build import BUILD_TIMEOUT_S, VARIANTS, configure, folder_of, program, run
 from lightning_zenflow import native
+from lightning_zenflow.core.step_inputs import step_word
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.machine import allowed_cores
 from small_arena import SIZES, make_partition
+from worker_blocks import Blocks
 from worker_fuzzer import fuzz
 
 _RUN_TIMEOUT_S = 600
@@ -28,11 +31,31 @@ _SKIPPED = {variant: ["-kill"] for variant in VARIANTS if variant != "release"}
 pytestmark = pytest.mark.timeout(2 * BUILD_TIMEOUT_S)
 
 
+def write_arenas(folder: Path) -> None:
+    """Of each type of moments an arena of two blocks with three steps, the second of which is not finite; and one without steps."""
+    for moments in (torch.float32, torch.bfloat16, torch.int8):
+        blocks = Blocks(dtype=torch.bfloat16, moments=moments)
+
+        def write(name: str, fd: int = blocks.arena.fd) -> None:
+            (folder / name).write_bytes(os.pread(fd, os.fstat(fd).st_size, 0))
+
+        write("empty")
+        for step, factor in ((1, 0.5), (2, math.nan), (3, 0.5)):
+            blocks.set_step(step)
+            blocks.arrive(step, factor)
+        write(str(moments))
+        blocks.arena.close(keep_state=False)
+
+
 @pytest.mark.parametrize("variant", ["quick", *(pytest.param(v, marks=pytest.mark.slow) for v in list(VARIANTS)[1:])])
-def test_cpp(variant: str) -> None:
+def test_cpp(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # All of their bytes are compared after each instruction.
+    monkeypatch.setattr("lightning_zenflow.worker.arena.PAGE_BYTES", 64)
+    write_arenas(tmp_path)
     result = run(
         [folder_of(variant) / "tests" / "zenflow-tests", *_SKIPPED.get(variant, [])],
         timeout_s=_RUN_TIMEOUT_S,
+        ZENFLOW_ARENAS=str(tmp_path),
         ASAN_OPTIONS="detect_leaks=1",
         UBSAN_OPTIONS="print_stacktrace=1",
         TSAN_OPTIONS="halt_on_error=1",
@@ -104,6 +127,11 @@ def job(*slots: int, **fields: int) -> bytes:
     return bytes(native.UpdateJob(**header)) + b"".join(slot.to_bytes(4, "little") for slot in slots)
 
 
+def word(step: int) -> str:
+    """The change in which a step's word has arrived."""
+    return f"step_words[{step}].copy_(step_word(torch.tensor(1.0), {step}))"
+
+
 MESSAGES: list[tuple[str, list[bytes], str]] = [
     ("", [bytes(native.MAX_MESSAGE_BYTES + 1)], "message.size"),
     ("", [bytes(4)], "message.size"),
@@ -141,6 +169,9 @@ MESSAGES: list[tuple[str, list[bytes], str]] = [
         [job(job_id=4), job(job_id=6)],
         "job.job_id == in_progress",
     ),
+    (f"ranges[0].n_missed = 1; {word(1)}", [job(0, n_committed=1)], "a range has missed all steps"),
+    (word(17), [job(0, n_committed=1)], "sequence <= step"),
+    (f"{word(17)}; header.resolved_step = 17", [job(0, n_committed=1)], "sequence_of(record.word) == step"),
     ("header.begun_job, header.n_shares, journal.end = 1, 1, blocks[0].end + 1", [job()], "e.end <= block.end"),
 ]
 """A change of a valid arena, messages, and what the worker says of the last one."""
@@ -166,7 +197,8 @@ def changed_arena(change: str, moments: torch.dtype = torch.float32) -> Iterator
         "completed": (ctypes.c_int64 * header.n_blocks).from_address(begin + header.block_jobs_offset),
         "journal": native.JournalEntry.from_address(begin + header.journal_offset),
     }
-    exec(change, {**vars(native), **HUGE, **parts})
+    parts["step_words"] = arena.step_words
+    exec(change, {**vars(native), **HUGE, **parts, "torch": torch, "step_word": step_word})
     yield arena
     arena.close(keep_state=False)
 

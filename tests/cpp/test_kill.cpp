@@ -13,69 +13,54 @@
 #include <vector>
 
 #include "check.h"
-#include "trainer_arena.h"
-#include "worker_process.h"
+#include "trainer.h"
 
 namespace zenflow {
 namespace {
 
-using test::ArenaSpec;
-using test::first_core;
-using test::job_of;
 using test::TrainerArena;
 using test::WorkerProcess;
 
-constexpr int64_t kSteps = 3;
+// A job that commits one step per slot, without prediction.
+UpdateJob job_of(uint32_t block, int64_t job_id, int64_t first_step, uint32_t n_steps, uint32_t publish_buffer) {
+    return {static_cast<uint32_t>(MessageType::kJob), block, job_id, first_step, n_steps, publish_buffer, 0.0f, Tentative::kNone};
+}
 
-// A job for each block of a small arena, perhaps with another one that shows its tentative step with the true factor.
+// The same with a tentative last step.
+UpdateJob tentative(UpdateJob job, Tentative kind) {
+    --job.n_committed;
+    job.tentative = kind;
+    return job;
+}
+
+// The arenas, by the type of their moments.
+constexpr const char *kFloat = "torch.float32", *kBFloat16 = "torch.bfloat16", *kInt8 = "torch.int8";
+
+// A job for each of two blocks of an arena of three steps, perhaps with another one that shows its tentative step with the true
+// factor. Blocks have more than one tile, and one is cut by a parameter group's end and padding.
 struct Scenario {
     const char* name;
     uint32_t n_steps;  // of each job
     float prediction_steps = 0.0f;
     Tentative tentative = Tentative::kNone;  // the last of the steps
-    DataType moments = DataType::kFloat32;
+    const char* arena = kFloat;
     bool newest_first = false;
     bool corrects = false;
     float predicted = 0.25f;  // the true one is 0.5, and not finite in step 2
 };
 
-// Blocks of more than one tile, cut by a parameter group's end, the second with padding; bfloat16, so that published weights are
-// rounded.
-ArenaSpec small_spec(DataType moments) {
-    ArenaSpec spec;
-    spec.moments_dtype = moments;
-    spec.ranges = {{0, 150, 0, 0, 0}, {160, 290, 1, 0, 0}};
-    spec.blocks = {{0, 170}, {170, 290}};
-    spec.numel = 320;
-    spec.n_step_records = 8;
-    spec.n_slots = 2 * kSteps;
-    spec.model_dtype = DataType::kBFloat16;
-    return spec;
-}
-
-std::string image_of(TrainerArena& arena) { return {reinterpret_cast<const char*>(arena.memory()), arena.n_bytes()}; }
-
 class Training {
   public:
-    explicit Training(const Scenario& scenario) : arena_(small_spec(scenario.moments)) {
+    explicit Training(const Scenario& scenario) : arena_(scenario.arena) {
         arena_.live().newest_first = scenario.newest_first ? 1 : 0;
-        arena_.set_random_state(11);
-        for (int64_t step = 1; step <= kSteps; ++step) {
-            arena_.set_hyperparameters(step, test::kDecoupled, test::kGradientDecay);
-            arena_.write_word(step, step == 2 ? std::nanf("") : 0.5f);
-            for (uint32_t b = 0; b < 2; ++b) {
-                const auto seed = static_cast<uint32_t>(2 * step) + b;
-                arena_.set_gradient(seed - 2, seed);
-            }
-        }
         for (uint32_t b = 0; b < 2; ++b) {
             jobs_.push_back(job_of(b, 1 + b, 1, scenario.n_steps, b));
             jobs_[b].prediction_steps = scenario.prediction_steps;
-            if (scenario.tentative != Tentative::kNone) jobs_[b] = test::tentative(jobs_[b], scenario.tentative);
+            if (scenario.tentative != Tentative::kNone) jobs_[b] = tentative(jobs_[b], scenario.tentative);
             arena_.write_block_word(b, scenario.n_steps, scenario.predicted);
         }
         for (uint32_t b = 0; scenario.corrects && b < 2; ++b) {
-            jobs_.push_back(test::tentative(job_of(b, 3 + b, scenario.n_steps, 1, b), Tentative::kCorrection));
+            jobs_.push_back(tentative(job_of(b, 3 + b, scenario.n_steps, 1, b), Tentative::kCorrection));
             jobs_.back().prediction_steps = scenario.prediction_steps;
         }
     }
@@ -87,7 +72,7 @@ class Training {
         for (const UpdateJob& job : jobs_) {
             std::vector<uint32_t> slots;
             for (uint64_t s = 0; s < n_steps_of(job); ++s) {
-                slots.push_back(static_cast<uint32_t>(2 * (static_cast<uint64_t>(job.first_step) - 1 + s)) + job.block);
+                slots.push_back(static_cast<uint32_t>(2 * (static_cast<uint64_t>(job.first_step) + s)) + job.block);
             }
             worker.submit(job, slots);
         }
@@ -107,7 +92,7 @@ class Training {
         CHECK(done == submitted);
         const ArenaHeader& header = arena_.live();
         CHECK_EQ(header.begun_job, header.completed_job);
-        const std::string all = image_of(arena_);
+        const std::string all = arena_.image();
         const std::string records =
             all.substr(header.step_records_offset, header.block_words_offset - header.step_records_offset);
         return records + all.substr(header.master_offset) + std::to_string(header.resolved_step) + ' ' +
@@ -123,17 +108,17 @@ class Training {
 std::string result_of_next_worker(const Scenario& scenario, const std::string& image) {
     Training training(scenario);
     std::memcpy(training.arena().memory(), image.data(), image.size());
-    WorkerProcess worker(training.arena(), first_core());
+    WorkerProcess worker(training.arena());
     return training.result_of(worker);
 }
 
 void kill_everywhere(const Scenario& scenario) {
     Training initial(scenario);
-    const std::string expected = result_of_next_worker(scenario, image_of(initial.arena()));
+    const std::string expected = result_of_next_worker(scenario, initial.arena().image());
 
     Training training(scenario);
     const ArenaHeader& header = training.arena().live();
-    WorkerProcess worker(training.arena(), first_core());
+    WorkerProcess worker(training.arena());
     worker.receive_ready();
     const pid_t pid = worker.pid();
     int status = 0;
@@ -141,7 +126,7 @@ void kill_everywhere(const Scenario& scenario) {
     CHECK_EQ(ptrace(PTRACE_INTERRUPT, pid, nullptr, nullptr), 0);
     CHECK_EQ(waitpid(pid, &status, __WALL), pid);
     training.submit(worker);
-    std::string image = image_of(training.arena());
+    std::string image = training.arena().image();
     int changes = 0, in_progress = 0, between = 0;
     // After the last Done it waits for a message, and a single step would block.
     while (worker.bytes_waiting() < training.n_jobs() * sizeof(Done)) {
@@ -149,7 +134,7 @@ void kill_everywhere(const Scenario& scenario) {
         CHECK_EQ(waitpid(pid, &status, __WALL), pid);
         CHECK(WIFSTOPPED(status));
         if (std::memcmp(image.data(), training.arena().memory(), image.size()) == 0) continue;
-        image = image_of(training.arena());
+        image = training.arena().image();
         in_progress += header.begun_job != header.completed_job ? 1 : 0;
         const int64_t first = scenario.newest_first ? 2 : 1;
         between += header.begun_job == first && header.completed_job == first ? 1 : 0;
@@ -168,20 +153,19 @@ void kill_everywhere(const Scenario& scenario) {
 
 TEST(kill, at_any_instant) {
     constexpr auto kPredicted = Tentative::kPredicted;
-    constexpr auto kFloat = DataType::kFloat32;
     const Scenario scenarios[] = {
         {"a tentative update", 1, 0.0f, kPredicted},
         {"a window one behind", 3, 2.0f, kPredicted},
-        {"one behind with short moments", 2, 0.0f, kPredicted, DataType::kBFloat16},
-        {"a window with short moments", 3, 2.0f, Tentative::kNone, DataType::kBFloat16},
-        {"one behind in 8 bits", 2, 0.0f, kPredicted, DataType::kInt8},
-        {"a window in 8 bits", 3, 2.0f, Tentative::kNone, DataType::kInt8},
-        {"corrected in 8 bits", 3, 0.0f, kPredicted, DataType::kInt8, true, true},
+        {"one behind with short moments", 2, 0.0f, kPredicted, kBFloat16},
+        {"a window with short moments", 3, 2.0f, Tentative::kNone, kBFloat16},
+        {"one behind in 8 bits", 2, 0.0f, kPredicted, kInt8},
+        {"a window in 8 bits", 3, 2.0f, Tentative::kNone, kInt8},
+        {"corrected in 8 bits", 3, 0.0f, kPredicted, kInt8, true, true},
         {"a window", 3, 2.0f},
         {"one behind, newest first", 2, 0.0f, kPredicted, kFloat, true},
         {"corrected, newest first", 3, 0.0f, kPredicted, kFloat, true, true},
         {"corrected, not finite", 2, 0.0f, kPredicted, kFloat, true, true},
-        {"corrected with short moments", 3, 0.0f, kPredicted, DataType::kBFloat16, true, true},
+        {"corrected with short moments", 3, 0.0f, kPredicted, kBFloat16, true, true},
         {"predicted rightly", 3, 0.0f, kPredicted, kFloat, true, true, 0.5f},
         {"true at once", 3, 0.0f, Tentative::kTrueIfKnown, kFloat, true, true},
         {"publishing", 0},

@@ -67,21 +67,6 @@ def test_configurations_have_known_keys_and_build_their_strategy(
 
 
 @pytest.mark.parametrize(
-    ("command", "error", "message"),
-    [
-        ("glue --data.data_dir=nowhere", FileNotFoundError, "data.data_dir='nowhere' is no folder"),
-        ("glue --model.width=15", ValueError, "model.width=15 is not allowed; it must be a multiple of model.heads="),
-        ("alpaca --data.train_file=nowhere.json", FileNotFoundError, "nowhere.json does not exist"),
-        ("alpaca --model.attention=flash_attention_2", ValueError, "only in batches of one row, got data.batch_size=8"),
-    ],
-)
-def test_wrong_commands_end_with_a_clear_message(run: Run, command: str, error: type[Exception], message: str) -> None:
-    program, argument = command.split()
-    with pytest.raises(error, match=re.escape(message)):
-        run(program, "fit", "--trainer.strategy=auto", argument)
-
-
-@pytest.mark.parametrize(
     ("script", "bundled"),
     [(make_glue_sample, GLUE_SAMPLE), (make_alpaca_sample, ALPACA_SAMPLE)],
     ids=["glue", "alpaca"],

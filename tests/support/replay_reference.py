@@ -142,7 +142,8 @@ def coded(
     ratio = exp_avg / (root * _root(scale))
     largest = _largest(ratio.abs(), scales).clamp(2.0**-40, 2.0**126)
     c = code_of_square(root * 255**2, 255, exp_avg_sq_noise) * ((exp_avg_sq != 0) | (exp_avg != 0))
-    q = code_of_square(ratio.abs() * (127**2 / largest), 127, exp_avg_noise)
+    # torch divides a number by a tensor in two operations.
+    q = code_of_square(ratio.abs() * (_float32(127**2) / largest), 127, exp_avg_noise)
     with_16_bits = (largest.view(torch.int32) + 128 >> 8 << 8).view(torch.float32)
     # A code of zero has no sign.
     return decoded(torch.copysign(q, ratio) + 0.0, c, with_16_bits, scale)

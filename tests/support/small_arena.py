@@ -19,10 +19,11 @@ COUNTS = (1003, 517)
 """Elements of the two parameter groups; padding follows each."""
 
 
-def make_partition(n_blocks: int = 3, counts: Sequence[int] = COUNTS) -> Partition:
+def make_partition(n_blocks: int = 3, counts: Sequence[int] = COUNTS, groups: Sequence[int] = (0, 1)) -> Partition:
+    """Of two slices; `groups` has the parameter group of each."""
     sizes = [n + 1 for n in counts]
     slices = [
-        Slice.of((n,), parameter=i, param_group=i, begin=begin, start=0, numel=n)
+        Slice.of((n,), parameter=i, param_group=groups[i], begin=begin, start=0, numel=n)
         for i, (n, begin) in enumerate(zip(counts, group_begins(sizes), strict=True))
     ]
     return build_partition(slices, sizes, n_blocks)

@@ -9,44 +9,32 @@ import os
 import random
 import socket
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from lightning_zenflow import native
-from lightning_zenflow.core.step_inputs import step_word
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.machine import allowed_cores
-from small_arena import GROUPS, SIZES, make_partition
+from worker_blocks import Blocks
 
 _HANG_S = 60.0
 """The worker's own wait for a step's word is 10 ms; nothing else takes long."""
 _INTERESTING = (0, 1, 2, 3, 63, 64, 127, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
 
 
-def make_arena(rng: random.Random) -> Arena:
+def make_blocks(rng: random.Random) -> Blocks:
     """A small valid arena, with gradients of some steps."""
-    partition = make_partition(rng.randrange(1, 4), [rng.randrange(1, 400) for _ in range(2)])
+    counts = [rng.randrange(1, 400) for _ in range(2)]
     dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
-    sizes = replace(
-        SIZES,
-        n_step_records=4,
-        n_slots=6,
-        n_publish_buffers=2,
-        dtype=dtype,
-        n_threads=rng.randrange(1, 3),
-    )
-    arena = Arena(partition, sizes, device=torch.device("cpu"))
+    blocks = Blocks(counts, n_blocks=rng.randrange(1, 4), dtype=dtype, n_threads=rng.randrange(1, 3), n_slots=12)
     for step in range(1, 4):
-        for tentative in (False, True):
-            arena.write_hyperparameters(step, GROUPS, tentative=tentative)
-        factor = torch.tensor(rng.choice([1.0, float("nan"), float("inf")]), dtype=torch.float32)
-        arena.step_words[step].copy_(step_word(factor, step))
+        blocks.set_step(step)
+        blocks.arrive(step, rng.choice([1.0, float("nan"), float("inf")]))
     step = rng.randrange(1, 4)
-    for block in range(len(arena.block_words)):
-        arena.block_words[block].copy_(step_word(torch.tensor(0.5, dtype=torch.float32), step))
-    return arena
+    for block in range(len(blocks.partition.blocks)):
+        blocks.arrive(step, 0.5, block)
+    return blocks
 
 
 def mutate(rng: random.Random, data: bytearray, *, words: bool) -> None:
@@ -86,7 +74,7 @@ def break_arena(rng: random.Random, arena: Arena) -> None:
 
 def message(rng: random.Random, job_id: int) -> bytes:
     """A job or a touch, valid or corrupted; or an exit; or noise."""
-    slots = [rng.randrange(7) for _ in range(rng.randrange(4))]
+    slots = [rng.randrange(13) for _ in range(rng.randrange(4))]
     tentative = rng.choice(list(native.Tentative)) if slots else native.Tentative.NONE
     if tentative is native.Tentative.CORRECTION and rng.random() < 0.9:
         slots = slots[:1]
@@ -96,7 +84,7 @@ def message(rng: random.Random, job_id: int) -> bytes:
         job_id=job_id,
         first_step=rng.randrange(1, 3),
         n_committed=len(slots) - bool(tentative),
-        publish_buffer=rng.randrange(2),
+        publish_buffer=rng.randrange(4),
         prediction_steps=rng.choice([0.0, 1.5]),
         tentative=tentative,
     )
@@ -119,7 +107,7 @@ def message(rng: random.Random, job_id: int) -> bytes:
 
 def attack(worker: Path, rng: random.Random) -> str:
     """Starts a worker and sends it messages. Returns a description of the failure, or ""."""
-    arena = make_arena(rng)
+    arena = make_blocks(rng).arena
     if rng.random() < 0.5:
         break_arena(rng, arena)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

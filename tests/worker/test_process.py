@@ -23,7 +23,7 @@ import torch
 from direct_step import direct_step
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.kernels import base
-from lightning_zenflow.native import cannot_run, worker_executable
+from lightning_zenflow.native import MessageHeader, cannot_run, worker_executable
 from lightning_zenflow.offload import build as assembly
 from lightning_zenflow.offload.run_state import HostState
 from lightning_zenflow.telemetry import Telemetry
@@ -43,11 +43,14 @@ def worker(arena: Arena) -> Iterator[Worker]:
 
 
 def test_more_messages_than_the_socket_holds(worker: Worker) -> None:
-    """Neither end waits in `send` for the other one to read."""
+    """Neither end waits in `send` for the other one to read; an error comes behind the answers."""
     n = 3000
     for job_id in range(1, n + 1):
         worker.submit(JobMessage(job_id=job_id, block=0, first_step=1, slots=[], publish_buffer=0))
+    worker.submit(MessageHeader(type=77))
     assert [worker.wait().job_id for _ in range(n)] == list(range(1, n + 1))
+    with pytest.raises(WorkerError, match="is_job"):
+        worker.wait()
 
 
 def test_what_a_failed_test_leaves_is_ended(worker: Worker) -> None:
@@ -175,6 +178,10 @@ def test_the_worker_has_what_it_needs_and_no_more(worker: Worker) -> None:
 
     A terminal sends signals (Ctrl-C, Ctrl-\\, Ctrl-Z) to the processes of the trainer's group, and SIGHUP to those of its session.
     """
+    for ignored in (signal.SIGINT, signal.SIGHUP):
+        os.kill(worker.pid, ignored)
+    worker.submit(JobMessage(job_id=1, block=0, first_step=1, slots=[], publish_buffer=0))
+    worker.wait()
     assert os.getpgid(worker.pid) != os.getpgid(0)
     assert os.getsid(worker.pid) != os.getsid(0)
     process = Path(f"/proc/{worker.pid}")

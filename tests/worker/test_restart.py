@@ -248,7 +248,7 @@ def test_one_that_waits_for_other_ranks_is_waited_for(arena: Arena, partition: P
     worker._worker._timeout_s = 0.3
     (job, *_) = jobs_of(arena, partition)
     arena.step_words.reset()
-    arrival = threading.Timer(1.5, write_step, (arena, 1))
+    arrival = threading.Timer(0.7, write_step, (arena, 1))
     arrival.start()
     worker.wait_for(worker.submit(job))
     arrival.join()

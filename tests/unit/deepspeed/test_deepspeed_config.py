@@ -41,21 +41,37 @@ def refusal_of(config: dict[str, Any], **trainer: Any) -> str:
     return str(error.value)
 
 
+NOTHING: list[dict[str, Any]] = [
+    {},
+    {"zero_optimization": None, "optimizer": None, "timers": None},
+    {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": 0.5}, "contiguous_gradients": False}},
+    {"zero_optimization": {"offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}},
+    {"zero_optimization": {"cpu_offload": True, "cpu_offload_use_pin_memory": True, "cpu_offload_param": False}},
+    {"train_batch_size": 8, "gradient_accumulation_steps": 1},
+    dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"),
+]  # fmt: skip
+"""Configurations that say nothing."""
+
+
 @pytest.mark.parametrize(
-    "config",
+    ("config", "trainer", "result"),
     [
-        {},
-        {"zero_optimization": None, "optimizer": None, "timers": None},
-        {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": 0.5}, "contiguous_gradients": False}},
-        {"zero_optimization": {"offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}},
-        {"zero_optimization": {"cpu_offload": True, "cpu_offload_use_pin_memory": True, "cpu_offload_param": False}},
-        {"train_batch_size": 8, "gradient_accumulation_steps": 1},
-        dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"),
+        *((config, {}, {}) for config in NOTHING),
+        ({"gradient_accumulation_steps": 1}, {"accumulate_grad_batches": 4}, {}),
+        ({"gradient_accumulation_steps": 4}, {"accumulate_grad_batches": 4}, {}),
+        ({"gradient_accumulation_steps": 4}, {}, {"gradient_accumulation_steps": 4}),
+        ({"gradient_clipping": 1.0}, {"gradient_clip_val": 1}, {"gradient_clipping": 1.0}),
+        ({"gradient_clipping": 0}, {}, {"gradient_clipping": 0}),
+        ({"fp16": {"enabled": True}}, {"precision": "16-mixed"}, {"fp16": {"enabled": True}}),
+        ({"bf16": {"enabled": False}}, {"precision": "32-true"}, {"bf16": {"enabled": False}}),
     ],
-)  # fmt: skip
-def test_what_is_the_same_as_nothing(config: dict[str, Any]) -> None:
+)
+def test_what_is_set_and_agrees_with_the_trainer(
+    config: dict[str, Any], trainer: dict[str, Any], result: dict[str, Any]
+) -> None:
     before = copy.deepcopy(config)
-    assert prepare_deepspeed_config(config) == prepare_deepspeed_config(None) == RESULT
+    assert prepare_deepspeed_config(config, **trainer) == {**prepare_deepspeed_config(None), **result}
+    assert prepare_deepspeed_config(None) == RESULT
     assert config == before
 
 
@@ -93,22 +109,6 @@ def test_deepspeed_reads_it(caplog: pytest.LogCaptureFixture) -> None:
     assert read.zero_config.zenflow is None
     assert "train_batch_size=7 is not used" in caplog.text  # the data loader's is
     assert (read.train_batch_size, read.bfloat16_config.enabled) == (2, True)
-
-
-@pytest.mark.parametrize(
-    ("config", "trainer", "result"),
-    [
-        ({"gradient_accumulation_steps": 1}, {"accumulate_grad_batches": 4}, {}),
-        ({"gradient_accumulation_steps": 4}, {"accumulate_grad_batches": 4}, {}),
-        ({"gradient_accumulation_steps": 4}, {}, {"gradient_accumulation_steps": 4}),
-        ({"gradient_clipping": 1.0}, {"gradient_clip_val": 1}, {"gradient_clipping": 1.0}),
-        ({"gradient_clipping": 0}, {}, {"gradient_clipping": 0}),
-        ({"fp16": {"enabled": True}}, {"precision": "16-mixed"}, {"fp16": {"enabled": True}}),
-        ({"bf16": {"enabled": False}}, {"precision": "32-true"}, {"bf16": {"enabled": False}}),
-    ],
-)
-def test_agrees_with_the_trainer(config: dict[str, Any], trainer: dict[str, Any], result: dict[str, Any]) -> None:
-    assert prepare_deepspeed_config(config, **trainer) == {**RESULT, **result}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Metrics of an interval, the summary and its line of advice, by hand; waits are counted, and torch's profiler shows them."""
 
+import re
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -50,11 +51,8 @@ AUTO, FIXED = ZenFlowConfig(), ZenFlowConfig(update_interval=2, publish_lag=0)
 TRUE_FACTORS = ZenFlowConfig(update_interval=1, publish_lag=0, clip_prediction=False)
 SLOW_CPU: dict[str, Any] = {"device_stall_s": {"publish_wait": 0.2}, "worker_busy_s": 0.96}
 FAST_CPU: dict[str, Any] = {"device_stall_s": {"slot": 0.2}, "worker_busy_s": 0.4}
-SLOW = "20% of the time is spent waiting for the CPU, which needs 1.2 steps per update: give the worker more cores"
-FAST = (
-    "20% of the time is spent waiting for the CPU, which needs 0.5 steps per update: keep other processes off the worker's"
-    " cores"
-)
+CORRECTIONS = {"device_stall_s": {"publish_wait": 0.1, "correction": 0.2}, "steps_in_backward": 8, "corrected_steps": 2}
+FLUSHES = {"device_stall_s": {"publish_wait": 0.1, "flush": 0.2, "reserve": 0.3}}
 
 
 @pytest.mark.parametrize(
@@ -62,45 +60,34 @@ FAST = (
     [
         ({"device_stall_s": {"publish_wait": 0.03, "select": 0.001}, "worker_busy_s": 0.5}, {}, FIXED, None),
         ({"device_stall_s": {"reserve": 0.3, "flush": 0.01}}, {}, FIXED, None),
-        (SLOW_CPU, {}, FIXED, f"{SLOW}, or raise update_interval."),
+        (SLOW_CPU, {}, FIXED, "CPU, which needs 1.2 steps per .* more cores, or raise update_interval"),
         # What `auto` raises by itself is not advised, nor what parameters in host memory do not allow.
-        (SLOW_CPU, {}, AUTO, f"{SLOW}."),
-        (SLOW_CPU, {"in_place": True}, FIXED, f"{SLOW}."),
-        ({**SLOW_CPU, "update_interval": 16}, {}, AUTO, f"{SLOW}, or raise max_update_interval."),
-        (FAST_CPU, {"skipped": 0.01}, FIXED, f"{FAST}, or set publish_lag=1."),
-        (FAST_CPU, {}, AUTO, f"{FAST}."),
-        (FAST_CPU, {"in_place": True}, FIXED, f"{FAST}."),
+        (SLOW_CPU, {}, AUTO, "more cores"),
+        (SLOW_CPU, {"in_place": True}, FIXED, "more cores"),
+        ({**SLOW_CPU, "update_interval": 16}, {}, AUTO, "or raise max_update_interval"),
         (
-            {"device_stall_s": {"publish_wait": 0.1, "flush": 0.2, "reserve": 0.3}},
-            {},
-            AUTO,
-            "20% of the time is spent completing updates before validations and checkpoints: have fewer of them.",
+            FAST_CPU,
+            {"skipped": 0.01},
+            FIXED,
+            "CPU, which needs 0.5 steps .* off the worker's cores, or set publish_lag=1",
         ),
-        (
-            {"device_stall_s": {"flush": 0.2}, "followed_steps": 9},
-            {},
-            AUTO,
-            "20% of the time is spent completing updates, as weights are written in place: write them in fewer steps.",
-        ),
+        (FAST_CPU, {}, AUTO, "off the worker's cores"),
+        (FAST_CPU, {"in_place": True}, FIXED, "off the worker's cores"),
+        (FLUSHES, {}, AUTO, "before validations and checkpoints: have fewer of them"),
+        ({"device_stall_s": {"flush": 0.2}, "followed_steps": 9}, {}, AUTO, "in place: write them in fewer steps"),
         # A worker that computes next to nothing does not lack cores.
         ({"device_stall_s": {"publish_wait": 0.2}, "worker_busy_s": 0.0004}, {}, FIXED, None),
-        (
-            {"device_stall_s": {"publish_wait": 0.1, "correction": 0.2}, "steps_in_backward": 8, "corrected_steps": 2},
-            {},
-            TRUE_FACTORS,
-            "20% of the time is spent waiting for the CPU, as 40% of the steps begin their update at their end: set"
-            " clip_prediction=True.",
-        ),
-        (
-            SLOW_CPU,
-            {"skipped": 0.5},
-            AUTO,
-            "50% of the steps were skipped: their gradient was not finite. Lower the learning rate, or look for NaN.",
-        ),
+        (CORRECTIONS, {}, TRUE_FACTORS, "40% of the steps begin their update at their end: set clip_prediction=True"),
+        (SLOW_CPU, {"skipped": 0.5}, AUTO, "^50% of the steps were skipped: .* look for NaN"),
     ],
 )
 def test_advice(values: dict[str, Any], options: dict[str, Any], config: ZenFlowConfig, expected: str | None) -> None:
-    assert advice(reading(**{"steps": 10, **values}), config, seconds=1.0, **options) == expected
+    said = advice(reading(**{"steps": 10, **values}), config, seconds=1.0, **options)
+    if expected is None:
+        assert said is None
+    else:
+        assert said is not None and re.search(rf"{expected}\.$", said)
+        assert said.startswith("20% of the time is spent") or options.get("skipped") == 0.5
 
 
 def test_summary_by_hand() -> None:
@@ -124,27 +111,18 @@ def test_summary_by_hand() -> None:
         f"CPU work 500 ms a step, 98% hidden; {shown}; 10.0% of the blocks late",
     ]
     # Of work and waits below 1 % of a step nothing is said that sounds like a fault.
-    assert lines(replace(now, device_stall_s={"publish_wait": 0.01}, worker_busy_s=0.01)) == [
-        "ZenFlow: 5 steps, median 500 ms, p99 2500 ms; waits of the device 0.2%, of the training thread 5.0%",
-        f"CPU work 2.5 ms a step; {shown}",
-    ]
+    small = lines(replace(now, device_stall_s={"publish_wait": 0.01}, worker_busy_s=0.01))
+    assert small[1] == f"CPU work 2.5 ms a step; {shown}"
     # Nor is a low share of what is hidden, as long as the waits for it are not worth advice.
     for waited, said in ((0.12, ""), (0.2, ", 0% hidden")):
         found = lines(replace(now, device_stall_s={"flush": waited}, worker_busy_s=0.13))
         assert found[1].startswith(f"CPU work 32.5 ms a step{said}; update_interval")
     late = lines(replace(now, device_stall_s={"publish_wait": 1.0}, worker_busy_s=4.0, update_interval=16))
     assert late[-1].endswith(", or raise max_update_interval.")
-    counts = {
-        "steps_in_backward": 3,
-        "corrected_steps": 1,
-        "update_interval": 1,
-        "publish_lag": 0,
-        "in_backward_jobs": 0,
-    }
-    true_factors = summary([0.5, 0.5, 0.5, 2.5], reading(steps=1), replace(now, **counts), TRUE_FACTORS)
-    assert true_factors.splitlines()[1].endswith(
-        "publish_lag=0; update in backward in 50.0% of the steps, corrected in 25.0%"
-    )
+    counts = {"steps_in_backward": 3, "corrected_steps": 1, "update_interval": 1, "publish_lag": 0}
+    now = replace(now, in_backward_jobs=0, **counts)
+    true_factors = summary([0.5, 0.5, 0.5, 2.5], reading(steps=1), now, TRUE_FACTORS).splitlines()[1]
+    assert true_factors.endswith("publish_lag=0; update in backward in 50.0% of the steps, corrected in 25.0%")
 
 
 def test_waits_are_counted_and_profiled() -> None:

@@ -129,22 +129,30 @@ def test_cores_that_are_not_allowed(request_: Request, message: str) -> None:
 
 
 UNLIMITED = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}
+LIMITED = {
+    "proc/self/cgroup": "0::/pod/job\n",
+    "sys/fs/cgroup/pod/job/cpu.max": "250000 100000\n",
+    "sys/fs/cgroup/pod/cpu.max": "800000 100000\n",
+}
 GPU = "sys/bus/pci/devices/0000:3b:00.0/"
 
 
 @pytest.mark.parametrize(
-    ("files", "cores"),
+    ("files", "cores", "limit"),
     [
-        ({GPU + "numa_node": "1\n", GPU + "local_cpulist": "4-5,12\n", **UNLIMITED}, (4, 5, 12)),
+        ({GPU + "numa_node": "1\n", GPU + "local_cpulist": "4-5,12\n", **UNLIMITED}, (4, 5, 12), math.inf),
         # A virtual machine's: no node, and all cores are local.
-        ({GPU + "numa_node": "-1\n", GPU + "local_cpulist": "0-15\n"}, ()),
+        ({GPU + "numa_node": "-1\n", GPU + "local_cpulist": "0-15\n"}, (), math.inf),
         # A node of memory only.
-        ({GPU + "numa_node": "2\n", GPU + "local_cpulist": "\n"}, ()),
-        ({}, ()),
+        ({GPU + "numa_node": "2\n", GPU + "local_cpulist": "\n"}, (), math.inf),
+        ({}, (), math.inf),
+        (LIMITED, (), 2.5),
+        # In a container the group's own path does not exist.
+        ({"proc/self/cgroup": "0::/docker/abc\n", "sys/fs/cgroup/cpu.max": "150000 50000\n"}, (), 3.0),
     ],
 )
-def test_cores_of_a_gpus_node(
-    files: dict[str, str], cores: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_cores_of_a_gpus_node_and_limits_of_cpu_time(
+    files: dict[str, str], cores: tuple[int, ...], limit: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class OnABus(HostRuntime):
         def pci_address(self) -> str:
@@ -153,33 +161,10 @@ def test_cores_of_a_gpus_node(
     monkeypatch.setitem(RUNTIMES, "meta", OnABus)
     monkeypatch.setattr(machine, "_ROOT", write(tmp_path, files))
     place = read_place(torch.device("meta"))
-    assert (place.has_gpu, place.gpu_cores) == (True, cores)
-    # What the other files would say.
-    assert (place.host, place.allowed, place.cpu_limit) == (os.uname().nodename, tuple(allowed_cores()), math.inf)
-
-
-@pytest.mark.parametrize(
-    ("files", "cpus"),
-    [
-        (
-            {
-                "proc/self/cgroup": "0::/pod/job\n",
-                "sys/fs/cgroup/pod/job/cpu.max": "250000 100000\n",
-                "sys/fs/cgroup/pod/cpu.max": "800000 100000\n",
-            },
-            2.5,
-        ),
-        # In a container the group's own path does not exist.
-        ({"proc/self/cgroup": "0::/docker/abc\n", "sys/fs/cgroup/cpu.max": "150000 50000\n"}, 3.0),
-    ],
-    ids=["two limits", "in a container"],
-)
-def test_limits_of_cpu_time(
-    files: dict[str, str], cpus: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "_ROOT", write(tmp_path, files))
-    place = read_place(torch.device("cpu"))
-    assert (place.cpu_limit, place.has_gpu, place.gpu_cores) == (cpus, False, ())
+    assert (place.has_gpu, place.gpu_cores, place.cpu_limit) == (True, cores, limit)
+    assert (place.host, place.allowed) == (os.uname().nodename, tuple(allowed_cores()))
+    on_cpu = read_place(torch.device("cpu"))
+    assert (on_cpu.has_gpu, on_cpu.gpu_cores, on_cpu.cpu_limit) == (False, (), limit)
 
 
 def test_ranks_on_other_hosts_are_no_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:

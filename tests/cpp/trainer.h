@@ -1,57 +1,92 @@
-// The worker executable, started as the trainer starts it.
+// The trainer's side: an arena that test_cpp.py has made, a file in the folder that ZENFLOW_ARENAS names; and the worker
+// executable, started as the trainer starts it.
 #pragma once
 
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/ioctl.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/time.h>
 #include <sys/types.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <csignal>
+#include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "check.h"
 #include "common/protocol.h"
-#include "trainer_arena.h"
+#include "worker/arena.h"
+#include "worker/step_records.h"
 
 namespace zenflow::test {
 
-// The usable logical cores, or the first of them, as an argument of --cores.
-inline std::string all_cores() {
-    cpu_set_t set;
-    CHECK_EQ(sched_getaffinity(0, sizeof(set), &set), 0);
-    std::string cores;
-    for (int core = 0; core < CPU_SETSIZE; ++core) {
-        if (CPU_ISSET(core, &set)) cores += (cores.empty() ? "" : ",") + std::to_string(core);
-    }
-    return cores;
+// A memfd with the file's content.
+inline int make_file(const std::string& name) {
+    std::ifstream file(std::string(std::getenv("ZENFLOW_ARENAS")) + '/' + name, std::ios::binary);
+    const std::string content{std::istreambuf_iterator<char>(file), {}};
+    const int fd = memfd_create("zenflow-test-arena", MFD_CLOEXEC);
+    CHECK_EQ(write(fd, content.data(), content.size()), static_cast<ssize_t>(content.size()));
+    return fd;
 }
 
+// Owns the memory, and maps it as the worker does.
+class TrainerArena : public Arena {
+  public:
+    explicit TrainerArena(const std::string& name) : TrainerArena(make_file(name)) {}
+    ~TrainerArena() { close(fd_); }
+
+    int fd() const { return fd_; }
+    std::byte* memory() const { return at<std::byte>(0); }
+    std::string image() const { return {reinterpret_cast<const char*>(memory()), header().total_bytes}; }
+
+    // As the device does, the sequence number last, with release semantics. The second is a block's word.
+    void write_word(int64_t step, float clip) { write_to(step_record(step).word, step, clip); }
+    void write_block_word(uint32_t block, int64_t step, float clip) {
+        write_to(const_cast<StepWord&>(block_word(block)), step, clip);
+    }
+
+  private:
+    explicit TrainerArena(int fd) : Arena(fd), fd_(fd) {}
+
+    static void write_to(StepWord& word, int64_t step, float clip) {
+        word.clip = clip;
+        word.check = check_of(clip, step);
+        __atomic_store_n(&word.sequence, step, __ATOMIC_RELEASE);
+    }
+
+    const int fd_;
+};
+
+// The first usable logical core, as an argument of --cores.
 inline std::string first_core() {
-    const std::string cores = all_cores();
-    return cores.substr(0, cores.find(','));
+    cpu_set_t set;
+    CHECK_EQ(sched_getaffinity(0, sizeof(set), &set), 0);
+    int core = 0;
+    while (!CPU_ISSET(core, &set)) ++core;
+    return std::to_string(core);
 }
 
 // Owns the process, which it kills on destruction, and the trainer's end of the socket.
 class WorkerProcess {
   public:
     // Nothing receives its output: tests read errors from the messages.
-    WorkerProcess(const TrainerArena& arena, const std::string& cores, int word_timeout_ms = 600000) {
+    explicit WorkerProcess(const TrainerArena& arena) {
         int ends[2];
         CHECK_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
         socket_ = ends[0];
         const timeval limit{kReceiveTimeoutS, 0};
         CHECK_EQ(setsockopt(socket_, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)), 0);
-        std::string arguments[] = {ZENFLOW_WORKER, std::to_string(arena.fd()), std::to_string(ends[1]), cores,
-                                   std::to_string(word_timeout_ms)};
+        std::string arguments[] = {ZENFLOW_WORKER, std::to_string(arena.fd()), std::to_string(ends[1]), first_core(), "600000"};
         std::vector<char*> argv;
         for (std::string& argument : arguments) argv.push_back(argument.data());
         argv.push_back(nullptr);
@@ -68,7 +103,7 @@ class WorkerProcess {
         close(ends[1]);
     }
     ~WorkerProcess() {
-        close_socket();
+        close(socket_);
         if (pid_ > 0) {
             kill(pid_, SIGKILL);
             waitpid(pid_, nullptr, 0);
@@ -77,15 +112,10 @@ class WorkerProcess {
     WorkerProcess(const WorkerProcess&) = delete;
     WorkerProcess& operator=(const WorkerProcess&) = delete;
 
-    template <typename T>
-    void send(const T& message) {
-        send(&message, sizeof(message));
-    }
-    void send(const void* data, size_t size) { CHECK_EQ(::send(socket_, data, size, MSG_NOSIGNAL), static_cast<ssize_t>(size)); }
     void submit(const UpdateJob& job, const std::vector<uint32_t>& slots) {
         std::string message(reinterpret_cast<const char*>(&job), sizeof(job));
         message.append(reinterpret_cast<const char*>(slots.data()), slots.size() * sizeof(uint32_t));
-        send(message.data(), message.size());
+        CHECK_EQ(::send(socket_, message.data(), message.size(), MSG_NOSIGNAL), static_cast<ssize_t>(message.size()));
     }
     void signal(int number) { CHECK_EQ(kill(pid_, number), 0); }
     pid_t pid() const { return pid_; }
@@ -97,16 +127,9 @@ class WorkerProcess {
         return static_cast<size_t>(bytes);
     }
 
-    // Wait for the next message, which must be of this type. The text of an unexpected Error message becomes the failure's.
-    Ready receive_ready() { return message_as<Ready>(receive(), MessageType::kReady); }
-    Done receive_done() { return message_as<Done>(receive(), MessageType::kDone); }
-    Acknowledged receive_acknowledged() { return message_as<Acknowledged>(receive(), MessageType::kAcknowledged); }
-
-    // As the death of the trainer does.
-    void close_socket() {
-        if (socket_ >= 0) close(socket_);
-        socket_ = -1;
-    }
+    // Wait for the next message, which must be of this type. The text of an Error message becomes the failure's.
+    Ready receive_ready() { return receive<Ready>(MessageType::kReady); }
+    Done receive_done() { return receive<Done>(MessageType::kDone); }
 
     // Waits for the exit and returns its status, or minus the number of the signal that killed the process.
     int wait() {
@@ -118,27 +141,17 @@ class WorkerProcess {
   private:
     static constexpr int kReceiveTimeoutS = 120;  // of any message; builds with sanitizers are slow
 
-    std::string receive() {
+    template <typename T>
+    T receive(MessageType type) {
         std::string message(kMaxMessageBytes, '\0');
         const ssize_t size = recv(socket_, message.data(), message.size(), 0);
-        if (size < 0 && errno == EAGAIN) {
-            throw CheckFailed("the worker sent nothing for " + std::to_string(kReceiveTimeoutS) + " s");
-        }
-        if (size <= 0) throw CheckFailed("the worker ended without a message");
+        if (size <= 0) throw CheckFailed("the worker sent nothing, or ended");
         message.resize(static_cast<size_t>(size));
-        return message;
-    }
-
-    template <typename T>
-    static T message_as(const std::string& message, MessageType type) {
         uint32_t actual = 0;
-        CHECK(message.size() >= sizeof(actual));
         std::memcpy(&actual, message.data(), sizeof(actual));
-        if (actual == static_cast<uint32_t>(MessageType::kError) && type != MessageType::kError) {
+        if (actual != static_cast<uint32_t>(type))
             throw CheckFailed("the worker failed: " + message.substr(sizeof(MessageHeader)));
-        }
-        CHECK_EQ(actual, static_cast<uint32_t>(type));
-        CHECK(message.size() >= sizeof(T));
+        CHECK_EQ(message.size(), sizeof(T));
         T result;
         std::memcpy(&result, message.data(), sizeof(T));
         return result;
