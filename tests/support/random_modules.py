@@ -38,7 +38,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1) if t.dim() > 1 else t,
     "channels_last": lambda t: t.to(memory_format=torch.channels_last) if t.dim() == 4 else t,
     "sliced": lambda t: torch.cat([t, t], -1)[..., ::2].copy_(t) if t.dim() else t,
-    "in the middle of a buffer": lambda t: torch.zeros(t.numel() + 3)[3:].view(t.shape).copy_(t),
+    "in the middle of a buffer": lambda t: t.new_zeros(t.numel() + 3)[3:].view(t.shape).copy_(t),
 }
 
 
