@@ -23,10 +23,9 @@ from lightning_zenflow.config import KEYS, ZenFlowConfig
 from lightning_zenflow.core.errors import Calls, MisconfigurationException, raise_late_read
 from lightning_zenflow.core.process import one_at_a_time
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, read_settings
-from lightning_zenflow.deepspeed.construction import inference_engine, training_engine
 from lightning_zenflow.deepspeed.environment import PlainPrecision, RankProcess, named_device, own_precision
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, is_elsewhere, leaving_engines
+from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, inference_engine, leaving_engines, training_engine
 from lightning_zenflow.deepspeed.users_module import load_whole
 from lightning_zenflow.deepspeed.users_objects import refuse_unsupported_module, validate_optimizer
 from lightning_zenflow.fabric_checkpoints import load_all, refuse_optimizer, source_of
@@ -286,7 +285,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         """Ends the worker, releases the shared memory, and makes modules and optimizer what they were before, with the weights of now and
         without the optimizer's state.
         """
-        if is_elsewhere(self.trained):
+        if self.trained is not None and self.trained.training.is_elsewhere:
             return
         # As in a `finally` behind the loop.
         together = sys.exc_info()[0] is None and not (self._steps is not None and self._steps.was_interrupted)

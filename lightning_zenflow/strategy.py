@@ -23,10 +23,9 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import Calls, MisconfigurationException, raise_late_read
 from lightning_zenflow.core.process import one_at_a_time
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, read_settings
-from lightning_zenflow.deepspeed.construction import inference_engine, training_engine
 from lightning_zenflow.deepspeed.environment import RankProcess, named_device, own_precision, refuse_prompt
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, is_elsewhere, leaving_engines
+from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, inference_engine, leaving_engines, training_engine
 from lightning_zenflow.deepspeed.users_objects import configured, refuse_unsupported_module, refuse_unsupported_trainer
 from lightning_zenflow.stall_monitor import StallMonitor, StallMonitoring, add_monitor
 from lightning_zenflow.steps import TrainerPrecision, TrainerSteps
@@ -313,7 +312,7 @@ class TrainerStrategy(_DeepSpeedStrategy):
     @one_at_a_time()
     def teardown(self) -> None:
         """Ends the worker, releases the shared memory, and makes the module what it was before, with its weights as they are now."""
-        if is_elsewhere(self._trained):
+        if self._trained is not None and self._trained.training.is_elsewhere:
             return
         models = [] if self.model is None else [self.model]
         together = self._requests.module.trainer.state.status != TrainerStatus.INTERRUPTED

@@ -33,7 +33,7 @@ from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.process import in_common, raising_together
 from lightning_zenflow.core.saved_tensors import DiskCopies
 from lightning_zenflow.deepspeed.environment import Strategy
-from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, is_elsewhere
+from lightning_zenflow.deepspeed.trained_engine import TrainedEngine
 from lightning_zenflow.deepspeed.users_module import as_in_training, pickled_as_before
 from lightning_zenflow.worker.machine import allowed_cores
 from lightning_zenflow.worker.process import WorkerError
@@ -118,7 +118,8 @@ class Checkpoints:
     def end(self, *, together: bool) -> None:
         """Ends what is in the background; `together` is false behind an error, when the ranks end alone."""
         background, self.background = self.background, None
-        if background is not None and not is_elsewhere(self.trained):
+        is_elsewhere = self.trained is not None and self.trained.training.is_elsewhere
+        if background is not None and not is_elsewhere:
             # Otherwise training ends with another error, and the thread has logged this one.
             with nullcontext() if together else suppress(Exception):
                 background.close(together=together)
@@ -136,10 +137,10 @@ class Checkpoints:
     def save(
         self, path: Any, source: Source, config: ZenFlowConfig, io: CheckpointIO, *, at_once: bool = False
     ) -> None:
-        """Saves the exact state after the last step, atomically.
+        """Saves the exact state after the last step, atomically; an existing checkpoint is replaced.
 
         Args:
-            path: of the checkpoint; an existing one is replaced.
+            path: of the checkpoint.
             source: what is saved.
             config: says how.
             io: Lightning's. A plugin of the user's decides itself when it writes.
@@ -147,7 +148,6 @@ class Checkpoints:
 
         Raises:
             OSError: the save failed, and the checkpoint before is as it was; or the one before, in the background, and this one is made.
-            WorkerError: the exact state is lost, or an exception has interrupted the ranks in different steps.
         """
         before: OSError | None = None
         try:
@@ -184,13 +184,8 @@ def remove_at(path: Any, io: CheckpointIO) -> None:
 
 
 def _save_together(path: Path | str, source: Source, *, sync: bool, background: BackgroundSaves | None) -> None:
-    """Gathers, writes and commits a checkpoint, as above. A collective: all ranks must call it.
-
-    Args:
-        path: that of rank 0 counts. A string: `source` writes all of it.
-        source: what is saved.
-        sync: whether the checkpoint must survive a failure of power.
-        background: finishes the save behind this call; None: all is done at the end.
+    """Gathers, writes and commits a checkpoint, as above. A collective: all ranks must call it. The `path` of rank 0 counts; if it is a
+    string, `source` writes all of it. `background` finishes the save behind this call; None: all is done at the end.
     """
     staged: StagedSave | None = None
     with ExitStack() as ending:

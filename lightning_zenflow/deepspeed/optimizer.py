@@ -35,18 +35,8 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
     DeepSpeed's of that stage, says where the weights lie and routes the reduced gradients.
 
     DeepSpeed keeps its part: flat model weights, gradient buckets and their reduction, checkpoint format, the engine around it. Its fp32
-    partitions and AdamW's moments are in the arena, where DeepSpeed's own checkpoint code reads them. Gradients and steps go to `training`.
-
-    Args:
-        *args: as DeepSpeed's.
-        training: what the constructor starts.
-        users: the user's optimizer; None: the DeepSpeed configuration has one.
-        **kwargs: as DeepSpeed's.
-
-    Attributes:
-        training, users: as given.
-        reordered: what saves of folders copy.
-        sleep: memory that has left the device.
+    partitions and AdamW's moments are in the arena, where DeepSpeed's own checkpoint code reads them. Gradients and steps go to `training`,
+    which the constructor starts.
     """
 
     namespace: ClassVar[ModuleType]
@@ -154,7 +144,7 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
 
     @property
     def saved_layouts(self) -> Sequence[Layout]:
-        """The same in checkpoints: DeepSpeed's."""
+        """The same in checkpoints."""
         return self.layouts
 
     def reserve(self, disk: DiskCopies) -> None:
@@ -292,13 +282,9 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
         )
 
     def load_partitions(self, saved: Mapping[str, Any], *, optimizer_states: bool) -> None:
-        """Continues from this rank's state in a folder, right after a flush; all ranks call it together. Behind a state of another
-        configuration or of other ranks, nothing is device-owned until the first step has selected columns.
-
-        Args:
-            saved: "attributes" of DeepSpeed's optimizer; "partitions": for each flat partition master weights and moments,
-                [partition_numel], any type; what else `Training.load` has.
-            optimizer_states: whether the optimizer's state is loaded, and not only weights.
+        """Continues from this rank's state in a folder, right after a flush; all ranks call it together. `saved` has "attributes" of
+        DeepSpeed's optimizer; "partitions": for each flat partition master weights and moments, [partition_numel], any type; and what else
+        `Training.load` has. Without `optimizer_states` only weights are loaded.
         """
         attributes = saved["attributes"]
         for name, value in attributes.items():
