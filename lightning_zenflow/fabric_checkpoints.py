@@ -93,21 +93,10 @@ def load_all(
     weights_only: bool | None,
 ) -> dict[str, Any]:
     """Loads a checkpoint of any number of ranks, right after a flush: a file that Fabric saved, under ZenFlow or a strategy for one device,
-    or a folder that Fabric or the Trainer saved under ZenFlow or DeepSpeed's ZeRO.
+    or a folder that Fabric or the Trainer saved under ZenFlow or DeepSpeed's ZeRO. Returns what it has besides model and optimizer.
 
-    Args:
-        path: path of the checkpoint.
-        state: what is loaded: the model, with its optimizer or without, and further objects by the names under which they were saved.
-        trained: the present training.
-        io: Lightning's.
-        strict: whether the model must have exactly the saved weights and buffers, and the file all names of `state`.
-        weights_only: see `torch.load`; for files only.
-
-    Returns:
-        What the checkpoint has besides model and optimizer.
-
-    Raises:
-        CheckpointError: the checkpoint is incomplete, or of another model.
+    `state` has the model, with its optimizer or without, and further objects by the names under which they were saved. With `strict` the
+    model must have exactly the saved weights and buffers, and the checkpoint all names of `state`.
     """
     saved = read_file_together(path, io_of(place_of(path), io), weights_only=weights_only)
     if saved is not None:

@@ -205,14 +205,8 @@ def quantile(values: Sequence[float], share: float) -> float:
 def advice(
     run: Reading, config: ZenFlowConfig, *, seconds: float, skipped: float = 0.0, in_place: bool = False
 ) -> str | None:
-    """The largest limit that the user can do something about, and its remedy, in a line; None if waits are negligible.
-
-    Args:
-        run: `Reading.since`.
-        config: what is `auto` is not advised.
-        seconds: time of the steps of `run`.
-        skipped: share of the steps whose gradient was not finite.
-        in_place: whether parameters are in host memory, and no weights may be late.
+    """The largest limit that the user can do something about, and its remedy, in a line; None if waits are negligible. Of `seconds` are the
+    steps of `run` (`Reading.since`), of which the share `skipped` had no finite gradient.
     """
     if skipped > _MANY_SKIPPED:
         return f"{skipped:.0%} of the steps were skipped: their gradient was not finite. Lower the learning rate, or look for NaN."

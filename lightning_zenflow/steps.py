@@ -225,12 +225,7 @@ class LoopSteps:
 
     @contextmanager
     def backward(self, module: Module | None) -> Iterator[None]:
-        """Context of a micro-batch's backward pass.
-
-        Raises:
-            RuntimeError: the step's last micro-batch was before; `module` is not the model with the optimizer; or an error has
-                interrupted a backward pass before.
-        """
+        """Context of a micro-batch's backward pass."""
         call = self._calls.backward
         self._refuse_ended(call)
         step, engine = self._training.steps, self.engine

@@ -1,5 +1,6 @@
 """The Trainer's strategy: configuration, life cycle, and the hooks at which weights must be exact."""
 
+import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +24,7 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import Calls, MisconfigurationException, raise_late_read
 from lightning_zenflow.core.process import one_at_a_time
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, read_settings
-from lightning_zenflow.deepspeed.environment import RankProcess, named_device, own_precision, refuse_prompt
+from lightning_zenflow.deepspeed.environment import RankProcess, named_device, own_precision
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, inference_engine, leaving_engines, training_engine
 from lightning_zenflow.deepspeed.users_objects import configured, refuse_unsupported_module, refuse_unsupported_trainer
@@ -185,9 +186,16 @@ class TrainerStrategy(_DeepSpeedStrategy):
     @override
     def _configure_launcher(self) -> None:
         # Private: the last call before other ranks are started. One process launches nothing, also in notebooks.
-        if not self.is_alone:
-            refuse_prompt(self.num_nodes * self.num_processes)
-            super()._configure_launcher()
+        if self.is_alone:
+            return
+        # A notebook, or Python's prompt, as Lightning recognises them; its own error advises a strategy that does not offload.
+        if hasattr(sys, "ps1") or bool(sys.flags.interactive):
+            raise MisconfigurationException(
+                "ZenFlowStrategy: in a notebook or at Python's prompt devices must be 1, got"
+                f" {self.num_nodes * self.num_processes}: other processes need a file to run; write one (`%%writefile train.py`) and run it"
+                " (`!python train.py`)"
+            )
+        super()._configure_launcher()
 
     @override
     def setup_environment(self) -> None:

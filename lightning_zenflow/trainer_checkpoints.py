@@ -96,11 +96,7 @@ class Saves:
 
 
 class TrainerCheckpoints:
-    """Those of one Trainer, whose strategy has `checkpoints` and `config`.
-
-    Attributes:
-        saves: those that wait, of the present run of the Trainer.
-    """
+    """Those of one Trainer, whose strategy has `checkpoints` and `config`; `saves` is of the Trainer's present run."""
 
     def __init__(self, strategy: DeepSpeedStrategy, checkpoints: Checkpoints, config: ZenFlowConfig) -> None:
         self._strategy, self._checkpoints, self._config = strategy, checkpoints, config
@@ -227,13 +223,7 @@ class TrainerCheckpoints:
             trained.flush()
 
     def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any, *, as_file: bool) -> None:
-        """Saves the exact state after the last step, atomically, as one file or as DeepSpeed's folder; where it must wait, later.
-
-        Raises:
-            TypeError: there are `storage_options`, and no plugin that reads them.
-            OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
-            MisconfigurationException: there has been no training.
-        """
+        """Saves the exact state after the last step (`Checkpoints.save`), as one file or DeepSpeed's folder; where it must wait, later."""
         self.saves.is_missing = True
         if self.saves.must_wait:
             if (trained := self._checkpoints.trained) is not None:
@@ -308,13 +298,7 @@ class TrainerCheckpoints:
 
     def load(self, path: Any, *, weights_only: bool) -> dict[str, Any]:
         """Loads a checkpoint of any number of ranks: a file, of this strategy or one for a single device, or a folder, also of DeepSpeed's
-        ZeRO. Weights and states of a file are loaded when hooks have seen them.
-
-        Returns:
-            What the hooks of callbacks and module get.
-
-        Raises:
-            CheckpointError: the checkpoint is incomplete, or of another model.
+        ZeRO. Weights and states of a file are loaded when hooks have seen them. Returns what the hooks of callbacks and module get.
         """
         with self.saves.undisturbed():
             self._checkpoints.wait()
@@ -345,11 +329,7 @@ class TrainerCheckpoints:
             load_file_together(self._strategy.deepspeed_engine, saved, weights, None, self._order, strict=strict)
 
     def load_optimizer(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the optimizer from a file, behind all hooks, which may have changed the state, or removed it for new moments.
-
-        Raises:
-            MisconfigurationException: a hook has changed that of a folder.
-        """
+        """Loads the optimizer from a file, behind all hooks, which may have changed the state, or removed it for new moments."""
         saved, self._file = self._file, None
         states = checkpoint["optimizer_states"]
         if saved is None:

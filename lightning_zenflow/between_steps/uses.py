@@ -33,12 +33,6 @@ class WrittenWeights:
     In the order of a step: `begin_updates` where updates begin, `note_arrival` for each gradient from there on, `refuse` before the step,
     `note` behind it. Before the next step's first pass, and before each flush, `look` copies what differs from what was noted; right after
     the flush, `take_over` makes the copies the master weights.
-
-    Args:
-        steps: the rank's steps.
-        parts: their components.
-        part: of their parameters.
-        calls: the front's.
     """
 
     def __init__(self, steps: ZenFlowStep, parts: StepParts, part: RankPart, calls: Calls) -> None:
@@ -311,12 +305,7 @@ class TakenGradients:
 class WeightsInUpdate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # nor are the methods typed
     """Refuses operations of torch that read or write the weights' memory, from `begin` to `end`, in the thread that calls both: a forward
     pass, a copy, `state_dict`, pickling. An operation that is refused has changed nothing. What reads the memory without an operation is
-    not seen: `tolist` of a weight on the CPU.
-
-    Args:
-        weights: flat tensors in whose memory all trained weights are, or this rank's pieces of them.
-        part: of the parameters.
-        calls: the front's.
+    not seen: `tolist` of a weight on the CPU. `weights` are flat tensors in whose memory all trained weights are, or this rank's pieces.
     """
 
     def __init__(self, weights: Iterable[Tensor], part: RankPart, calls: Calls) -> None:

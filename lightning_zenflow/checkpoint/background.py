@@ -27,10 +27,7 @@ _log = logging.getLogger(__name__)
 
 class BackgroundSaves:
     """Saves of one rank that a thread finishes, one at a time, and what has to come after each. The training thread calls all methods.
-
-    Args:
-        ranks_on_host: number of ranks that save at the same time into this host's memory.
-        timeout: limit of the threads' waits for each other; None: torch's default.
+    `timeout` limits the threads' waits for each other; None: torch's default.
     """
 
     def __init__(self, *, ranks_on_host: int, timeout: timedelta | None) -> None:
@@ -93,10 +90,8 @@ class BackgroundSaves:
         self._under_way.append(self._thread.submit(lambda: call() if save.exception() is None else None))
 
     def wait(self, *, together: bool = True) -> None:
-        """Waits for the save that is under way; each save begins so. All ranks call it together, or each for itself without `together`.
-
-        Raises:
-            OSError: the save, or what was to come behind it, has failed, on this rank or, with `together`, on another one.
+        """Waits for the save that is under way; each save begins so. OSError if it, or what was to come behind it, has failed, on this rank
+        or, with `together`, when all ranks call it, on another one.
         """
         wait(self._under_way)
         ended, self._under_way = self._under_way, []

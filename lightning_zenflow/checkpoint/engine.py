@@ -230,17 +230,11 @@ def read_file_together(path: Any, io: CheckpointIO | None, *, weights_only: bool
 def load_together(
     engine: Any, path: Path, *, strict: bool, optimizer_states: bool = True, tag: str | None = None
 ) -> dict[str, Any]:
-    """Loads model and optimizer from a folder of any number of ranks, after `read_file_together`. A collective: all ranks must call it.
+    """Loads model and optimizer from a folder of any number of ranks, after `read_file_together`; from `tag` in `path`, or from the one
+    that was saved last. Returns the client state. A collective: all ranks must call it.
 
-    Args:
-        engine: DeepSpeed's engine; without an optimizer of this package only weights are loaded.
-        path: path of the checkpoint.
-        strict: whether the model must have exactly the saved weights and buffers.
-        optimizer_states: whether the optimizer's state is loaded, and not only weights.
-        tag: folder in `path`; None: the one that was saved last.
-
-    Returns:
-        The client state. Behind a CheckpointError nothing has been loaded, unless the model's weights do not fit.
+    Only weights are loaded without `optimizer_states`, or where the engine has no optimizer of this package. Behind a CheckpointError
+    nothing has been loaded, unless the model's weights do not fit.
     """
     optimizer = optimizer_of(engine)
     groups = [] if optimizer is None else optimizer.training.shapes_by_group
@@ -290,15 +284,8 @@ def load_file_together(
     *,
     strict: bool = True,
 ) -> None:
-    """Loads model and optimizer from one file. A collective: all ranks must call it.
-
-    Args:
-        engine: DeepSpeed's engine; without an optimizer of this package only weights are loaded.
-        saved: the file.
-        weights: the saved module's state dict; None: they have been loaded.
-        states: the state dict of the saved optimizer; None: only weights are loaded.
-        order: as of `WholeState`.
-        strict: whether the model must have exactly the saved weights and buffers.
+    """Loads from one file `weights`, the module's state dict (None: they have been loaded), and `states`, that of the optimizer (None: only
+    weights are loaded, as where the engine has no optimizer of this package); `order` as of `WholeState`. A collective.
     """
     optimizer = optimizer_of(engine)
     if optimizer is None:

@@ -34,15 +34,8 @@ _REPLACED = ".zenflow-replaced"
 
 
 class StagedSave:
-    """A checkpoint that is being saved.
-
-    Args:
-        path: path of the checkpoint.
-        sync: whether the checkpoint must survive a failure of power. Other processes sync their files themselves.
-        is_file: whether it is a single file.
-
-    Attributes:
-        content: what becomes the checkpoint: an empty directory for its files, or the file to be written.
+    """A checkpoint that is being saved, of which `content` becomes the checkpoint: an empty directory for its files, or the file to be
+    written. With `sync` it survives a failure of power, if other processes sync their files themselves.
     """
 
     def __init__(self, path: Path, *, sync: bool, is_file: bool = False) -> None:

@@ -53,7 +53,7 @@ class WholeState:
     One rank's float32 states are written from where they are, all others from `DiskCopies`: torch writes a file when all of it is there.
 
     Args:
-        engine: DeepSpeed's, of the model.
+        engine: of the model.
         optimizer: the one that trains or has trained the model, if any.
         order: names of the parameters of each group of the user's optimizer.
         weights: the module's state dict, as hooks have left it.

@@ -4,7 +4,6 @@ precision, with types of weights and batches as under Lightning's other strategi
 
 import logging
 import os
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
@@ -40,9 +39,6 @@ else:
 Strategy: TypeAlias = FabricsStrategy | TrainersStrategy
 """Lightning's."""
 
-CPU = torch.device("cpu")
-"""The device of every rank on a CPU: `module.to` with an index would give weights other memory."""
-
 
 class CpuAccelerator(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed has no type information
     """DeepSpeed's CPU accelerator without what needs more than torch."""
@@ -69,20 +65,9 @@ def use_cpu_accelerator() -> None:
         set_accelerator(CpuAccelerator())
 
 
-def refuse_prompt(n_ranks: int) -> None:
-    """Refuses several ranks in a notebook or at Python's prompt."""
-    # As Lightning recognises them.
-    if hasattr(sys, "ps1") or bool(sys.flags.interactive):
-        # Lightning's own error advises a strategy that does not offload.
-        raise MisconfigurationException(
-            f"ZenFlowStrategy: in a notebook or at Python's prompt devices must be 1, got {n_ranks}: other processes need a file to run;"
-            " write one (`%%writefile train.py`) and run it (`!python train.py`)"
-        )
-
-
 def named_device(device: torch.device) -> torch.device:
-    """A rank's device by the name that its tensors have."""
-    return CPU if device.type == "cpu" else device
+    """A rank's device by the name that its tensors have; on a CPU `module.to` with an index would give weights other memory."""
+    return torch.device("cpu") if device.type == "cpu" else device
 
 
 class RankProcess:
@@ -97,13 +82,8 @@ class RankProcess:
 
     @one_at_a_time()
     def set_up(self, strategy: Strategy, lightnings: ModuleType, set_up: Callable[[], None], *, is_alone: bool) -> None:
-        """Prepares accelerator and process group of a strategy.
-
-        Args:
-            strategy: the front's.
-            lightnings: module of Lightning with the strategies that it extends.
-            set_up: the method of its base class.
-            is_alone: whether there is one rank, which has all batches and whose seeds are as under ``strategy="auto"``.
+        """Prepares accelerator and process group of a strategy; `lightnings` is Lightning's module with its base class, whose method is
+        `set_up`. With `is_alone` seeds are as under ``strategy="auto"``.
         """
         refuse_inherited_group()
         # With several ranks, Lightning's launcher reads from them in a further fit that the other ranks have been started.

@@ -33,12 +33,8 @@ def balanced_order(numels: Sequence[int], n_ranks: int) -> list[int]:
     not in one n-th of backward, the time that its worker had then. Parameters are dealt out in backward's order, each to the rank that is
     filled least, as a part of its room. Most stay whole: the equal cut moves the ends of the ranks' parts by less than a parameter.
 
-    Args:
-        numels: elements of each parameter, in the module's order, the reverse of which gradients are expected in.
-        n_ranks: number of equal parts.
-
-    Returns:
-        Indexes into `numels`; in the order of the module where there is one rank.
+    `numels` has the elements of each parameter, in the module's order, the reverse of which gradients are expected in. Returns indexes
+    into it; in the order of the module where there is one rank.
     """
     share = sum(numels) / n_ranks
     room, filled = [share] * n_ranks, [0] * n_ranks
@@ -161,14 +157,8 @@ def copy_parts(
     rank: int,
     to: Sequence[Sequence[Tensor]],
 ) -> None:
-    """Copies a rank's part of what other ranks have, one of them at a time.
-
-    Args:
-        read: what a rank has: for each of `sources` its flat tensors, of any type.
-        sources: layouts there.
-        targets: layouts to copy to.
-        rank: rank in `targets`.
-        to: for each of `targets` as many tensors, [partition_numel]; padding is not written.
+    """Copies the part of a `rank` in `targets` of what other ranks have, one of them at a time. `read` gives what a rank has: for each of
+    `sources` its flat tensors, of any type; `to` has for each of `targets` as many, [partition_numel], whose padding is not written.
     """
     copies = [
         (run, s, t)
