@@ -299,9 +299,6 @@ class ZenFlowStrategy(DeepSpeedStrategy):
                 super().teardown()
                 self._process.end()
 
-    def _saves_file(self) -> bool:
-        return is_one_file(self.zenflow_config.checkpoint_format, world_size=self.world_size)
-
     @override
     def save_checkpoint(
         self,
@@ -312,10 +309,11 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     ) -> None:
         if self._steps is not None:
             self._steps.make_exact()
-        if not (as_file := self._saves_file()):
+        as_file = is_one_file(self.zenflow_config.checkpoint_format, world_size=self.world_size)
+        if not as_file:
             refuse_folder(path, self.checkpoint_io, self.zenflow_config.checkpoint_format)
         with all_cores(ranks_on_host=self.num_processes):
-            source = source_of(self, self.trained, path, state, storage_options, filter, as_file=as_file)
+            source = source_of(self, path, state, storage_options, filter, as_file=as_file)
             self._checkpoints.save(path, source, self.zenflow_config, self.checkpoint_io)
 
     @override
@@ -341,9 +339,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         self.wait_for_checkpoint()
         self.flush()
         if not isinstance(state, Module):
-            return load_all(
-                path, state or {}, self.trained, self.checkpoint_io, strict=strict, weights_only=weights_only
-            )
+            return load_all(path, state or {}, self.checkpoint_io, strict=strict, weights_only=weights_only)
         # DeepSpeed's engine names its parameters "module.NAME".
         super().load_checkpoint(path, getattr(state, "module", state), strict, weights_only)
         if self.trained is not None and state is self.trained.engine:

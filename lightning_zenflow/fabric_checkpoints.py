@@ -24,12 +24,10 @@ from lightning_zenflow.checkpoint.files import place_of, refusal
 from lightning_zenflow.checkpoint.single_file import FILE_KEY, SavedFile, WholeState
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.trained_engine import TrainedEngine
 
 
 def source_of(
     strategy: DeepSpeedStrategy,
-    trained: TrainedEngine | None,
     path: Any,
     state: dict[str, Any],
     storage_options: Any,
@@ -41,7 +39,7 @@ def source_of(
     DeepSpeed read.
     """
     engine, io = one_engine(state.values()), strategy.checkpoint_io
-    without_frozen = strategy.exclude_frozen_parameters
+    optimizer, without_frozen = optimizer_of(engine), strategy.exclude_frozen_parameters
     ours = {name: item for name, item in state.items() if item is engine or isinstance(item, ZenFlowOptimizer)}
     others = {name: item for name, item in state.items() if name not in ours}
     # Private: what Lightning's own strategies convert and filter objects with.
@@ -51,16 +49,14 @@ def source_of(
             if value is not None:
                 raise TypeError(f"{option} must be None for a folder, got {value!r}: nothing reads it")
         _validate_state_keys(others)
-        client_state = convert(others if trained is None else to_save(others, trained.engine), {})
-        optimizer = None if trained is None else trained.optimizer
+        client_state = convert(to_save(others, engine), {})
         return FolderSource(engine=engine, state=optimizer, client_state=client_state, without_frozen=without_frozen)
     if FILE_KEY in state:
         raise MisconfigurationException(f"fabric.save: no entry may have the name {FILE_KEY!r}, which is ours")
     converted = convert(others, {})
     whole = WholeState(
         engine,
-        optimizer_of(engine),
-        [] if trained is None else trained.order,
+        optimizer,
         engine.module.state_dict(),
         moments=any(item is engine.optimizer for item in ours.values()),
         without_frozen=without_frozen,
@@ -86,7 +82,6 @@ def refuse_optimizer(item: Any) -> None:
 def load_all(
     path: Any,
     state: dict[str, Any],
-    trained: TrainedEngine | None,
     io: CheckpointIO,
     *,
     strict: bool,
@@ -100,14 +95,14 @@ def load_all(
     """
     saved = read_file_together(path, io_of(place_of(path), io), weights_only=weights_only)
     if saved is not None:
-        return _load_from_file(saved, state, [] if trained is None else trained.order, strict=strict)
+        return _load_from_file(saved, state, strict=strict)
     if weights_only:
         raise refusal(path, "weights_only must be false for a folder, in which DeepSpeed has Python objects, got true")
     engine = one_engine(state.values())
-    has_optimizer = trained is not None and any(item is trained.optimizer for item in state.values())
+    has_optimizer = any(isinstance(item, ZenFlowOptimizer) for item in state.values())
     client_state = load_together(engine, Path(place_of(path)), strict=strict, optimizer_states=has_optimizer)
     names = {name for name, item in state.items() if item is not engine and not isinstance(item, ZenFlowOptimizer)}
-    if trained is None or engine is not trained.engine:
+    if optimizer_of(engine) is None:
         # As in the base class: what DeepSpeed has under these names is not the user's.
         names -= {"optimizer", "lr_scheduler"}
     if strict and (missing := names - client_state.keys()):
@@ -117,14 +112,14 @@ def load_all(
     return client_state
 
 
-def _load_from_file(saved: SavedFile, state: dict[str, Any], order: list[list[str]], *, strict: bool) -> dict[str, Any]:
+def _load_from_file(saved: SavedFile, state: dict[str, Any], *, strict: bool) -> dict[str, Any]:
     engine = one_engine(state.values())
     (model,) = (name for name, item in state.items() if item is engine)
     optimizers = [name for name, item in state.items() if isinstance(item, ZenFlowOptimizer)]
     ours = {model, *optimizers}
     saved.unmap_others(tuple(ours))
     states = saved.entry(optimizers[0]) if optimizers else None
-    load_file_together(engine, saved, saved.entry(model), states, order, strict=strict)
+    load_file_together(engine, saved, saved.entry(model), states, strict=strict)
     wanted = {name for name in state if name not in ours and (strict or name in saved.content)}
     rest = {name: value for name, value in saved.content.items() if name not in ours}
     for name in wanted:

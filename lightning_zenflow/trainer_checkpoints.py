@@ -22,7 +22,6 @@ from lightning_zenflow.checkpoint.checkpoints import (
     io_of,
     plugin_of,
     refuse_folder,
-    remove_at,
 )
 from lightning_zenflow.checkpoint.engine import (
     AVERAGED,
@@ -35,7 +34,7 @@ from lightning_zenflow.checkpoint.engine import (
     read_file_together,
     to_save,
 )
-from lightning_zenflow.checkpoint.files import place_of
+from lightning_zenflow.checkpoint.files import place_of, remove
 from lightning_zenflow.checkpoint.single_file import SavedFile, WholeState
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
@@ -145,10 +144,6 @@ class TrainerCheckpoints:
         module = self._strategy.lightning_module
         assert module is not None
         return module
-
-    @property
-    def _order(self) -> list[list[str]]:
-        return [] if self._checkpoints.trained is None else self._checkpoints.trained.order
 
     @property
     def ends_with_error(self) -> bool:
@@ -282,7 +277,6 @@ class TrainerCheckpoints:
         whole = WholeState(
             engine,
             optimizer,
-            self._order,
             # The averaged weights are elsewhere then (`WeightAveraging`).
             checkpoint.get(CURRENT, checkpoint.get("state_dict", {})),
             moments=has_states,
@@ -326,7 +320,7 @@ class TrainerCheckpoints:
             weights = saved.entry(CURRENT if fits and checkpoint.get(CURRENT) is not None else "state_dict")
             # Before weights are loaded, which updates in flight would overwrite.
             self.flush()
-            load_file_together(self._strategy.deepspeed_engine, saved, weights, None, self._order, strict=strict)
+            load_file_together(self._strategy.deepspeed_engine, saved, weights, None, strict=strict)
 
     def load_optimizer(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the optimizer from a file, behind all hooks, which may have changed the state, or removed it for new moments."""
@@ -337,7 +331,7 @@ class TrainerCheckpoints:
                 StatesInFolder()["changed"]
         elif states:
             with self.saves.undisturbed():
-                load_file_together(self._strategy.deepspeed_engine, saved, None, saved.optimizer_state, self._order)
+                load_file_together(self._strategy.deepspeed_engine, saved, None, saved.optimizer_state)
 
     def remove(self, path: Any) -> None:
         """Removes a checkpoint, which another one replaces: behind the other's save, and not if that has failed."""
@@ -354,7 +348,12 @@ class TrainerCheckpoints:
 
     def _remove(self, path: Any) -> None:
         if self._strategy.is_global_zero:
+            place = place_of(path)
+            io = io_of(place, self._strategy.checkpoint_io)
             try:
-                remove_at(path, self._strategy.checkpoint_io)
+                if io is None:
+                    remove(Path(place))
+                else:
+                    io.remove_checkpoint(path)
             except IsADirectoryError as error:
                 rank_zero_warn(f"nothing was removed: {error}")  # `ModelCheckpoint` goes on without it

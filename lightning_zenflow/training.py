@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ class Training:
     that were frozen at setup and cannot be trained.
 
     Attributes:
+        order: names of the parameters of each group of the user's optimizer, frozen ones as well; of trained ones unless it is given.
         max_norm: largest norm of the whole gradient after clipping; also of a step that is complete already. 0: no clipping. Infinity: no
             clipping, which backward passes do not rely on.
         factor: what the user's code has multiplied to all gradients of the step that is next: 0-D float32; None: nothing.
@@ -50,9 +51,14 @@ class Training:
     """
 
     def __init__(
-        self, config: ZenFlowConfig, resources: RankResources, calls: Calls, frozen: Mapping[str, Tensor]
+        self,
+        config: ZenFlowConfig,
+        resources: RankResources,
+        calls: Calls,
+        frozen: Mapping[str, Tensor],
+        order: Sequence[Sequence[str]] = (),
     ) -> None:
-        self.config, self.calls = config, calls
+        self.config, self.calls, self.order = config, calls, order
         self.max_norm = 0.0
         self.factor: Tensor | None = None
         self._resources, self._frozen = resources, frozen
@@ -69,6 +75,7 @@ class Training:
         self._worker, self.telemetry = parts.rank.worker, parts.rank.telemetry
         self._engine, self._optimizer = engine, part.optimizer
         self.shapes_by_group = [{name: part.shapes[name] for name in group} for group in part.groups]
+        self.order = self.order or list(map(list, part.groups))
         in_order = list(part.parameters.values())
         self.slice_of = {in_order[s.parameter]: number for number, s in enumerate(parts.rank.partition.slices)}
         self.steps = ZenFlowStep(

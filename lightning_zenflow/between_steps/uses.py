@@ -82,14 +82,6 @@ class WrittenWeights:
         """Notes that our own updates change weights from here on, until `note`."""
         self._sums = None
 
-    @property
-    def _shows_exact(self) -> bool:
-        """Whether the model's weights were those of all steps before the user's write."""
-        schedule = self._jobs.schedule
-        # Behind a change of the schedule, gradients may be late from before.
-        nothing_late = self._jobs.shows_exact and (schedule.update_interval, schedule.publish_lag) == (1, 0)
-        return self._steps.is_exact or nothing_late
-
     def look(self) -> bool:
         """Copies what the user has written since `note`, before a flush overwrites it, or refuses it; returns whether there is something
         for `take_over`, on any rank.
@@ -120,7 +112,10 @@ class WrittenWeights:
                     "through `parameter.data`, which goes unnoticed behind most steps: write to the parameter itself,"
                     " under `torch.no_grad()`",
                 )
-        if found and not self._shows_exact:
+        schedule = self._jobs.schedule
+        # Whether the weights were those of all steps before. Behind a change of the schedule, gradients may be late from before it.
+        nothing_late = self._jobs.shows_exact and (schedule.update_interval, schedule.publish_lag) == (1, 0)
+        if found and not (self._steps.is_exact or nothing_late):
             self._refuse(
                 found,
                 "in place while updates of it are pending: call the strategy's `flush()` before the first write, or set"

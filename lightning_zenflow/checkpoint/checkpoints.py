@@ -26,7 +26,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 
 from lightning_zenflow.checkpoint.background import BackgroundSaves
 from lightning_zenflow.checkpoint.engine import FolderSource
-from lightning_zenflow.checkpoint.files import FileContent, StagedSave, place_of, remove, sync_all
+from lightning_zenflow.checkpoint.files import FileContent, StagedSave, place_of, sync_all
 from lightning_zenflow.checkpoint.single_file import FILE_KEY, WholeState
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
@@ -172,15 +172,6 @@ class Checkpoints:
             _save_together(to, source, sync=config.sync_checkpoints, background=background)
         if before is not None:
             raise before
-
-
-def remove_at(path: Any, io: CheckpointIO) -> None:
-    """Removes a checkpoint, on one rank; raises OSError if that fails."""
-    place = place_of(path)
-    if (own := io_of(place, io)) is not None:
-        own.remove_checkpoint(path)
-    else:
-        remove(Path(place))
 
 
 def _save_together(path: Path | str, source: Source, *, sync: bool, background: BackgroundSaves | None) -> None:

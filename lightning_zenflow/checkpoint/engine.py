@@ -2,7 +2,7 @@
 and its *client state*, what a folder has beside the engine's and the optimizer's state, as Lightning and callbacks have it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -280,12 +280,11 @@ def load_file_together(
     saved: SavedFile,
     weights: Mapping[str, Any] | None,
     states: Mapping[str, Any] | None,
-    order: Sequence[Sequence[str]],
     *,
     strict: bool = True,
 ) -> None:
     """Loads from one file `weights`, the module's state dict (None: they have been loaded), and `states`, that of the optimizer (None: only
-    weights are loaded, as where the engine has no optimizer of this package); `order` as of `WholeState`. A collective.
+    weights are loaded, as where the engine has no optimizer of this package). A collective: all ranks must call it.
     """
     optimizer = optimizer_of(engine)
     if optimizer is None:
@@ -294,7 +293,7 @@ def load_file_together(
         return
     state: Mapping[str, Any] | None
     with _loading(saved.path):
-        state = None if states is None else saved.state_for(optimizer, order, states)
+        state = None if states is None else saved.state_for(optimizer, states)
     if state is not None:
         state = _begun_alike(saved.path, state, optimizer)
     with optimizer.loading(), _loading(saved.path):

@@ -55,7 +55,6 @@ class WholeState:
     Args:
         engine: of the model.
         optimizer: the one that trains or has trained the model, if any.
-        order: names of the parameters of each group of the user's optimizer.
         weights: the module's state dict, as hooks have left it.
         moments: whether the optimizer's state is saved.
         without_frozen: whether weights are left out that are not trained at present.
@@ -72,14 +71,13 @@ class WholeState:
         self,
         engine: DeepSpeedEngine,
         optimizer: ZenFlowOptimizer | None,
-        order: Sequence[Sequence[str]],
         weights: dict[str, Any],
         *,
         moments: bool,
         without_frozen: bool = False,
         handed: Mapping[str, Any] | None = None,
     ) -> None:
-        self._engine, self._optimizer, self._order, self.weights = engine, optimizer, order, weights
+        self._engine, self._optimizer, self.weights = engine, optimizer, weights
         self._firsts = further_names(engine.module)
         # A user may have replaced parameters since training ended.
         self._parameters: dict[str, Any] = dict(engine.module.named_parameters())
@@ -203,7 +201,8 @@ class WholeState:
         if len(self._keys) == 1:
             return
         assert self._optimizer is not None and self.run_state is not None
-        numbers = {name: i for i, name in enumerate(n for of_group in self._order for n in of_group)}
+        order = self._optimizer.training.order
+        numbers = {name: i for i, name in enumerate(n for of_group in order for n in of_group)}
         counts = self.run_state["ranks"][0]["counts"]
         self.optimizer_state = {
             "state": {
@@ -215,7 +214,7 @@ class WholeState:
             },
             "param_groups": [
                 {**group, "params": [numbers[name] for name in names]}
-                for group, names in zip(self._optimizer.optimizer.param_groups, self._order, strict=True)
+                for group, names in zip(self._optimizer.optimizer.param_groups, order, strict=True)
             ],
         }
 
@@ -270,10 +269,9 @@ class SavedFile:
                 masters[name] = p.detach().to("cpu", torch.float32)
         return masters
 
-    def state_for(
-        self, optimizer: ZenFlowOptimizer, order: Sequence[Sequence[str]], saved: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """This rank's state for `Training.load`, from a `torch.optim.AdamW.state_dict`; `order` as of `WholeState`."""
+    def state_for(self, optimizer: ZenFlowOptimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's state for `Training.load`, from a `torch.optim.AdamW.state_dict`."""
+        order = optimizer.training.order
         if self._run_state is not None:
             refuse_other_version(self.path, self._run_state["ranks"][0], f", {_WEIGHTS_ONLY}")
         groups, sizes = saved["param_groups"], [len(names) for names in order]

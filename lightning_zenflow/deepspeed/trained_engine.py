@@ -145,7 +145,6 @@ class TrainedEngine:
 
     Attributes:
         zenflow: keys of this training.
-        order: names of the parameters of each group of the user's optimizer.
         released: when training has ended, what saves need of it.
         ending: what ends with the training; it refers to no strategy.
     """
@@ -162,12 +161,10 @@ class TrainedEngine:
     ) -> None:
         self.zenflow, device = of_one_training(settings.zenflow), strategy.root_device
         self.released: list[Released] = []
-        frozen: dict[str, Tensor] = {}
-        if optimizer is not None:
-            named = {id(p): (name, p) for name, p in model.named_parameters()}
-            optimized = [[named[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-            frozen = {name: p for of_group in optimized for name, p in of_group if not p.requires_grad}
-            self.order = [[name for name, _ in of_group] for of_group in optimized]
+        groups: list[list[Tensor]] = [] if optimizer is None else [list(g["params"]) for g in optimizer.param_groups]
+        names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        frozen = {names[p]: p for of_group in groups for p in of_group if not p.requires_grad}
+        order = [[names[p] for p in of_group] for of_group in groups]
         self._users = None if optimizer is None else UsersOptimizer(optimizer)
         with ExitStack() as undo:
             if self._users is not None:
@@ -186,15 +183,13 @@ class TrainedEngine:
             if settings.chooses_buckets:
                 set_bucket_size(strategy.config or {}, model)
             kind: type[ZenFlowOptimizer] = ZenFlowZero3Optimizer if strategy.zero_stage_3 else ZenFlowZeroOptimizer
-            self.training = Training(self.zenflow, resources, calls, frozen)
+            self.training = Training(self.zenflow, resources, calls, frozen, order)
             with in_place_of_deepspeeds(
                 kind, partial(kind, training=self.training, users=self._users), model
             ) as optimizers:
                 self.engine = build()
             undo.pop_all()
         self.optimizer: ZenFlowOptimizer = optimizers[0]
-        if optimizer is None:
-            self.order = [list(of_group) for of_group in self.training.shapes_by_group]
         # More than `close`: DeepSpeed's engine outlives the training, and its hooks would keep the arena alive.
         self.ending.callback(self.optimizer.destroy)
         self.ending.enter_context(pickled_as_before([*model.modules(), *model.parameters()]))
