@@ -60,7 +60,8 @@ class TrainerPrecision(PlainPrecision, _DeepSpeedPrecision):
         # Private: calls `on_before_optimizer_step` and, by `configure_gradient_clipping`, `clip_gradients`.
         self._after_closure(model, optimizer)
         self.norm_of_step = None
-        model.trainer.model.step(**kwargs)
+        with optimizer.in_engines_step():
+            model.trainer.model.step(**kwargs)
         return result
 
     @override
@@ -271,7 +272,8 @@ class LoopSteps:
         max_norm, self._norm_of_step = self._norm_of_step, None
         self._training.max_norm = self._max_norm if max_norm is None else max_norm
         self.engine.set_gradient_accumulation_boundary(True)
-        yield
+        with self._trained.optimizer.in_engines_step():
+            yield
         self.meter.end_step()
 
     def _refuse_ended(self, what: str) -> None:

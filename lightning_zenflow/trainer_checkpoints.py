@@ -48,13 +48,14 @@ class Saves:
 
     Attributes:
         in_batch: whether a batch is under way, from before its forward pass until the records of its step are complete.
-        is_missing: whether the last save is not complete, because it waits or has failed: what it replaces must stay.
+        is_missing: whether the last save waits, or has failed where its caller goes on: what it replaces must stay.
+        makes_up: whether those that had to wait are being done.
         over: whether callbacks have been called for the end of the training.
     """
 
     def __init__(self) -> None:
         self.in_batch = self.is_missing = self.over = False
-        self._depth, self._makes_up = 0, False
+        self._depth, self.makes_up = 0, False
         self._waiting: list[Callable[[], None]] = []
 
     @property
@@ -85,13 +86,13 @@ class Saves:
         self._make_up()
 
     def _make_up(self) -> None:
-        if not self._makes_up:
+        if not self.makes_up:
             try:
-                self._makes_up = True
+                self.makes_up = True
                 while self._waiting and not self.must_wait:
                     self._waiting.pop(0)()
             finally:
-                self._makes_up = False
+                self.makes_up = False
 
 
 class TrainerCheckpoints:
@@ -238,6 +239,8 @@ class TrainerCheckpoints:
                 self.saves.is_missing = False
             except Exception as error:
                 if not self.ends_with_error:
+                    # The caller of a save that has not waited sees the error.
+                    self.saves.is_missing = self.saves.makes_up
                     raise
                 # `ModelCheckpoint(save_on_exception=True)`: Lightning would raise this error in the place of the one that ended training.
                 rank_zero_warn(f"no checkpoint at {path} of the training that ends with an error: {error}")

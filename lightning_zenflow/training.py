@@ -262,7 +262,9 @@ class Training:
         self.host_state.write_count(count)
         run_state = None if saved is None else saved.get(CHECKPOINT_KEY)
         difference = self.steps.load_state_dict(run_state, count, counts)
-        if difference and saved is not None and not self.config.is_immediate:
+        # With true factors and nothing late there is nothing else that a run depends on.
+        starts_again = self.config.predicts_clipping or not self.config.is_immediate
+        if difference and saved is not None and starts_again:
             rank_zero_info(
                 f"ZenFlow: the checkpoint has AdamW's exact state after {count} steps, but {difference}: the schedule,"
                 " the selection of columns and the second moments of provisional updates start again"

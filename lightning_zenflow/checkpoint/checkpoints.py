@@ -169,12 +169,12 @@ class Checkpoints:
         ):
             background = None if at_once or plugin_of(io) is not None else self.background
             to = place if io_of(place, io) is None else str(path)
-            _save_together(to, source, sync=config.sync_checkpoints, background=background)
+            save_together(to, source, sync=config.sync_checkpoints, background=background)
         if before is not None:
             raise before
 
 
-def _save_together(path: Path | str, source: Source, *, sync: bool, background: BackgroundSaves | None) -> None:
+def save_together(path: Path | str, source: Source, *, sync: bool, background: BackgroundSaves | None) -> None:
     """Gathers, writes and commits a checkpoint, as above. A collective: all ranks must call it. The `path` of rank 0 counts; if it is a
     string, `source` writes all of it. `background` finishes the save behind this call; None: all is done at the end.
     """

@@ -222,6 +222,16 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
             )
         return self.optimizer.state
 
+    @contextmanager
+    def in_engines_step(self) -> Iterator[None]:
+        """Context of a step of DeepSpeed's engine, which calls `zero_grad` behind ours."""
+        try:
+            yield
+        except BaseException:
+            # It may not have: the next call is the user's.
+            self._is_behind_step = False
+            raise
+
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As DeepSpeed's, and drops the gradients that no step has used."""

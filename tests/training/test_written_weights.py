@@ -245,7 +245,7 @@ class TestWeights:
         """Alone, with its own update under way or not."""
         act = partial(scale, name)
         # A gather in host memory reads all of them before.
-        use = "weight must not be read" if how == "in host memory" else f"{name} must not be written"
+        use = "must not be read" if how == "in host memory" else f"{name} must not be written"
         with pytest.raises(MisconfigurationException, match=f"{use} between backward and step"):
             fit(SmallNet(), ZenFlowStrategy(**HOW[how]), callbacks=[At("on_after_backward", act)])
 

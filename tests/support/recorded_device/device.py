@@ -132,13 +132,15 @@ class RecordedDevice:
 
     @contextmanager
     def one_launch(self, name: str) -> Iterator[None]:
-        """Notes all work of the context as one launch."""
+        """Notes all work of the context, if there is any, as one launch."""
+        before = len(self.order.operations)
         self.is_within_pass = True
         try:
             yield
         finally:
             self.is_within_pass = False
-        self.note("launch", self.current.name, name=name)
+        if len(self.order.operations) > before:
+            self.note("launch", self.current.name, name=name)
         self.memory.measure()
 
     def host_waits(self, clock: Clock, name: str, event: int = 0) -> None:
