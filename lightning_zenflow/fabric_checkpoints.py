@@ -1,6 +1,5 @@
 """`fabric.save` and `fabric.load`: what a loop names, as one file or as a folder."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,6 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import DeepSpeedStrategy
 from lightning.fabric.strategies.deepspeed import _validate_state_keys
 from lightning.fabric.utilities.load import _move_state_into
-from torch.optim import Optimizer
 
 from lightning_zenflow.checkpoint.checkpoints import FileSource, Source, io_of
 from lightning_zenflow.checkpoint.engine import (
@@ -27,13 +25,7 @@ from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 
 
 def source_of(
-    strategy: DeepSpeedStrategy,
-    path: Any,
-    state: dict[str, Any],
-    storage_options: Any,
-    filter: dict[str, Callable[[str, Any], bool]] | None,
-    *,
-    as_file: bool,
+    strategy: DeepSpeedStrategy, path: Any, state: dict[str, Any], storage_options: Any, filter: Any, *, as_file: bool
 ) -> Source:
     """What `fabric.save` saves: one file, which Fabric's other strategies read as well, or a folder, which the Trainer's strategy and
     DeepSpeed read.
@@ -71,21 +63,8 @@ def source_of(
     return FileSource(state=whole, content=content, path=path, io=writer, storage_options=storage_options)
 
 
-def refuse_optimizer(item: Any) -> None:
-    """Refuses to load a file's content into an optimizer."""
-    if isinstance(item, (Optimizer, ZenFlowOptimizer)):
-        raise MisconfigurationException(
-            "fabric.load_raw: obj must be the model, got its optimizer, whose state is in parts; use `fabric.save` and `fabric.load`"
-        )
-
-
 def load_all(
-    path: Any,
-    state: dict[str, Any],
-    io: CheckpointIO,
-    *,
-    strict: bool,
-    weights_only: bool | None,
+    path: Any, state: dict[str, Any], io: CheckpointIO, *, strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
     """Loads a checkpoint of any number of ranks, right after a flush: a file that Fabric saved, under ZenFlow or a strategy for one device,
     or a folder that Fabric or the Trainer saved under ZenFlow or DeepSpeed's ZeRO. Returns what it has besides model and optimizer.

@@ -92,10 +92,8 @@ _REMEDIES: dict[str, str] = {
 
 
 class StepMeter:
-    """Measures the steps of a training, from its own construction on. It never synchronises the device.
-
-    Attributes:
-        step_s: duration of each step so far: waits included, pauses excluded.
+    """Measures the steps of a training, from its own construction on: `step_s` has the duration of each, waits included, pauses excluded.
+    It never synchronises the device.
     """
 
     def __init__(self, training: "Training") -> None:

@@ -170,12 +170,7 @@ class MicroBatches(_BackwardSyncControl):
 
 class LoopSteps:
     """The steps of one training by a user's own loop, under Fabric and Accelerate, in the order that they must have. `check_saves` raises
-    an error of a save in the background.
-
-    Attributes:
-        engine: DeepSpeed's.
-        meter: of the steps' times.
-        was_interrupted: whether an error has interrupted a backward pass.
+    an error of a save in the background; `was_interrupted` tells whether an error has interrupted a backward pass.
     """
 
     def __init__(

@@ -132,9 +132,7 @@ class WrittenWeights:
 
     @torch.no_grad()
     def take_over(self) -> bool:
-        """Makes what `look` has copied the model's weights and, where the elements differ, the master weights; right after a flush. Returns
-        whether there was something, on any rank.
-        """
+        """Makes what `look` has found the model's weights and, where elements differ, the master weights; right after a flush."""
         for number, theirs in self._kept.items():
             s = self._slices[number]
             master = self._rank.arena.master.narrow(0, s.begin, s.numel)

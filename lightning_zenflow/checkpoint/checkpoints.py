@@ -137,17 +137,9 @@ class Checkpoints:
     def save(
         self, path: Any, source: Source, config: ZenFlowConfig, io: CheckpointIO, *, at_once: bool = False
     ) -> None:
-        """Saves the exact state after the last step, atomically; an existing checkpoint is replaced.
-
-        Args:
-            path: of the checkpoint.
-            source: what is saved.
-            config: says how.
-            io: Lightning's. A plugin of the user's decides itself when it writes.
-            at_once: whether the checkpoint must be there at the end of the call, whatever `async_checkpoints` says.
-
-        Raises:
-            OSError: the save failed, and the checkpoint before is as it was; or the one before, in the background, and this one is made.
+        """Saves the exact state after the last step, atomically; an existing checkpoint is replaced. With `at_once` it is there at the end
+        of the call, whatever `async_checkpoints` says; a plugin of the user's decides itself when it writes. OSError if the save failed,
+        and the checkpoint before is as it was; or the one before, in the background, and this one is made.
         """
         before: OSError | None = None
         try:

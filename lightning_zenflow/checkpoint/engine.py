@@ -204,10 +204,8 @@ def _loading(path: Path | str) -> Iterator[None]:
 
 
 def read_file_together(path: Any, io: CheckpointIO | None, *, weights_only: bool | None) -> SavedFile | None:
-    """Reads a checkpoint that is one file; None: it is a folder. A collective: all ranks must call it.
-
-    Without `io`, by which it is read, what a killed save was replacing is put back first, and the file, or a folder's of the model, is
-    verified. `weights_only` is that of `torch.load`. Raises CheckpointError if it is missing or damaged.
+    """Reads a checkpoint that is one file; None: it is a folder. A collective: all ranks must call it. Without `io`, by which it is read,
+    what a killed save was replacing is put back first, and the file, or a folder's of the model, is verified.
     """
     place, is_file = place_of(path), [True]
     if io is None:

@@ -58,7 +58,7 @@ class WholeState:
         weights: the module's state dict, as hooks have left it.
         moments: whether the optimizer's state is saved.
         without_frozen: whether weights are left out that are not trained at present.
-        handed: the state dict that hooks were given; empty where there are none.
+        handed: the state dict that hooks were given, if there are some.
 
     Attributes:
         weights: the same dict, and in `gathered`, on rank 0, with whole master weights where the module shows these and an entry is the

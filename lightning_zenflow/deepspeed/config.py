@@ -70,13 +70,8 @@ class Settings:
 
 
 def read_settings(config: ConfigSource, options: Mapping[str, Any], lightnings: type[Any], **keys: Any) -> Settings:
-    """Reads and checks the arguments of a strategy. Logs keys of ZenFlow without effect where parameters are in host memory.
-
-    Args:
-        config: source of the keys that are absent; None: the environment variable by which Lightning takes a DeepSpeed configuration.
-        options: keywords of Lightning's strategy `lightnings`.
-        lightnings: a class.
-        **keys: of `ZenFlowConfig`; None: absent.
+    """Reads and checks the arguments of a strategy: `options` of Lightning's class `lightnings`, `keys` of `ZenFlowConfig` (None: absent),
+    and the source of those that are absent, by default the environment variable by which Lightning takes a DeepSpeed configuration.
     """
     if config is None:
         config = os.environ.get(lightnings.DEEPSPEED_ENV_VAR)

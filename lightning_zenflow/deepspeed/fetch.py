@@ -86,15 +86,8 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
     time after a step, with one rank as soon as it is written.
 
     Private: takes over the state of DeepSpeed's, which is new, and its names, which begin with the name of the class. Each parameter in the
-    registry is INFLIGHT, has a handle, None where its gather has not begun, and is counted as available.
-
-    Args:
-        deepspeeds: coordinator that it replaces.
-        stream: on which DeepSpeed gathers weights; None where the device does not run behind the host.
-        one_rank: whether there is one rank.
-        in_host_memory: whether the pieces are in host memory.
-        before_use: waits until the worker has written the piece of a parameter.
-        is_written: whether that would not wait.
+    registry is INFLIGHT, has a handle, None where its gather has not begun, and is counted as available. The arguments are named as what
+    `ZenFlowZero3Optimizer` has of them: its stream of fetches, whether the worker has written a parameter's piece, and the wait for that.
     """
 
     # Private: its registry of parameters under way, the modules of its trace, the place there, and the elements that are available.

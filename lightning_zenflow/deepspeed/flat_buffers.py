@@ -178,10 +178,8 @@ def copy_parts(
 
 class ReorderedStates:
     """Copies of this rank's flat partitions for saves to folders, where DeepSpeed's files cannot have the arena's memory: states in another
-    order, and moments without views. On the disk, since they would take as much memory as the states.
-
-    Attributes:
-        copies: during a save for each flat partition copies of the states, the moments last; None: DeepSpeed reads the arena.
+    order, and moments without views. On the disk, since they would take as much memory as the states. `copies` has, during a save, for each
+    flat partition those of the states, the moments last; None: DeepSpeed reads the arena.
     """
 
     def __init__(self, training: Training) -> None:

@@ -252,12 +252,9 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
     ) -> None:
         """Flushes, and frees memory of the device until `reload_states` (`Sleep`). All ranks call both together, by DeepSpeed's engine.
 
-        Args:
-            include: "lp_params": weights and the state of device-owned columns; "contiguous_grad_buffer": stage 3's bucket. None: all. Sums
-                over micro-batches leave with any of them, and with "lp_grads", which DeepSpeed's engine passes on under stage 2 only.
-            device: the CPU.
-            pin_memory: whether the host memory is page-locked.
-            non_blocking: has no effect: memory is free when the call returns.
+        `include` has "lp_params": weights and the state of device-owned columns; "contiguous_grad_buffer": stage 3's bucket. None: all.
+        Sums over micro-batches leave with any of them, and with "lp_grads", which DeepSpeed's engine passes on under stage 2 only.
+        `non_blocking` has no effect: memory is free when the call returns.
         """
         if not self.sleep.away:
             self.refuse_moved()

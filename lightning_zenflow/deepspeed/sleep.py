@@ -18,9 +18,6 @@ from lightning_zenflow.training import Training
 class Sleep:
     """Memory of one training that has left the device. Storages stay, without memory: all views of them, which DeepSpeed and the components
     of the step hold, are valid again when the storages have memory again, at other addresses. `wake` also undoes an interrupted `begin`.
-
-    Attributes:
-        away: what has left.
     """
 
     def __init__(self, training: Training) -> None:

@@ -135,13 +135,9 @@ def _lay_out_for_broadcast(module: Module) -> list[Parameter]:
 
 
 class TrainedEngine:
-    """What a set-up makes; all ranks make it together. A front holds that of the present training, or of the last one.
-
-    Args:
-        build: builds the engine by ``deepspeed.initialize``, with the `config` of `strategy`.
-        model: the model to train.
-        optimizer: the user's; None: the DeepSpeed configuration has one.
-        strategy: this and what follows are the front's.
+    """What a set-up makes; all ranks make it together. A front, which gives its own strategy, settings and calls, holds that of the present
+    training, or of the last one. `build` builds the engine by ``deepspeed.initialize``, with the `config` of the strategy; `optimizer` is
+    None where that has one.
 
     Attributes:
         zenflow: keys of this training.
