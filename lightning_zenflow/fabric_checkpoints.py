@@ -8,7 +8,7 @@ from lightning.fabric.strategies import DeepSpeedStrategy
 from lightning.fabric.strategies.deepspeed import _validate_state_keys
 from lightning.fabric.utilities.load import _move_state_into
 
-from lightning_zenflow.checkpoint.checkpoints import FileSource, Source, io_of
+from lightning_zenflow.checkpoint.checkpoints import Source, io_of
 from lightning_zenflow.checkpoint.engine import (
     FolderSource,
     load_file_together,
@@ -19,7 +19,7 @@ from lightning_zenflow.checkpoint.engine import (
     to_save,
 )
 from lightning_zenflow.checkpoint.files import place_of, refusal
-from lightning_zenflow.checkpoint.single_file import FILE_KEY, SavedFile, WholeState
+from lightning_zenflow.checkpoint.single_file import FILE_KEY, FileSource, SavedFile, WholeState
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 

@@ -16,7 +16,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_zenflow.checkpoint.checkpoints import (
     Checkpoints,
-    FileSource,
     Source,
     all_cores,
     io_of,
@@ -35,7 +34,7 @@ from lightning_zenflow.checkpoint.engine import (
     to_save,
 )
 from lightning_zenflow.checkpoint.files import place_of, remove
-from lightning_zenflow.checkpoint.single_file import SavedFile, WholeState
+from lightning_zenflow.checkpoint.single_file import FileSource, SavedFile, WholeState
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.process import raising_together

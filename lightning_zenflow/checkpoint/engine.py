@@ -53,10 +53,7 @@ _OF_THE_ENGINE = (
 
 
 class ZenFlowEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no type information
-    """DeepSpeed's engine, whose checkpoints have the exact state and continue the run bit for bit. All ranks call its methods together.
-
-    DeepSpeed's `load_checkpoint` reads folders of as many ranks only, and under stage 3 gathers the whole model on every rank.
-    """
+    """DeepSpeed's engine, whose checkpoints have the exact state and continue the run bit for bit. All ranks call its methods together."""
 
     optimizer: ZenFlowOptimizer
     lr_scheduler: Any

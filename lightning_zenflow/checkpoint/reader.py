@@ -236,9 +236,8 @@ class SavedCheckpoint:
         ]
 
     def weights_for(self, rank: int, shapes: Mapping[str, Sequence[int]], *, world_size: int) -> dict[str, Tensor]:
-        """A rank's pieces of parameters, of a folder of stage 3. One rank's file is read at a time. `shapes` are of the whole parameters in
-        this run, by the first of their names. For each that is saved [ceil(numel / world_size)], in the type of the saved model, on the
-        CPU; 0 in padding.
+        """A rank's pieces of the saved parameters of a folder of stage 3, [ceil(numel / world_size)], in the type of the saved model, on
+        the CPU; 0 in padding. `shapes` are of the whole parameters in this run, by their first names. One rank's file is read at a time.
         """
         module, of_frozen = self.model_states["module"], self.model_states.get(FROZEN_PARAM_SHAPES) or {}
         saved = {n: s for of_buffer in (*self._shapes, of_frozen) for n, s in of_buffer.items() if n in module}

@@ -18,8 +18,10 @@ user's own objects is loaded by ``torch.load(path, weights_only=True)``.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,10 @@ import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero import GatheredParameters
+from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 
-from lightning_zenflow.checkpoint.files import refusal, refuse_other_version
+from lightning_zenflow.checkpoint.files import FileContent, refusal, refuse_other_version
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.process import in_common
 from lightning_zenflow.core.saved_tensors import DiskCopies, parts_on_disk
@@ -217,6 +220,35 @@ class WholeState:
                 for group, names in zip(self._optimizer.optimizer.param_groups, order, strict=True)
             ],
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSource:
+    """What is saved as one file, which rank 0 writes."""
+
+    state: WholeState
+    content: Callable[[WholeState], Mapping[str, Any]]
+    """What the file has, when `state` is put together."""
+    path: Any
+    io: CheckpointIO | None
+    """Writes the file to `path`; None: this package."""
+    storage_options: Any
+
+    def __post_init__(self) -> None:
+        """Refuses options that nothing reads."""
+        if self.io is None and self.storage_options is not None:
+            given = self.storage_options
+            raise TypeError(f"storage_options must be None without a plugin that reads them, got {given!r}")
+
+    def files(self, place: Any) -> list[FileContent]:
+        """As of `FolderSource.files`: this rank's."""
+        if dist.get_rank() != 0:
+            return []
+        run_state = self.state.run_state
+        content = {**self.content(self.state), **({} if run_state is None else {FILE_KEY: run_state})}
+        if self.io is None:
+            return [FileContent(content, place)]
+        return [FileContent(content, self.path, partial(self.io.save_checkpoint, storage_options=self.storage_options))]
 
 
 class SavedFile:

@@ -39,6 +39,9 @@ else:
 Strategy: TypeAlias = FabricsStrategy | TrainersStrategy
 """Lightning's."""
 
+CPU = torch.device("cpu")
+"""The device of every rank on a CPU: `module.to` with an index would give weights other memory."""
+
 
 class CpuAccelerator(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed has no type information
     """DeepSpeed's CPU accelerator without what needs more than torch."""
@@ -66,8 +69,8 @@ def use_cpu_accelerator() -> None:
 
 
 def named_device(device: torch.device) -> torch.device:
-    """A rank's device by the name that its tensors have; on a CPU `module.to` with an index would give weights other memory."""
-    return torch.device("cpu") if device.type == "cpu" else device
+    """A rank's device by the name that its tensors have."""
+    return CPU if device.type == "cpu" else device
 
 
 class RankProcess:

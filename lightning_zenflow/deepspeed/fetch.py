@@ -29,12 +29,11 @@ _WITHOUT_ELEMENTS = frozenset(
 
 
 class Piece(Tensor):
-    """A rank's piece of a parameter in host memory, as DeepSpeed's `ds_tensor`: what may read or write its elements first waits for
-    the worker's updates of it.
+    """A rank's piece of a parameter in host memory, as DeepSpeed's `ds_tensor`: what may read or write its elements first calls
+    `before_use`, which waits for the worker's updates of it.
     """
 
     before_use: Callable[[], None]
-    """Waits until the worker has written the piece."""
 
     @classmethod
     def of(cls, piece: Tensor, before_use: Callable[[], None]) -> "Piece":

@@ -125,14 +125,10 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
     def gather_weights(self) -> None:
         """See `Engine`."""
 
-    def take_weights(self) -> None:
-        """See `Engine`."""
+    def _nothing(self) -> None:
+        """What a stage does not need of `Engine`."""
 
-    def join_reads(self) -> None:
-        """See `Engine`."""
-
-    def has_ended(self) -> None:
-        """See `Engine`."""
+    take_weights = join_reads = has_ended = _nothing
 
     def refuse_moved(self) -> None:
         """Refuses weights that have left the flat buffers, where updates reach them. Pieces are moved by DeepSpeed only."""

@@ -118,9 +118,8 @@ def _device_of(device: torch.device) -> argparse.Namespace:
 
 
 def _lay_out_for_broadcast(module: Module) -> list[Parameter]:
-    """Makes every parameter contiguous, with a dimension at least; returns the scalars, which need their shape back for the optimizer.
-
-    DeepSpeed's engine broadcasts each parameter as a tensor of bytes, which torch makes of such memory only.
+    """Makes every parameter contiguous, with a dimension at least, as DeepSpeed's broadcasts need; returns the scalars, which need their
+    shape back for the optimizer.
     """
     # Stage 3 may have partitioned some before, which have no memory.
     whole = [p for p in module.parameters() if not is_zero_param(p)]

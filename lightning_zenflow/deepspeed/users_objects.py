@@ -151,9 +151,7 @@ def validate_optimizer(optimizer: Optimizer, module: Module) -> None:
 
 
 def configured(module: pl.LightningModule, lightning: ModuleType, *, in_config: bool) -> tuple[Optimizer, list[Any]]:
-    """The optimizer of `configure_optimizers`, and Lightning's configurations of its schedulers; `in_config`: whether the DeepSpeed
-    configuration has a scheduler.
-    """
+    """The optimizer of `configure_optimizers`, and Lightning's configurations of its schedulers; `in_config`: DeepSpeed's has one."""
     # Private: calls the user's method.
     made = lightning.core.optimizer
     several = "configure_optimizers must return one optimizer, got several (use its groups), or schedulers beside a DeepSpeed config's"
