@@ -27,9 +27,7 @@ from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 def source_of(
     strategy: DeepSpeedStrategy, path: Any, state: dict[str, Any], storage_options: Any, filter: Any, *, as_file: bool
 ) -> Source:
-    """What `fabric.save` saves: one file, which Fabric's other strategies read as well, or a folder, which the Trainer's strategy and
-    DeepSpeed read.
-    """
+    """One file, which Fabric's other strategies read as well, or a folder, which the Trainer's strategy and DeepSpeed read."""
     engine, io = one_engine(state.values()), strategy.checkpoint_io
     optimizer, without_frozen = optimizer_of(engine), strategy.exclude_frozen_parameters
     ours = {name: item for name, item in state.items() if item is engine or isinstance(item, ZenFlowOptimizer)}

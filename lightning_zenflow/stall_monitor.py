@@ -107,9 +107,7 @@ class StepMeter:
         self._end_ns = time.perf_counter_ns()
 
     def end_step(self) -> None:
-        """Takes the time since the last call: of a step, or of the several of a batch, each an equal part. That of a step without
-        gradients counts to the next.
-        """
+        """Takes the time since the last call: of the steps of a batch, each an equal part; without gradients, it is the next step's."""
         self.resume()
         n = self._training.telemetry.steps - self._steps_before - len(self.step_s)
         if n == 0:

@@ -113,9 +113,7 @@ class TrainerCheckpoints:
         return {**vars(self), "saves": Saves(), "_file": None, "_handed": {}}
 
     def be_first(self, trainer: pl.Trainer, lightning: ModuleType) -> None:
-        """Makes weights exact, and saves that wait, before the user's callbacks read or replace the weights: by the first of the Trainer's
-        callbacks, as Lightning calls the strategy's hooks after those of all callbacks.
-        """
+        """Makes weights exact, and saves that wait, by the Trainer's first callback: the strategy's hooks come after all of them."""
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # one of Trainer's connectors sets it
         if self._callback not in callbacks:
             self._callback = lightning.callbacks.LambdaCallback(

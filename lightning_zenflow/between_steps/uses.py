@@ -83,9 +83,7 @@ class WrittenWeights:
         self._sums = None
 
     def look(self) -> bool:
-        """Copies what the user has written since `note`, before a flush overwrites it, or refuses it; returns whether there is something
-        for `take_over`, on any rank.
-        """
+        """Copies what the user has written since `note`, before a flush, or refuses it; returns whether any rank has to `take_over`."""
         found, on_any_rank = self._counted(), self._found
         # Between passes only what differs has been written.
         between_passes = self._steps.micro_batches > 0

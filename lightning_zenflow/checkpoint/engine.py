@@ -157,9 +157,7 @@ class StatesInFolder(dict[str, Any]):
 
 
 def as_lightning_saved(client_state: Mapping[str, Any], module: pl.LightningModule) -> dict[str, Any]:
-    """The loaded client state with the entries that callbacks expect; of a model in pieces without whole weights, as under plain
-    `DeepSpeedStrategy`.
-    """
+    """The loaded client state with the entries that callbacks expect; without whole weights where the model is in pieces."""
     checkpoint = {**client_state, "optimizer_states": [StatesInFolder()]}
     if is_in_pieces(module):
         return checkpoint

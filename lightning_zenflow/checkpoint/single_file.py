@@ -282,9 +282,7 @@ class SavedFile:
         self.content = {k: v if k in mapped else copy.deepcopy(v) for k, v in self.content.items()}
 
     def masters(self, optimizer: ZenFlowOptimizer, weights: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Master weights by the parameters' names, when the module has loaded `weights`: the file's where the module shows these; otherwise
-        those that its loader has made of the file's, or left.
-        """
+        """Master weights by name, when the module has loaded `weights`: the file's where it shows these, otherwise its own."""
         run_state, masters = self._run_state or {}, dict[str, Tensor]()
         # In files of before, where a hook has renamed an entry or, in 16 bits, changed it.
         entries, changed = run_state.get("entries", {}), run_state.get("masters", {})

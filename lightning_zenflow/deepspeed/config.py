@@ -316,9 +316,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def without(config: Any, dropped: str | None) -> Any:
-    """A deep copy in which no key has the value `dropped`. A key with null is absent, as YAML means it: Lightning and DeepSpeed read some
-    of them otherwise.
-    """
+    """A deep copy without keys of the value `dropped`: for null as YAML means it, which Lightning and DeepSpeed read otherwise."""
     if not isinstance(config, Mapping):
         return copy.deepcopy(config)
     return {key: without(value, dropped) for key, value in config.items() if value != dropped}

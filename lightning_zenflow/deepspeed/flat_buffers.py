@@ -105,9 +105,7 @@ class Layout:
 
 
 def slices_of(layouts: Sequence[Layout], shapes: Mapping[str, Sequence[int]], rank: int) -> list[Slice]:
-    """Slices of a rank's partition, ascending. `Slice.param_group` counts the layouts, of all flat partitions, and `Slice.parameter` the
-    shapes, of the whole parameters by name.
-    """
+    """Slices of a rank's partition, ascending. `Slice.param_group` counts the layouts, and `Slice.parameter` the whole `shapes`."""
     numbers = {name: number for number, name in enumerate(shapes)}
     begins = group_begins([layout.partition_numel for layout in layouts])
     slices = []

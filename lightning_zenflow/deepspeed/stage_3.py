@@ -291,9 +291,7 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
 
     @contextmanager
     def _gathered_afterwards(self) -> Iterator[None]:
-        """Context of a save or a load, which may fail on some ranks only: the weights that stay gathered are gathered again at its end,
-        which all ranks reach.
-        """
+        """Context of a save or a load, which may fail on some ranks only: all gather again what stays gathered at its end."""
         self._gathers_afterwards = True
         try:
             yield

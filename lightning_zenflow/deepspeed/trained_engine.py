@@ -1,6 +1,4 @@
-"""DeepSpeed's engine of one training with ZenFlow's optimizer, from its construction to the end of the worker; and of a model that is not
-trained.
-"""
+"""DeepSpeed's engine of one training, from its construction to the end of the worker; and of a model that is not trained."""
 
 import argparse
 import io

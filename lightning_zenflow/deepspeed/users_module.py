@@ -98,8 +98,8 @@ def piece_of(whole: Tensor, parameter: Any) -> Tensor:
 
 @torch.no_grad()
 def load_pieces(module: Module, states: Mapping[str, Any], pieces: Mapping[str, Tensor], *, strict: bool) -> None:
-    """`Module.load_state_dict` of a divided module; drops what is gathered of it. Parameters, of which `states` has the names, are loaded
-    from `pieces`: this rank's of each, [elements of a piece], any type.
+    """`Module.load_state_dict` of a divided module; drops what is gathered of it. Of parameters `states` has the names, and `pieces` this
+    rank's piece, [elements of a piece], any type.
     """
     parameters: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
     # A parameter is loaded from itself: torch compares the names.

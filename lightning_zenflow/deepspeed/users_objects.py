@@ -173,9 +173,7 @@ def configured(module: pl.LightningModule, lightning: ModuleType, *, in_config: 
 
 
 def refuse_features(zero_optimizer: Any, of_stage: Mapping[str, bool]) -> None:
-    """Refuses features that only DeepSpeed's engine knows of, behind the rules of the configuration. Those in `of_stage` have names of the
-    stage's own: by the feature, whether it is present.
-    """
+    """Refuses features that only DeepSpeed's engine knows of, and those in `of_stage`: by the feature, whether it is present."""
     features = {
         **of_stage,
         "sequence parallelism": zero_optimizer.sequence_parallel_size > 1,
