@@ -195,9 +195,7 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
 
     @override
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
-        """`ZenFlowStrategy.clip_gradients_norm` of Fabric, behind the step's last backward pass. `parameters` must be all that are trained;
-        others have no effect.
-        """
+        """`ZenFlowStrategy.clip_gradients_norm` of Fabric, behind the step's last backward pass, of all `parameters` that are trained."""
         wrapped: Any = self.deepspeed_engine_wrapped
         if self.strategy is None or wrapped is None or not self.sync_gradients:
             raise RuntimeError(

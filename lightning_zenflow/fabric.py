@@ -23,13 +23,12 @@ from lightning_zenflow.config import KEYS, ZenFlowConfig
 from lightning_zenflow.core.errors import Calls, MisconfigurationException, raise_late_read
 from lightning_zenflow.core.process import one_at_a_time
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, read_settings
-from lightning_zenflow.deepspeed.construction import inference_engine, training_engine
 from lightning_zenflow.deepspeed.environment import PlainPrecision, RankProcess, named_device, own_precision
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, is_elsewhere, leaving_engines
+from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, inference_engine, leaving_engines, training_engine
 from lightning_zenflow.deepspeed.users_module import load_whole
 from lightning_zenflow.deepspeed.users_objects import refuse_unsupported_module, validate_optimizer
-from lightning_zenflow.fabric_checkpoints import load_all, refuse_optimizer, source_of
+from lightning_zenflow.fabric_checkpoints import load_all, source_of
 from lightning_zenflow.steps import LoopSteps, MicroBatches
 
 
@@ -89,6 +88,8 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     }
     """Keys of a DeepSpeed configuration that are refused, with what to do instead."""
     precision_class = ZenFlowPrecision
+    # Lightning would read the variable's file again, and as JSON (`read_settings`).
+    DEEPSPEED_ENV_VAR = ""
 
     def __init__(self, config: ZenFlowConfig | Mapping[str, Any] | str | Path | None = None, **options: Any) -> None:
         keys = {key: options.pop(key) for key in KEYS if key in options}
@@ -131,11 +132,6 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     @override
     def root_device(self) -> torch.device:
         return named_device(super().root_device)
-
-    @override
-    def _load_config(self, config: Any) -> Any:
-        # Private: called with what `read_settings` has read. For None, Lightning would read the environment variable's file as JSON.
-        return config
 
     @override
     def _configure_launcher(self) -> None:
@@ -223,10 +219,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     ) -> Tensor:
         """Clips this step's gradients by the norm of the whole gradient, to the smallest `max_norm` > 0 that is given; infinity: no
         clipping. Backward passes of later steps predict the clip factor with it. `error_if_nonfinite` has no effect: a step whose norm is
-        not finite changes nothing.
-
-        Returns:
-            Norm before clipping, of the gradients of all ranks: 0-D float32 on the device.
+        not finite changes nothing. Returns the norm before clipping, of the gradients of all ranks: 0-D float32 on the device.
         """
         return self._steps_for(self.calls.clip).clip(max_norm, norm_type)
 
@@ -247,12 +240,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             return super().optimizer_step(steps.engine)
 
     def flush(self) -> None:
-        """Makes weights and optimizer states exact; all ranks call it together, between two steps.
-
-        Raises:
-            RuntimeError: a step has its gradients and has not been done.
-            OSError: a save in the background has failed.
-        """
+        """Makes weights and optimizer states exact, between two steps; raises errors of saves. All ranks call it together."""
         if self._steps is not None:
             self._steps.flush()
 
@@ -286,7 +274,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         """Ends the worker, releases the shared memory, and makes modules and optimizer what they were before, with the weights of now and
         without the optimizer's state.
         """
-        if is_elsewhere(self.trained):
+        if self.trained is not None and self.trained.training.is_elsewhere:
             return
         # As in a `finally` behind the loop.
         together = sys.exc_info()[0] is None and not (self._steps is not None and self._steps.was_interrupted)
@@ -300,9 +288,6 @@ class ZenFlowStrategy(DeepSpeedStrategy):
                 super().teardown()
                 self._process.end()
 
-    def _saves_file(self) -> bool:
-        return is_one_file(self.zenflow_config.checkpoint_format, world_size=self.world_size)
-
     @override
     def save_checkpoint(
         self,
@@ -313,10 +298,11 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     ) -> None:
         if self._steps is not None:
             self._steps.make_exact()
-        if not (as_file := self._saves_file()):
+        as_file = is_one_file(self.zenflow_config.checkpoint_format, world_size=self.world_size)
+        if not as_file:
             refuse_folder(path, self.checkpoint_io, self.zenflow_config.checkpoint_format)
         with all_cores(ranks_on_host=self.num_processes):
-            source = source_of(self, self.trained, path, state, storage_options, filter, as_file=as_file)
+            source = source_of(self, path, state, storage_options, filter, as_file=as_file)
             self._checkpoints.save(path, source, self.zenflow_config, self.checkpoint_io)
 
     @override
@@ -338,13 +324,14 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        refuse_optimizer(state)
+        if isinstance(state, Optimizer | ZenFlowOptimizer):
+            raise MisconfigurationException(
+                "fabric.load_raw: obj must be the model, got its optimizer, whose state is in parts; use `fabric.save` and `fabric.load`"
+            )
         self.wait_for_checkpoint()
         self.flush()
         if not isinstance(state, Module):
-            return load_all(
-                path, state or {}, self.trained, self.checkpoint_io, strict=strict, weights_only=weights_only
-            )
+            return load_all(path, state or {}, self.checkpoint_io, strict=strict, weights_only=weights_only)
         # DeepSpeed's engine names its parameters "module.NAME".
         super().load_checkpoint(path, getattr(state, "module", state), strict, weights_only)
         if self.trained is not None and state is self.trained.engine:

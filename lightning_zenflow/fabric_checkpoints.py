@@ -1,6 +1,5 @@
 """`fabric.save` and `fabric.load`: what a loop names, as one file or as a folder."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +7,8 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import DeepSpeedStrategy
 from lightning.fabric.strategies.deepspeed import _validate_state_keys
 from lightning.fabric.utilities.load import _move_state_into
-from torch.optim import Optimizer
 
-from lightning_zenflow.checkpoint.checkpoints import FileSource, Source, io_of
+from lightning_zenflow.checkpoint.checkpoints import Source, io_of
 from lightning_zenflow.checkpoint.engine import (
     FolderSource,
     load_file_together,
@@ -21,27 +19,17 @@ from lightning_zenflow.checkpoint.engine import (
     to_save,
 )
 from lightning_zenflow.checkpoint.files import place_of, refusal
-from lightning_zenflow.checkpoint.single_file import FILE_KEY, SavedFile, WholeState
+from lightning_zenflow.checkpoint.single_file import FILE_KEY, FileSource, SavedFile, WholeState
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.trained_engine import TrainedEngine
 
 
 def source_of(
-    strategy: DeepSpeedStrategy,
-    trained: TrainedEngine | None,
-    path: Any,
-    state: dict[str, Any],
-    storage_options: Any,
-    filter: dict[str, Callable[[str, Any], bool]] | None,
-    *,
-    as_file: bool,
+    strategy: DeepSpeedStrategy, path: Any, state: dict[str, Any], storage_options: Any, filter: Any, *, as_file: bool
 ) -> Source:
-    """What `fabric.save` saves: one file, which Fabric's other strategies read as well, or a folder, which the Trainer's strategy and
-    DeepSpeed read.
-    """
+    """One file, which Fabric's other strategies read as well, or a folder, which the Trainer's strategy and DeepSpeed read."""
     engine, io = one_engine(state.values()), strategy.checkpoint_io
-    without_frozen = strategy.exclude_frozen_parameters
+    optimizer, without_frozen = optimizer_of(engine), strategy.exclude_frozen_parameters
     ours = {name: item for name, item in state.items() if item is engine or isinstance(item, ZenFlowOptimizer)}
     others = {name: item for name, item in state.items() if name not in ours}
     # Private: what Lightning's own strategies convert and filter objects with.
@@ -51,16 +39,14 @@ def source_of(
             if value is not None:
                 raise TypeError(f"{option} must be None for a folder, got {value!r}: nothing reads it")
         _validate_state_keys(others)
-        client_state = convert(others if trained is None else to_save(others, trained.engine), {})
-        optimizer = None if trained is None else trained.optimizer
+        client_state = convert(to_save(others, engine), {})
         return FolderSource(engine=engine, state=optimizer, client_state=client_state, without_frozen=without_frozen)
     if FILE_KEY in state:
         raise MisconfigurationException(f"fabric.save: no entry may have the name {FILE_KEY!r}, which is ours")
     converted = convert(others, {})
     whole = WholeState(
         engine,
-        optimizer_of(engine),
-        [] if trained is None else trained.order,
+        optimizer,
         engine.module.state_dict(),
         moments=any(item is engine.optimizer for item in ours.values()),
         without_frozen=without_frozen,
@@ -75,50 +61,25 @@ def source_of(
     return FileSource(state=whole, content=content, path=path, io=writer, storage_options=storage_options)
 
 
-def refuse_optimizer(item: Any) -> None:
-    """Refuses to load a file's content into an optimizer."""
-    if isinstance(item, (Optimizer, ZenFlowOptimizer)):
-        raise MisconfigurationException(
-            "fabric.load_raw: obj must be the model, got its optimizer, whose state is in parts; use `fabric.save` and `fabric.load`"
-        )
-
-
 def load_all(
-    path: Any,
-    state: dict[str, Any],
-    trained: TrainedEngine | None,
-    io: CheckpointIO,
-    *,
-    strict: bool,
-    weights_only: bool | None,
+    path: Any, state: dict[str, Any], io: CheckpointIO, *, strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
     """Loads a checkpoint of any number of ranks, right after a flush: a file that Fabric saved, under ZenFlow or a strategy for one device,
-    or a folder that Fabric or the Trainer saved under ZenFlow or DeepSpeed's ZeRO.
+    or a folder that Fabric or the Trainer saved under ZenFlow or DeepSpeed's ZeRO. Returns what it has besides model and optimizer.
 
-    Args:
-        path: path of the checkpoint.
-        state: what is loaded: the model, with its optimizer or without, and further objects by the names under which they were saved.
-        trained: the present training.
-        io: Lightning's.
-        strict: whether the model must have exactly the saved weights and buffers, and the file all names of `state`.
-        weights_only: see `torch.load`; for files only.
-
-    Returns:
-        What the checkpoint has besides model and optimizer.
-
-    Raises:
-        CheckpointError: the checkpoint is incomplete, or of another model.
+    `state` has the model, with its optimizer or without, and further objects by the names under which they were saved. With `strict` the
+    model must have exactly the saved weights and buffers, and the checkpoint all names of `state`.
     """
     saved = read_file_together(path, io_of(place_of(path), io), weights_only=weights_only)
     if saved is not None:
-        return _load_from_file(saved, state, [] if trained is None else trained.order, strict=strict)
+        return _load_from_file(saved, state, strict=strict)
     if weights_only:
         raise refusal(path, "weights_only must be false for a folder, in which DeepSpeed has Python objects, got true")
     engine = one_engine(state.values())
-    has_optimizer = trained is not None and any(item is trained.optimizer for item in state.values())
+    has_optimizer = any(isinstance(item, ZenFlowOptimizer) for item in state.values())
     client_state = load_together(engine, Path(place_of(path)), strict=strict, optimizer_states=has_optimizer)
     names = {name for name, item in state.items() if item is not engine and not isinstance(item, ZenFlowOptimizer)}
-    if trained is None or engine is not trained.engine:
+    if optimizer_of(engine) is None:
         # As in the base class: what DeepSpeed has under these names is not the user's.
         names -= {"optimizer", "lr_scheduler"}
     if strict and (missing := names - client_state.keys()):
@@ -128,14 +89,14 @@ def load_all(
     return client_state
 
 
-def _load_from_file(saved: SavedFile, state: dict[str, Any], order: list[list[str]], *, strict: bool) -> dict[str, Any]:
+def _load_from_file(saved: SavedFile, state: dict[str, Any], *, strict: bool) -> dict[str, Any]:
     engine = one_engine(state.values())
     (model,) = (name for name, item in state.items() if item is engine)
     optimizers = [name for name, item in state.items() if isinstance(item, ZenFlowOptimizer)]
     ours = {model, *optimizers}
     saved.unmap_others(tuple(ours))
     states = saved.entry(optimizers[0]) if optimizers else None
-    load_file_together(engine, saved, saved.entry(model), states, order, strict=strict)
+    load_file_together(engine, saved, saved.entry(model), states, strict=strict)
     wanted = {name for name in state if name not in ours and (strict or name in saved.content)}
     rest = {name: value for name, value in saved.content.items() if name not in ours}
     for name in wanted:

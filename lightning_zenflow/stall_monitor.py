@@ -92,10 +92,8 @@ _REMEDIES: dict[str, str] = {
 
 
 class StepMeter:
-    """Measures the steps of a training, from its own construction on. It never synchronises the device.
-
-    Attributes:
-        step_s: duration of each step so far: waits included, pauses excluded.
+    """Measures the steps of a training, from its own construction on: `step_s` has the duration of each, waits included, pauses excluded.
+    It never synchronises the device.
     """
 
     def __init__(self, training: "Training") -> None:
@@ -109,9 +107,7 @@ class StepMeter:
         self._end_ns = time.perf_counter_ns()
 
     def end_step(self) -> None:
-        """Takes the time since the last call: of a step, or of the several of a batch, each an equal part. That of a step without
-        gradients counts to the next.
-        """
+        """Takes the time since the last call: of the steps of a batch, each an equal part; without gradients, it is the next step's."""
         self.resume()
         n = self._training.telemetry.steps - self._steps_before - len(self.step_s)
         if n == 0:
@@ -205,14 +201,8 @@ def quantile(values: Sequence[float], share: float) -> float:
 def advice(
     run: Reading, config: ZenFlowConfig, *, seconds: float, skipped: float = 0.0, in_place: bool = False
 ) -> str | None:
-    """The largest limit that the user can do something about, and its remedy, in a line; None if waits are negligible.
-
-    Args:
-        run: `Reading.since`.
-        config: what is `auto` is not advised.
-        seconds: time of the steps of `run`.
-        skipped: share of the steps whose gradient was not finite.
-        in_place: whether parameters are in host memory, and no weights may be late.
+    """The largest limit that the user can do something about, and its remedy, in a line; None if waits are negligible. Of `seconds` are the
+    steps of `run` (`Reading.since`), of which the share `skipped` had no finite gradient.
     """
     if skipped > _MANY_SKIPPED:
         return f"{skipped:.0%} of the steps were skipped: their gradient was not finite. Lower the learning rate, or look for NaN."

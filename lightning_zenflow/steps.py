@@ -170,12 +170,7 @@ class MicroBatches(_BackwardSyncControl):
 
 class LoopSteps:
     """The steps of one training by a user's own loop, under Fabric and Accelerate, in the order that they must have. `check_saves` raises
-    an error of a save in the background.
-
-    Attributes:
-        engine: DeepSpeed's.
-        meter: of the steps' times.
-        was_interrupted: whether an error has interrupted a backward pass.
+    an error of a save in the background; `was_interrupted` tells whether an error has interrupted a backward pass.
     """
 
     def __init__(
@@ -226,12 +221,7 @@ class LoopSteps:
 
     @contextmanager
     def backward(self, module: Module | None) -> Iterator[None]:
-        """Context of a micro-batch's backward pass.
-
-        Raises:
-            RuntimeError: the step's last micro-batch was before; `module` is not the model with the optimizer; or an error has
-                interrupted a backward pass before.
-        """
+        """Context of a micro-batch's backward pass."""
         call = self._calls.backward
         self._refuse_ended(call)
         step, engine = self._training.steps, self.engine

@@ -1,5 +1,6 @@
 """The Trainer's strategy: configuration, life cycle, and the hooks at which weights must be exact."""
 
+import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,10 +24,9 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import Calls, MisconfigurationException, raise_late_read
 from lightning_zenflow.core.process import one_at_a_time
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, read_settings
-from lightning_zenflow.deepspeed.construction import inference_engine, training_engine
-from lightning_zenflow.deepspeed.environment import RankProcess, named_device, own_precision, refuse_prompt
+from lightning_zenflow.deepspeed.environment import RankProcess, named_device, own_precision
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, is_elsewhere, leaving_engines
+from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, inference_engine, leaving_engines, training_engine
 from lightning_zenflow.deepspeed.users_objects import configured, refuse_unsupported_module, refuse_unsupported_trainer
 from lightning_zenflow.stall_monitor import StallMonitor, StallMonitoring, add_monitor
 from lightning_zenflow.steps import TrainerPrecision, TrainerSteps
@@ -65,6 +65,8 @@ class TrainerStrategy(_DeepSpeedStrategy):
     """
 
     strategy_name = "zenflow"
+    # Lightning would read the variable's file again, and as JSON (`read_settings`).
+    DEEPSPEED_ENV_VAR = ""
     config: Any  # Lightning's own, which the constructor has prepared
     calls = Calls()
     lightning: ClassVar[ModuleType]
@@ -138,14 +140,13 @@ class TrainerStrategy(_DeepSpeedStrategy):
         self.zenflow_config = self._settings.zenflow
         self._process, self._checkpoints = RankProcess(), Checkpoints()
         self._requests = TrainerCheckpoints(self, self._checkpoints, self.zenflow_config)
-        self._trained: TrainedEngine | None = None
         self._steps: TrainerSteps | None = None
         # Ends the layers' synchronisation over ranks.
         self._revert_layers: Callable[[], object] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, without what a training has left, which belongs to this process."""
-        nothing: dict[str, Any] = dict.fromkeys(("_trained", "_steps", "_revert_layers"))
+        nothing: dict[str, Any] = dict.fromkeys(("_steps", "_revert_layers"))
         # Private: Lightning's engine and optimizers, which are DeepSpeed's and ours.
         lightnings: dict[str, Any] = {"_model": self._lightning_module, "_optimizers": [], "_lightning_optimizers": []}
         return {**vars(self), **nothing, **lightnings}
@@ -153,7 +154,7 @@ class TrainerStrategy(_DeepSpeedStrategy):
     @property
     def zenflow_optimizer(self) -> ZenFlowOptimizer | None:
         """The optimizer of the present or last set-up; None before the first."""
-        return None if self._trained is None else self._trained.optimizer
+        return None if self._checkpoints.trained is None else self._checkpoints.trained.optimizer
 
     @property
     def is_alone(self) -> bool:
@@ -164,11 +165,6 @@ class TrainerStrategy(_DeepSpeedStrategy):
     @override
     def root_device(self) -> torch.device:
         return named_device(super().root_device)
-
-    @override
-    def _load_config(self, config: Any) -> Any:
-        # Private: called with what `read_settings` has read. For None, Lightning would read the environment variable's file as JSON.
-        return config
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -186,9 +182,16 @@ class TrainerStrategy(_DeepSpeedStrategy):
     @override
     def _configure_launcher(self) -> None:
         # Private: the last call before other ranks are started. One process launches nothing, also in notebooks.
-        if not self.is_alone:
-            refuse_prompt(self.num_nodes * self.num_processes)
-            super()._configure_launcher()
+        if self.is_alone:
+            return
+        # A notebook, or Python's prompt, as Lightning recognises them; its own error advises a strategy that does not offload.
+        if hasattr(sys, "ps1") or bool(sys.flags.interactive):
+            raise MisconfigurationException(
+                "ZenFlowStrategy: in a notebook or at Python's prompt devices must be 1, got"
+                f" {self.num_nodes * self.num_processes}: other processes need a file to run; write one (`%%writefile train.py`) and run it"
+                " (`!python train.py`)"
+            )
+        super()._configure_launcher()
 
     @override
     def setup_environment(self) -> None:
@@ -234,7 +237,7 @@ class TrainerStrategy(_DeepSpeedStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        if self._trained is not None and not self._trained.training.closed:
+        if self._checkpoints.trained is not None and not self._checkpoints.trained.training.closed:
             raise MisconfigurationException(
                 "setup_optimizers must not be called in training: change `optimizer.param_groups`, or call `fit` with the checkpoint"
             )
@@ -247,16 +250,16 @@ class TrainerStrategy(_DeepSpeedStrategy):
         # What a training before has left is as large as what this one needs.
         self._checkpoints.end(together=True)
         self.optimizers = []
-        self._trained = self._checkpoints.trained = self._steps = None
+        self._checkpoints.trained = self._steps = None
         build = partial(training_engine, model, optimizer, self.config, self.root_device, lr_scheduler)
-        self._trained = TrainedEngine(build, model, optimizer, self, self._settings, self.calls)
-        self.zenflow_config = self._trained.zenflow
-        self._checkpoints.begin(self._trained, self)
+        trained = TrainedEngine(build, model, optimizer, self, self._settings, self.calls)
+        self.zenflow_config = trained.zenflow
+        self._checkpoints.begin(trained, self)
         overridden = self.lightning.utilities.model_helpers.is_overridden
         clips_itself = overridden("configure_gradient_clipping", self.lightning_module)
         plugin = self.precision_plugin
-        self._steps = TrainerSteps(self._trained, self._requests.module, plugin, clips_itself=clips_itself)
-        return self._trained.engine, self._trained.optimizer
+        self._steps = TrainerSteps(trained, self._requests.module, plugin, clips_itself=clips_itself)
+        return trained.engine, trained.optimizer
 
     @override
     def _initialize_deepspeed_inference(self, model: Module) -> None:
@@ -313,18 +316,19 @@ class TrainerStrategy(_DeepSpeedStrategy):
     @one_at_a_time()
     def teardown(self) -> None:
         """Ends the worker, releases the shared memory, and makes the module what it was before, with its weights as they are now."""
-        if is_elsewhere(self._trained):
+        trained = self._checkpoints.trained
+        if trained is not None and trained.training.is_elsewhere:
             return
         models = [] if self.model is None else [self.model]
         together = self._requests.module.trainer.state.status != TrainerStatus.INTERRUPTED
         with self._requests.saves.undisturbed(), ExitStack() as last:
             last.callback(self._checkpoints.end, together=together)
-            if self._trained is not None:
-                self._trained.ending.close()
+            if trained is not None:
+                trained.ending.close()
             if self._revert_layers is not None:
                 self._revert_layers()
                 self._revert_layers = None
-            with leaving_engines(models, self._trained, ranks_on_host=self.num_processes, together=together):
+            with leaving_engines(models, trained, ranks_on_host=self.num_processes, together=together):
                 super().teardown()
                 self._process.end()
 

@@ -161,9 +161,7 @@ class Reading:
         return self.late_jobs / self.in_backward_jobs if self.in_backward_jobs else None
 
     def since(self, before: "Reading") -> "Reading":
-        """This reading with times and counts from an earlier one on, and waits for every cause. Skipped steps and restarts stay those since
-        the start.
-        """
+        """This reading with times and counts from an earlier one on, and waits for every cause. Skipped steps and restarts are of all."""
         changes: dict[str, Any] = {name: getattr(self, name) - getattr(before, name) for name in _TOTALS}
         now, then = self.device_stall_s, before.device_stall_s
         changes["device_stall_s"] = {cause: now.get(cause, 0.0) - then.get(cause, 0.0) for cause in CAUSES}

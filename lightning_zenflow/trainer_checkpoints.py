@@ -16,13 +16,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_zenflow.checkpoint.checkpoints import (
     Checkpoints,
-    FileSource,
     Source,
     all_cores,
     io_of,
     plugin_of,
     refuse_folder,
-    remove_at,
 )
 from lightning_zenflow.checkpoint.engine import (
     AVERAGED,
@@ -35,8 +33,8 @@ from lightning_zenflow.checkpoint.engine import (
     read_file_together,
     to_save,
 )
-from lightning_zenflow.checkpoint.files import place_of
-from lightning_zenflow.checkpoint.single_file import SavedFile, WholeState
+from lightning_zenflow.checkpoint.files import place_of, remove
+from lightning_zenflow.checkpoint.single_file import FileSource, SavedFile, WholeState
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.process import raising_together
@@ -97,11 +95,7 @@ class Saves:
 
 
 class TrainerCheckpoints:
-    """Those of one Trainer, whose strategy has `checkpoints` and `config`.
-
-    Attributes:
-        saves: those that wait, of the present run of the Trainer.
-    """
+    """Those of one Trainer, whose strategy has `checkpoints` and `config`; `saves` is of the Trainer's present run."""
 
     def __init__(self, strategy: DeepSpeedStrategy, checkpoints: Checkpoints, config: ZenFlowConfig) -> None:
         self._strategy, self._checkpoints, self._config = strategy, checkpoints, config
@@ -119,9 +113,7 @@ class TrainerCheckpoints:
         return {**vars(self), "saves": Saves(), "_file": None, "_handed": {}}
 
     def be_first(self, trainer: pl.Trainer, lightning: ModuleType) -> None:
-        """Makes weights exact, and saves that wait, before the user's callbacks read or replace the weights: by the first of the Trainer's
-        callbacks, as Lightning calls the strategy's hooks after those of all callbacks.
-        """
+        """Makes weights exact, and saves that wait, by the Trainer's first callback: the strategy's hooks come after all of them."""
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # one of Trainer's connectors sets it
         if self._callback not in callbacks:
             self._callback = lightning.callbacks.LambdaCallback(
@@ -150,10 +142,6 @@ class TrainerCheckpoints:
         module = self._strategy.lightning_module
         assert module is not None
         return module
-
-    @property
-    def _order(self) -> list[list[str]]:
-        return [] if self._checkpoints.trained is None else self._checkpoints.trained.order
 
     @property
     def ends_with_error(self) -> bool:
@@ -228,13 +216,7 @@ class TrainerCheckpoints:
             trained.flush()
 
     def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any, *, as_file: bool) -> None:
-        """Saves the exact state after the last step, atomically, as one file or as DeepSpeed's folder; where it must wait, later.
-
-        Raises:
-            TypeError: there are `storage_options`, and no plugin that reads them.
-            OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
-            MisconfigurationException: there has been no training.
-        """
+        """Saves the exact state after the last step (`Checkpoints.save`), as one file or DeepSpeed's folder; where it must wait, later."""
         self.saves.is_missing = True
         if self.saves.must_wait:
             if (trained := self._checkpoints.trained) is not None:
@@ -295,7 +277,6 @@ class TrainerCheckpoints:
         whole = WholeState(
             engine,
             optimizer,
-            self._order,
             # The averaged weights are elsewhere then (`WeightAveraging`).
             checkpoint.get(CURRENT, checkpoint.get("state_dict", {})),
             moments=has_states,
@@ -311,13 +292,7 @@ class TrainerCheckpoints:
 
     def load(self, path: Any, *, weights_only: bool) -> dict[str, Any]:
         """Loads a checkpoint of any number of ranks: a file, of this strategy or one for a single device, or a folder, also of DeepSpeed's
-        ZeRO. Weights and states of a file are loaded when hooks have seen them.
-
-        Returns:
-            What the hooks of callbacks and module get.
-
-        Raises:
-            CheckpointError: the checkpoint is incomplete, or of another model.
+        ZeRO. Weights and states of a file are loaded when hooks have seen them. Returns what the hooks of callbacks and module get.
         """
         with self.saves.undisturbed():
             self._checkpoints.wait()
@@ -345,14 +320,10 @@ class TrainerCheckpoints:
             weights = saved.entry(CURRENT if fits and checkpoint.get(CURRENT) is not None else "state_dict")
             # Before weights are loaded, which updates in flight would overwrite.
             self.flush()
-            load_file_together(self._strategy.deepspeed_engine, saved, weights, None, self._order, strict=strict)
+            load_file_together(self._strategy.deepspeed_engine, saved, weights, None, strict=strict)
 
     def load_optimizer(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the optimizer from a file, behind all hooks, which may have changed the state, or removed it for new moments.
-
-        Raises:
-            MisconfigurationException: a hook has changed that of a folder.
-        """
+        """Loads the optimizer from a file, behind all hooks, which may have changed the state, or removed it for new moments."""
         saved, self._file = self._file, None
         states = checkpoint["optimizer_states"]
         if saved is None:
@@ -360,7 +331,7 @@ class TrainerCheckpoints:
                 StatesInFolder()["changed"]
         elif states:
             with self.saves.undisturbed():
-                load_file_together(self._strategy.deepspeed_engine, saved, None, saved.optimizer_state, self._order)
+                load_file_together(self._strategy.deepspeed_engine, saved, None, saved.optimizer_state)
 
     def remove(self, path: Any) -> None:
         """Removes a checkpoint, which another one replaces: behind the other's save, and not if that has failed."""
@@ -377,7 +348,12 @@ class TrainerCheckpoints:
 
     def _remove(self, path: Any) -> None:
         if self._strategy.is_global_zero:
+            place = place_of(path)
+            io = io_of(place, self._strategy.checkpoint_io)
             try:
-                remove_at(path, self._strategy.checkpoint_io)
+                if io is None:
+                    remove(Path(place))
+                else:
+                    io.remove_checkpoint(path)
             except IsADirectoryError as error:
                 rank_zero_warn(f"nothing was removed: {error}")  # `ModelCheckpoint` goes on without it

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from typing import Any, NamedTuple
@@ -36,16 +36,11 @@ class StepResult(NamedTuple):
 
 
 class Training:
-    """One model's training on one rank, held by the engine's optimizer and by the front.
-
-    Args:
-        config: configuration.
-        resources: cores and memory of the rank.
-        calls: what the front's user calls, for messages.
-        frozen: parameters of the user's optimizer that were frozen at setup and cannot be trained, by name.
+    """One model's training on one rank, held by the engine's optimizer and by the front. `frozen` are parameters of the user's optimizer
+    that were frozen at setup and cannot be trained.
 
     Attributes:
-        config, calls: as given.
+        order: names of the parameters of each group of the user's optimizer, frozen ones as well; of trained ones unless it is given.
         max_norm: largest norm of the whole gradient after clipping; also of a step that is complete already. 0: no clipping. Infinity: no
             clipping, which backward passes do not rely on.
         factor: what the user's code has multiplied to all gradients of the step that is next: 0-D float32; None: nothing.
@@ -56,9 +51,14 @@ class Training:
     """
 
     def __init__(
-        self, config: ZenFlowConfig, resources: RankResources, calls: Calls, frozen: Mapping[str, Tensor]
+        self,
+        config: ZenFlowConfig,
+        resources: RankResources,
+        calls: Calls,
+        frozen: Mapping[str, Tensor],
+        order: Sequence[Sequence[str]] = (),
     ) -> None:
-        self.config, self.calls = config, calls
+        self.config, self.calls, self.order = config, calls, order
         self.max_norm = 0.0
         self.factor: Tensor | None = None
         self._resources, self._frozen = resources, frozen
@@ -68,17 +68,14 @@ class Training:
         self._process, self._thread = os.getpid(), threading.get_ident()
 
     def start(self, part: RankPart, engine: Engine, *, serves: GradientSource | None = None) -> None:
-        """Makes the arena, which takes the place of the engine's memory, and starts the worker; all ranks call it together.
-
-        Args:
-            part: this rank's part of the state.
-            engine: what is around the training.
-            serves: where gradients are read that are asked for in `parameter.grad`; None: such uses are refused.
+        """Makes the arena, which takes the place of the engine's memory, and starts the worker; all ranks call it together. `serves` reads
+        gradients that are asked for in `parameter.grad`; None: such uses are refused.
         """
         self.parts, self.host_state = parts, host_state = build(self.config, part, self._resources)
         self._worker, self.telemetry = parts.rank.worker, parts.rank.telemetry
         self._engine, self._optimizer = engine, part.optimizer
         self.shapes_by_group = [{name: part.shapes[name] for name in group} for group in part.groups]
+        self.order = self.order or list(map(list, part.groups))
         in_order = list(part.parameters.values())
         self.slice_of = {in_order[s.parameter]: number for number, s in enumerate(parts.rank.partition.slices)}
         self.steps = ZenFlowStep(
@@ -163,11 +160,8 @@ class Training:
         return norm
 
     def step(self, *, asks_finite: bool, refuses_unused: bool) -> StepResult | None:
-        """One optimizer step; None: there was no gradient since the last one.
-
-        Args:
-            asks_finite: whether the host needs to know if the step has changed weights, and waits for the device.
-            refuses_unused: whether the step must have used every parameter. A collective then.
+        """One optimizer step; None: there was no gradient since the last one. With `asks_finite` the host waits for the device to know
+        whether weights have changed; with `refuses_unused` the step must have used every parameter, and this is a collective.
         """
         self._follow_dropped()
         if self.steps.micro_batches == 0:
@@ -205,11 +199,8 @@ class Training:
         self.taken.clear()
 
     def flush(self) -> None:
-        """Makes arena and weights the exact state of all steps so far; drops the gradients of a step that is complete.
-
-        Raises:
-            WorkerError: the worker has ended, or an interrupted step has been submitted to it; the exact state is lost.
-            RuntimeError: this process was forked from the one that trains.
+        """Makes arena and weights the exact state of all steps so far; drops the gradients of a step that is complete. WorkerError if the
+        exact state is lost: the worker has ended, or an interrupted step has been submitted to it.
         """
         if self.is_elsewhere:
             raise RuntimeError(
@@ -248,9 +239,8 @@ class Training:
 
         Args:
             weights: master weights by name, [*shape of the parameter], any type; others stay.
-            saved: "count" of applied steps, and "counts" of each parameter's own by name, the same where there is none; "groups" of
-                hyperparameters; "moments" by key and name, 0 where there is none; and "zenflow", this rank's `state_dict` or None. None:
-                weights only.
+            saved: "count" of applied steps, and "counts" of each parameter's own, the same where there is none; "groups" of options;
+                "moments" by key and name, 0 where there is none; "zenflow", this rank's `state_dict` or None. None: weights only.
         """
         for name, shape in self.full_state.shapes.items():
             if name in weights:
@@ -281,11 +271,8 @@ class Training:
             )
 
     def end(self, *, keep_state: bool | None = None) -> None:
-        """Ends the worker and releases the shared memory. May be called again.
-
-        Args:
-            keep_state: whether master weights and moments stay readable for as long as the engine's tensors live, after a regular end of
-                the worker; if not, the worker is killed. None: if they are exact.
+        """Ends the worker and releases the shared memory. May be called again. With `keep_state` master weights and moments stay readable
+        for as long as the engine's tensors live; without, the worker is killed. None: they are kept if they are exact.
         """
         worker, rank = self._worker, self.parts.rank
         if keep_state is None:
@@ -314,7 +301,7 @@ class Training:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether this process is a fork of the one that trains, which has neither the worker nor the arena's memory."""
+        """Whether this process is a fork of the one that trains, as behind `sys.exit` in a child that a hook has forked."""
         return os.getpid() != self._process
 
     def start_epoch(self, epoch: int) -> None:

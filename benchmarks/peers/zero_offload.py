@@ -20,9 +20,9 @@ from typing_extensions import override
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.partition import Tile
 from lightning_zenflow.deepspeed.config import set_bucket_size
-from lightning_zenflow.deepspeed.construction import in_place_of_deepspeeds, training_engine
 from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
+from lightning_zenflow.deepspeed.trained_engine import in_place_of_deepspeeds, training_engine
 from lightning_zenflow.worker.moments import CodedMoment, CodedMoments, first_scales
 
 

@@ -16,18 +16,8 @@ from lightning_zenflow.worker.moments import Moment
 
 
 class FullState:
-    """Reads and writes the state of one parameter on all ranks, in the arena. Methods are collective where they do not say otherwise.
-
-    Args:
-        step: the rank's step.
-        parts: its components.
-        states: `HostState.states`.
-        part: of its parameters.
-        flush: makes the arena exact.
-
-    Attributes:
-        parameters, shapes: those of `part`.
-        names: of the parameters.
+    """Reads and writes the state of one parameter on all ranks, in the arena (`states` are `HostState.states`), which `flush` makes exact.
+    Methods are collective where they do not say otherwise.
     """
 
     def __init__(
@@ -48,11 +38,7 @@ class FullState:
 
     def read(self, name: str, optim_state_key: str | None = None) -> Tensor:
         """Exact state of a parameter after the last step, [*shape of the parameter] float32, on its device; waits for pending updates.
-        RuntimeError between the last backward pass of a step and the step, and as of `flush`.
-
-        Args:
-            name: of the parameter.
-            optim_state_key: None: the weight; "exp_avg" or "exp_avg_sq": a moment.
+        RuntimeError between the last backward pass of a step and the step, and as of `flush`. The weight, or by `optim_state_key` a moment.
         """
         state = self._exact(name, optim_state_key)
         return self._whole(name, lambda _, s: state.read(s.begin, s.numel))

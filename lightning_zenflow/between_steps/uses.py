@@ -33,12 +33,6 @@ class WrittenWeights:
     In the order of a step: `begin_updates` where updates begin, `note_arrival` for each gradient from there on, `refuse` before the step,
     `note` behind it. Before the next step's first pass, and before each flush, `look` copies what differs from what was noted; right after
     the flush, `take_over` makes the copies the master weights.
-
-    Args:
-        steps: the rank's steps.
-        parts: their components.
-        part: of their parameters.
-        calls: the front's.
     """
 
     def __init__(self, steps: ZenFlowStep, parts: StepParts, part: RankPart, calls: Calls) -> None:
@@ -88,18 +82,8 @@ class WrittenWeights:
         """Notes that our own updates change weights from here on, until `note`."""
         self._sums = None
 
-    @property
-    def _shows_exact(self) -> bool:
-        """Whether the model's weights were those of all steps before the user's write."""
-        schedule = self._jobs.schedule
-        # Behind a change of the schedule, gradients may be late from before.
-        nothing_late = self._jobs.shows_exact and (schedule.update_interval, schedule.publish_lag) == (1, 0)
-        return self._steps.is_exact or nothing_late
-
     def look(self) -> bool:
-        """Copies what the user has written since `note`, before a flush overwrites it, or refuses it; returns whether there is something
-        for `take_over`, on any rank.
-        """
+        """Copies what the user has written since `note`, before a flush, or refuses it; returns whether any rank has to `take_over`."""
         found, on_any_rank = self._counted(), self._found
         # Between passes only what differs has been written.
         between_passes = self._steps.micro_batches > 0
@@ -126,7 +110,10 @@ class WrittenWeights:
                     "through `parameter.data`, which goes unnoticed behind most steps: write to the parameter itself,"
                     " under `torch.no_grad()`",
                 )
-        if found and not self._shows_exact:
+        schedule = self._jobs.schedule
+        # Whether the weights were those of all steps before. Behind a change of the schedule, gradients may be late from before it.
+        nothing_late = self._jobs.shows_exact and (schedule.update_interval, schedule.publish_lag) == (1, 0)
+        if found and not (self._steps.is_exact or nothing_late):
             self._refuse(
                 found,
                 "in place while updates of it are pending: call the strategy's `flush()` before the first write, or set"
@@ -143,9 +130,7 @@ class WrittenWeights:
 
     @torch.no_grad()
     def take_over(self) -> bool:
-        """Makes what `look` has copied the model's weights and, where the elements differ, the master weights; right after a flush. Returns
-        whether there was something, on any rank.
-        """
+        """Makes what `look` has found the model's weights and, where elements differ, the master weights; right after a flush."""
         for number, theirs in self._kept.items():
             s = self._slices[number]
             master = self._rank.arena.master.narrow(0, s.begin, s.numel)
@@ -311,12 +296,7 @@ class TakenGradients:
 class WeightsInUpdate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # nor are the methods typed
     """Refuses operations of torch that read or write the weights' memory, from `begin` to `end`, in the thread that calls both: a forward
     pass, a copy, `state_dict`, pickling. An operation that is refused has changed nothing. What reads the memory without an operation is
-    not seen: `tolist` of a weight on the CPU.
-
-    Args:
-        weights: flat tensors in whose memory all trained weights are, or this rank's pieces of them.
-        part: of the parameters.
-        calls: the front's.
+    not seen: `tolist` of a weight on the CPU. `weights` are flat tensors in whose memory all trained weights are, or this rank's pieces.
     """
 
     def __init__(self, weights: Iterable[Tensor], part: RankPart, calls: Calls) -> None:

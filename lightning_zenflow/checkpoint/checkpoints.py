@@ -10,11 +10,16 @@ Behind an error nothing of the new checkpoint remains, and the one before is as 
 """
 
 import errno
+import logging
 import os
+import pickle
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextvars import copy_context
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,50 +28,26 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
+from torch import Tensor, UntypedStorage
 
-from lightning_zenflow.checkpoint.background import BackgroundSaves
+# Private: what `torch.save` consists of, and what finds the tensors in nested containers.
+from torch.serialization import DEFAULT_PROTOCOL, _open_zipfile_writer, _save
+from torch.utils._pytree import tree_leaves
+
 from lightning_zenflow.checkpoint.engine import FolderSource
-from lightning_zenflow.checkpoint.files import FileContent, StagedSave, place_of, remove, sync_all
-from lightning_zenflow.checkpoint.single_file import FILE_KEY, WholeState
+from lightning_zenflow.checkpoint.files import FileContent, StagedSave, place_of, sync_all
+from lightning_zenflow.checkpoint.single_file import FileSource
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.core.process import in_common, raising_together
+from lightning_zenflow.core.process import all_agree, in_common, new_pages, raise_together, raising_together
 from lightning_zenflow.core.saved_tensors import DiskCopies
 from lightning_zenflow.deepspeed.environment import Strategy
-from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, is_elsewhere
+from lightning_zenflow.deepspeed.trained_engine import TrainedEngine
 from lightning_zenflow.deepspeed.users_module import as_in_training, pickled_as_before
-from lightning_zenflow.worker.machine import allowed_cores
+from lightning_zenflow.worker.machine import allowed_cores, free_host_memory
 from lightning_zenflow.worker.process import WorkerError
 
-
-@dataclass(frozen=True, kw_only=True)
-class FileSource:
-    """What is saved as one file, which rank 0 writes."""
-
-    state: WholeState
-    content: Callable[[WholeState], Mapping[str, Any]]
-    """What the file has, when `state` is put together."""
-    path: Any
-    io: CheckpointIO | None
-    """Writes the file to `path`; None: this package."""
-    storage_options: Any
-
-    def __post_init__(self) -> None:
-        """Refuses options that nothing reads."""
-        if self.io is None and self.storage_options is not None:
-            given = self.storage_options
-            raise TypeError(f"storage_options must be None without a plugin that reads them, got {given!r}")
-
-    def files(self, place: Any) -> list[FileContent]:
-        """As of `FolderSource.files`: this rank's."""
-        if dist.get_rank() != 0:
-            return []
-        run_state = self.state.run_state
-        content = {**self.content(self.state), **({} if run_state is None else {FILE_KEY: run_state})}
-        if self.io is None:
-            return [FileContent(content, place)]
-        return [FileContent(content, self.path, partial(self.io.save_checkpoint, storage_options=self.storage_options))]
-
+_log = logging.getLogger(__name__)
 
 Source: TypeAlias = FolderSource | FileSource
 
@@ -97,6 +78,122 @@ def refuse_folder(path: Any, io: CheckpointIO, format_: str) -> None:
         )
 
 
+class BackgroundSaves:
+    """Saves of one rank that a thread finishes, one at a time, and what has to come after each. The training thread calls all methods.
+    `timeout` limits the threads' waits for each other; None: torch's default.
+    """
+
+    def __init__(self, *, ranks_on_host: int, timeout: timedelta | None) -> None:
+        self._ranks_on_host = ranks_on_host
+        # A group of their own: the training thread's collectives have another order on every rank.
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._thread = ThreadPoolExecutor(1, "zenflow-save")
+        self._under_way: list[Future[None]] = []
+        # By size: memory of the save before, which is used again, and of the present one. Memory that is new takes four times as long to
+        # write.
+        self._before, self._present = defaultdict[int, list[Tensor]](list), defaultdict[int, list[Tensor]](list)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether there is a save whose end nothing has waited for; the same on all ranks."""
+        return bool(self._under_way)
+
+    def copied(self, content: Any, on_disk: DiskCopies) -> "Archive | None":
+        """What `torch.save` would write of `content` at present; None where host memory has no room for a copy of its tensors. Tensors in
+        `on_disk`, which this save has copied already, stay where they are.
+        """
+        sizes: dict[int, int] = {}
+        for tensor in (leaf for leaf in tree_leaves(content) if isinstance(leaf, Tensor)):
+            # A sparse one has none.
+            with suppress(Exception):
+                storage = tensor.untyped_storage()
+                sizes[storage.data_ptr()] = 0 if on_disk.has(storage.data_ptr()) else storage.nbytes()
+        new = Counter(sizes.values()) - Counter({n_bytes: len(kept) for n_bytes, kept in self._before.items()})
+        needed, free = self._ranks_on_host * sum(new.elements()), free_host_memory()
+        if needed > free.n_bytes:
+            _log.warning(
+                f"ZenFlow: async_checkpoints: a copy of what a file has needs {needed / 2**30:.2f} GiB of host memory for"
+                f" {self._ranks_on_host} rank(s), but {free.n_bytes / 2**30:.2f} GiB are available ({free.limit}): training waits until the"
+                " file is written"
+            )
+            return None
+        archive = Archive(partial(self._copy_of, on_disk))
+        _save(content, archive, pickle, DEFAULT_PROTOCOL, False)  # type: ignore[no-untyped-call]
+        return archive
+
+    def _copy_of(self, on_disk: DiskCopies, storage: UntypedStorage) -> UntypedStorage:
+        n_bytes = storage.nbytes()
+        if n_bytes == 0 or on_disk.has(storage.data_ptr()):
+            return storage
+        kept = self._before[n_bytes]
+        self._present[n_bytes].append(kept.pop() if kept else new_pages(n_bytes))
+        return self._present[n_bytes][-1].untyped_storage().copy_(storage)
+
+    def start(self, finish: Callable[..., None]) -> None:
+        """Begins a save, after `wait`; all ranks call it together. The thread calls `finish`, with the group of its collectives."""
+        assert not self._under_way
+        # torch's settings for files are variables of the context.
+        self._under_way.append(self._thread.submit(copy_context().run, finish, group=self._group))
+        # At once, too: the training thread raises the error at its next save or flush only.
+        self._under_way[0].add_done_callback(_log_error)
+
+    def behind(self, call: Callable[[], None]) -> None:
+        """Calls a function after the save that is under way, if that succeeds."""
+        save = self._under_way[0]
+        self._under_way.append(self._thread.submit(lambda: call() if save.exception() is None else None))
+
+    def wait(self, *, together: bool = True) -> None:
+        """Waits for the save that is under way; each save begins so. OSError if it, or what was to come behind it, has failed, on this rank
+        or, with `together`, when all ranks call it, on another one.
+        """
+        wait(self._under_way)
+        ended, self._under_way = self._under_way, []
+        if self._present:
+            self._before, self._present = self._present, defaultdict(list)
+        error = next((error for future in ended if (error := future.exception()) is not None), None)
+        if ended and together:
+            raise_together(error, OSError)
+        elif error is not None:
+            raise error
+
+    def check(self) -> None:
+        """Raises what `wait` does if the save has ended on all ranks, which call it together."""
+        if self._under_way and all_agree(all(future.done() for future in self._under_way)):
+            self.wait()
+
+    def close(self, *, together: bool) -> None:
+        """Ends the thread behind `wait`, whose errors it raises."""
+        try:
+            self.wait(together=together)
+        finally:
+            self._thread.shutdown()
+            if dist.is_initialized():
+                dist.destroy_process_group(self._group)
+
+
+def _log_error(save: Future[None]) -> None:
+    if (error := save.exception()) is not None:
+        _log.error("ZenFlow: %s", error)
+
+
+class Archive:
+    """The records of a file of torch, which are written later. `torch.save` takes it for its `torch._C.PyTorchFileWriter`."""
+
+    def __init__(self, copy_of: Callable[[UntypedStorage], UntypedStorage]) -> None:
+        self._copy_of = copy_of
+        self._records: list[tuple[str, Any, int]] = []
+
+    def write_record(self, name: str, data: Any, n_bytes: int) -> None:
+        """As torch's method."""
+        self._records.append((name, self._copy_of(data) if isinstance(data, UntypedStorage) else data, n_bytes))
+
+    def write(self, opened: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Writes all to the file that `opened` makes."""
+        with opened() as file, _open_zipfile_writer(file) as writer:
+            for record in self._records:
+                writer.write_record(*record)
+
+
 class Checkpoints:
     """Those of one strategy. All ranks call the methods together."""
 
@@ -118,7 +215,8 @@ class Checkpoints:
     def end(self, *, together: bool) -> None:
         """Ends what is in the background; `together` is false behind an error, when the ranks end alone."""
         background, self.background = self.background, None
-        if background is not None and not is_elsewhere(self.trained):
+        is_elsewhere = self.trained is not None and self.trained.training.is_elsewhere
+        if background is not None and not is_elsewhere:
             # Otherwise training ends with another error, and the thread has logged this one.
             with nullcontext() if together else suppress(Exception):
                 background.close(together=together)
@@ -136,18 +234,9 @@ class Checkpoints:
     def save(
         self, path: Any, source: Source, config: ZenFlowConfig, io: CheckpointIO, *, at_once: bool = False
     ) -> None:
-        """Saves the exact state after the last step, atomically.
-
-        Args:
-            path: of the checkpoint; an existing one is replaced.
-            source: what is saved.
-            config: says how.
-            io: Lightning's. A plugin of the user's decides itself when it writes.
-            at_once: whether the checkpoint must be there at the end of the call, whatever `async_checkpoints` says.
-
-        Raises:
-            OSError: the save failed, and the checkpoint before is as it was; or the one before, in the background, and this one is made.
-            WorkerError: the exact state is lost, or an exception has interrupted the ranks in different steps.
+        """Saves the exact state after the last step, atomically; an existing checkpoint is replaced. With `at_once` it is there at the end
+        of the call, whatever `async_checkpoints` says; a plugin of the user's decides itself when it writes. OSError if the save failed,
+        and the checkpoint before is as it was; or the one before, in the background, and this one is made.
         """
         before: OSError | None = None
         try:
@@ -174,23 +263,9 @@ class Checkpoints:
             raise before
 
 
-def remove_at(path: Any, io: CheckpointIO) -> None:
-    """Removes a checkpoint, on one rank; raises OSError if that fails."""
-    place = place_of(path)
-    if (own := io_of(place, io)) is not None:
-        own.remove_checkpoint(path)
-    else:
-        remove(Path(place))
-
-
 def save_together(path: Path | str, source: Source, *, sync: bool, background: BackgroundSaves | None) -> None:
-    """Gathers, writes and commits a checkpoint, as above. A collective: all ranks must call it.
-
-    Args:
-        path: that of rank 0 counts. A string: `source` writes all of it.
-        source: what is saved.
-        sync: whether the checkpoint must survive a failure of power.
-        background: finishes the save behind this call; None: all is done at the end.
+    """Gathers, writes and commits a checkpoint, as above. A collective: all ranks must call it. The `path` of rank 0 counts; if it is a
+    string, `source` writes all of it. `background` finishes the save behind this call; None: all is done at the end.
     """
     staged: StagedSave | None = None
     with ExitStack() as ending:

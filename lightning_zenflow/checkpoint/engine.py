@@ -2,7 +2,7 @@
 and its *client state*, what a folder has beside the engine's and the optimizer's state, as Lightning and callbacks have it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -53,10 +53,7 @@ _OF_THE_ENGINE = (
 
 
 class ZenFlowEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no type information
-    """DeepSpeed's engine, whose checkpoints have the exact state and continue the run bit for bit. All ranks call its methods together.
-
-    DeepSpeed's `load_checkpoint` reads folders of as many ranks only, and under stage 3 gathers the whole model on every rank.
-    """
+    """DeepSpeed's engine, whose checkpoints have the exact state and continue the run bit for bit. All ranks call its methods together."""
 
     optimizer: ZenFlowOptimizer
     lr_scheduler: Any
@@ -160,9 +157,7 @@ class StatesInFolder(dict[str, Any]):
 
 
 def as_lightning_saved(client_state: Mapping[str, Any], module: pl.LightningModule) -> dict[str, Any]:
-    """The loaded client state with the entries that callbacks expect; of a model in pieces without whole weights, as under plain
-    `DeepSpeedStrategy`.
-    """
+    """The loaded client state with the entries that callbacks expect; without whole weights where the model is in pieces."""
     checkpoint = {**client_state, "optimizer_states": [StatesInFolder()]}
     if is_in_pieces(module):
         return checkpoint
@@ -204,10 +199,8 @@ def _loading(path: Path | str) -> Iterator[None]:
 
 
 def read_file_together(path: Any, io: CheckpointIO | None, *, weights_only: bool | None) -> SavedFile | None:
-    """Reads a checkpoint that is one file; None: it is a folder. A collective: all ranks must call it.
-
-    Without `io`, by which it is read, what a killed save was replacing is put back first, and the file, or a folder's of the model, is
-    verified. `weights_only` is that of `torch.load`. Raises CheckpointError if it is missing or damaged.
+    """Reads a checkpoint that is one file; None: it is a folder. A collective: all ranks must call it. Without `io`, by which it is read,
+    what a killed save was replacing is put back first, and the file, or a folder's of the model, is verified.
     """
     place, is_file = place_of(path), [True]
     if io is None:
@@ -230,17 +223,11 @@ def read_file_together(path: Any, io: CheckpointIO | None, *, weights_only: bool
 def load_together(
     engine: Any, path: Path, *, strict: bool, optimizer_states: bool = True, tag: str | None = None
 ) -> dict[str, Any]:
-    """Loads model and optimizer from a folder of any number of ranks, after `read_file_together`. A collective: all ranks must call it.
+    """Loads model and optimizer from a folder of any number of ranks, after `read_file_together`; from `tag` in `path`, or from the one
+    that was saved last. Returns the client state. A collective: all ranks must call it.
 
-    Args:
-        engine: DeepSpeed's engine; without an optimizer of this package only weights are loaded.
-        path: path of the checkpoint.
-        strict: whether the model must have exactly the saved weights and buffers.
-        optimizer_states: whether the optimizer's state is loaded, and not only weights.
-        tag: folder in `path`; None: the one that was saved last.
-
-    Returns:
-        The client state. Behind a CheckpointError nothing has been loaded, unless the model's weights do not fit.
+    Only weights are loaded without `optimizer_states`, or where the engine has no optimizer of this package. Behind a CheckpointError
+    nothing has been loaded, unless the model's weights do not fit.
     """
     optimizer = optimizer_of(engine)
     groups = [] if optimizer is None else optimizer.training.shapes_by_group
@@ -286,19 +273,11 @@ def load_file_together(
     saved: SavedFile,
     weights: Mapping[str, Any] | None,
     states: Mapping[str, Any] | None,
-    order: Sequence[Sequence[str]],
     *,
     strict: bool = True,
 ) -> None:
-    """Loads model and optimizer from one file. A collective: all ranks must call it.
-
-    Args:
-        engine: DeepSpeed's engine; without an optimizer of this package only weights are loaded.
-        saved: the file.
-        weights: the saved module's state dict; None: they have been loaded.
-        states: the state dict of the saved optimizer; None: only weights are loaded.
-        order: as of `WholeState`.
-        strict: whether the model must have exactly the saved weights and buffers.
+    """Loads from one file `weights`, the module's state dict (None: they have been loaded), and `states`, that of the optimizer (None: only
+    weights are loaded, as where the engine has no optimizer of this package). A collective: all ranks must call it.
     """
     optimizer = optimizer_of(engine)
     if optimizer is None:
@@ -307,7 +286,7 @@ def load_file_together(
         return
     state: Mapping[str, Any] | None
     with _loading(saved.path):
-        state = None if states is None else saved.state_for(optimizer, order, states)
+        state = None if states is None else saved.state_for(optimizer, states)
     if state is not None:
         state = _begun_alike(saved.path, state, optimizer)
     with optimizer.loading(), _loading(saved.path):

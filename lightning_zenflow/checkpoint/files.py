@@ -34,15 +34,8 @@ _REPLACED = ".zenflow-replaced"
 
 
 class StagedSave:
-    """A checkpoint that is being saved.
-
-    Args:
-        path: path of the checkpoint.
-        sync: whether the checkpoint must survive a failure of power. Other processes sync their files themselves.
-        is_file: whether it is a single file.
-
-    Attributes:
-        content: what becomes the checkpoint: an empty directory for its files, or the file to be written.
+    """A checkpoint that is being saved, of which `content` becomes the checkpoint: an empty directory for its files, or the file to be
+    written. With `sync` it survives a failure of power, if other processes sync their files themselves.
     """
 
     def __init__(self, path: Path, *, sync: bool, is_file: bool = False) -> None:
@@ -55,7 +48,11 @@ class StagedSave:
         if sync:
             sync_all(folder.parent for folder in created)
         recover(path)
-        _clear(path)
+        # Another process that saves this checkpoint has lost its files, which it finds out in `commit`.
+        for leftover in (*path.parent.glob(_beside(path, token="*").name), _replaced_path(path)):
+            # What cannot be deleted, as another user's, is no reason not to save.
+            with contextlib.suppress(OSError):
+                _discard(leftover, path)
         self._folder = _beside(path)
         # Where another process has cleared this folder, a rank that has more to write may make it again, without this.
         self._mark = self._folder / "begun"
@@ -144,16 +141,6 @@ def sync_all(paths: Iterable[Path]) -> None:
                 raise
         finally:
             os.close(fd)
-
-
-def _clear(path: Path) -> None:
-    """Deletes what killed saves and removals of a checkpoint have left, behind `recover`. Another process that saves it has lost its files,
-    which it finds out in `StagedSave.commit`.
-    """
-    for leftover in (*path.parent.glob(_beside(path, token="*").name), _replaced_path(path)):
-        # What cannot be deleted, as another user's, is no reason not to save.
-        with contextlib.suppress(OSError):
-            _discard(leftover, path)
 
 
 def _beside(path: Path, token: str = "") -> Path:

@@ -193,15 +193,8 @@ class SavedCheckpoint:
         return {**state, CHECKPOINT_KEY: copy.deepcopy(ours)}
 
     def state_for(self, rank: int, layouts: Sequence[Layout], *, world_size: int) -> dict[str, Any]:
-        """State of one rank of this run, redistributed if ranks or order of the parameters are others. One rank's file is read at a time.
-
-        Args:
-            rank: rank of this run.
-            layouts: of each flat buffer in this run. Under stage 3 a parameter group may have several.
-            world_size: number of ranks of this run.
-
-        Returns:
-            The argument of `ZenFlowOptimizer.load_partitions`. Redistributed states are float32, copied, and 0 in padding.
+        """State of one rank of this run, for `ZenFlowOptimizer.load_partitions`; redistributed, then float32, copied, and 0 in padding, if
+        ranks or order of the parameters are others. One rank's file is read at a time. `layouts` are those of the flat buffers in this run.
         """
         own_rank = rank if world_size == self.world_size else 0
         own = self.optimizer_state(own_rank)
@@ -243,15 +236,8 @@ class SavedCheckpoint:
         ]
 
     def weights_for(self, rank: int, shapes: Mapping[str, Sequence[int]], *, world_size: int) -> dict[str, Tensor]:
-        """A rank's pieces of parameters, of a folder of stage 3. One rank's file is read at a time.
-
-        Args:
-            rank: rank of this run.
-            shapes: of the whole parameters in this run, by the first of their names.
-            world_size: number of ranks of this run.
-
-        Returns:
-            For each name that is saved [ceil(numel / world_size)], in the type of the saved model, on the CPU; 0 in padding.
+        """A rank's pieces of the saved parameters of a folder of stage 3, [ceil(numel / world_size)], in the type of the saved model, on
+        the CPU; 0 in padding. `shapes` are of the whole parameters in this run, by their first names. One rank's file is read at a time.
         """
         module, of_frozen = self.model_states["module"], self.model_states.get(FROZEN_PARAM_SHAPES) or {}
         saved = {n: s for of_buffer in (*self._shapes, of_frozen) for n, s in of_buffer.items() if n in module}

@@ -18,8 +18,10 @@ user's own objects is loaded by ``torch.load(path, weights_only=True)``.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,10 @@ import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero import GatheredParameters
+from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 
-from lightning_zenflow.checkpoint.files import refusal, refuse_other_version
+from lightning_zenflow.checkpoint.files import FileContent, refusal, refuse_other_version
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.process import in_common
 from lightning_zenflow.core.saved_tensors import DiskCopies, parts_on_disk
@@ -53,13 +56,12 @@ class WholeState:
     One rank's float32 states are written from where they are, all others from `DiskCopies`: torch writes a file when all of it is there.
 
     Args:
-        engine: DeepSpeed's, of the model.
+        engine: of the model.
         optimizer: the one that trains or has trained the model, if any.
-        order: names of the parameters of each group of the user's optimizer.
         weights: the module's state dict, as hooks have left it.
         moments: whether the optimizer's state is saved.
         without_frozen: whether weights are left out that are not trained at present.
-        handed: the state dict that hooks were given; empty where there are none.
+        handed: the state dict that hooks were given, if there are some.
 
     Attributes:
         weights: the same dict, and in `gathered`, on rank 0, with whole master weights where the module shows these and an entry is the
@@ -72,14 +74,13 @@ class WholeState:
         self,
         engine: DeepSpeedEngine,
         optimizer: ZenFlowOptimizer | None,
-        order: Sequence[Sequence[str]],
         weights: dict[str, Any],
         *,
         moments: bool,
         without_frozen: bool = False,
         handed: Mapping[str, Any] | None = None,
     ) -> None:
-        self._engine, self._optimizer, self._order, self.weights = engine, optimizer, order, weights
+        self._engine, self._optimizer, self.weights = engine, optimizer, weights
         self._firsts = further_names(engine.module)
         # A user may have replaced parameters since training ended.
         self._parameters: dict[str, Any] = dict(engine.module.named_parameters())
@@ -203,7 +204,8 @@ class WholeState:
         if len(self._keys) == 1:
             return
         assert self._optimizer is not None and self.run_state is not None
-        numbers = {name: i for i, name in enumerate(n for of_group in self._order for n in of_group)}
+        order = self._optimizer.training.order
+        numbers = {name: i for i, name in enumerate(n for of_group in order for n in of_group)}
         counts = self.run_state["ranks"][0]["counts"]
         self.optimizer_state = {
             "state": {
@@ -215,9 +217,38 @@ class WholeState:
             },
             "param_groups": [
                 {**group, "params": [numbers[name] for name in names]}
-                for group, names in zip(self._optimizer.optimizer.param_groups, self._order, strict=True)
+                for group, names in zip(self._optimizer.optimizer.param_groups, order, strict=True)
             ],
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSource:
+    """What is saved as one file, which rank 0 writes."""
+
+    state: WholeState
+    content: Callable[[WholeState], Mapping[str, Any]]
+    """What the file has, when `state` is put together."""
+    path: Any
+    io: CheckpointIO | None
+    """Writes the file to `path`; None: this package."""
+    storage_options: Any
+
+    def __post_init__(self) -> None:
+        """Refuses options that nothing reads."""
+        if self.io is None and self.storage_options is not None:
+            given = self.storage_options
+            raise TypeError(f"storage_options must be None without a plugin that reads them, got {given!r}")
+
+    def files(self, place: Any) -> list[FileContent]:
+        """As of `FolderSource.files`: this rank's."""
+        if dist.get_rank() != 0:
+            return []
+        run_state = self.state.run_state
+        content = {**self.content(self.state), **({} if run_state is None else {FILE_KEY: run_state})}
+        if self.io is None:
+            return [FileContent(content, place)]
+        return [FileContent(content, self.path, partial(self.io.save_checkpoint, storage_options=self.storage_options))]
 
 
 class SavedFile:
@@ -251,9 +282,7 @@ class SavedFile:
         self.content = {k: v if k in mapped else copy.deepcopy(v) for k, v in self.content.items()}
 
     def masters(self, optimizer: ZenFlowOptimizer, weights: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Master weights by the parameters' names, when the module has loaded `weights`: the file's where the module shows these; otherwise
-        those that its loader has made of the file's, or left.
-        """
+        """Master weights by name, when the module has loaded `weights`: the file's where it shows these, otherwise its own."""
         run_state, masters = self._run_state or {}, dict[str, Tensor]()
         # In files of before, where a hook has renamed an entry or, in 16 bits, changed it.
         entries, changed = run_state.get("entries", {}), run_state.get("masters", {})
@@ -270,10 +299,9 @@ class SavedFile:
                 masters[name] = p.detach().to("cpu", torch.float32)
         return masters
 
-    def state_for(
-        self, optimizer: ZenFlowOptimizer, order: Sequence[Sequence[str]], saved: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """This rank's state for `Training.load`, from a `torch.optim.AdamW.state_dict`; `order` as of `WholeState`."""
+    def state_for(self, optimizer: ZenFlowOptimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's state for `Training.load`, from a `torch.optim.AdamW.state_dict`."""
+        order = optimizer.training.order
         if self._run_state is not None:
             refuse_other_version(self.path, self._run_state["ranks"][0], f", {_WEIGHTS_ONLY}")
         groups, sizes = saved["param_groups"], [len(names) for names in order]

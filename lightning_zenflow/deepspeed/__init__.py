@@ -1,4 +1,4 @@
-"""DeepSpeed around a training: configuration, environment, construction of engines, and its optimizers, whose steps are ours. Private names
+"""DeepSpeed around a training: configuration, environment, engines, and its optimizers, whose steps are ours. Private names
 of DeepSpeed are used in this room and in `checkpoint` only, each with a comment that says which and why.
 """
 

@@ -70,18 +70,8 @@ class Settings:
 
 
 def read_settings(config: ConfigSource, options: Mapping[str, Any], lightnings: type[Any], **keys: Any) -> Settings:
-    """Reads and checks the arguments of a strategy. Logs keys of ZenFlow without effect where parameters are in host memory.
-
-    Args:
-        config: source of the keys that are absent; None: the environment variable by which Lightning takes a DeepSpeed configuration, if
-            it is set.
-        options: keywords of Lightning's strategy.
-        lightnings: that strategy.
-        **keys: of `ZenFlowConfig`; None: absent.
-
-    Raises:
-        ValueError: a key has a value that is not allowed.
-        MisconfigurationException: a keyword is unknown; `config` cannot be read, or something asks for what ZenFlow does not support.
+    """Reads and checks the arguments of a strategy: `options` of Lightning's class `lightnings`, `keys` of `ZenFlowConfig` (None: absent),
+    and the source of those that are absent, by default the environment variable by which Lightning takes a DeepSpeed configuration.
     """
     if config is None:
         config = os.environ.get(lightnings.DEEPSPEED_ENV_VAR)
@@ -115,10 +105,8 @@ def of_one_training(config: ZenFlowConfig) -> ZenFlowConfig:
 
 
 def resolve_config(config: ConfigSource, overrides: Mapping[str, Any]) -> tuple[ZenFlowConfig, dict[str, Any] | None]:
-    """Reads a source of `read_settings`, which stays as it is; `overrides` are keys of ``ZenFlowConfig`` given as keywords.
-
-    Returns:
-        The validated config, and a copy of the DeepSpeed config without its ``zenflow`` block, or None if the source has none.
+    """Reads a source of `read_settings`, which stays as it is; `overrides` are keys of ``ZenFlowConfig`` given as keywords. Returns the
+    validated config, and a copy of the DeepSpeed config without its ``zenflow`` block, or None if the source has none.
     """
     # Wrong keywords are not the source's.
     given = ZenFlowConfig(**overrides)
@@ -250,30 +238,21 @@ def prepare_deepspeed_config(
 ) -> dict[str, Any]:
     """A new DeepSpeed config with ZeRO stage 2 or 3, offload to the CPU and an optimizer without compiled kernels. Idempotent.
 
-    Stage 1 becomes stage 2, whose class DeepSpeed has for both.
-
-    Args:
-        config: the user's, without ``zero_optimization.zenflow``, or Lightning's, made from keywords. It is not modified.
-        accumulate_grad_batches: this and the others are the Trainer's, if known; the config must agree with them.
-        gradient_clip_val: a norm.
-        precision: in Lightning's words.
-
-    Raises:
-        MisconfigurationException: ZenFlow does not support a setting; names the path of the key, its value and the allowed values.
+    Stage 1 becomes stage 2, whose class DeepSpeed has for both. `config` is the user's, without ``zero_optimization.zenflow``, or
+    Lightning's, made from keywords; it is not modified, and must agree with the Trainer's values, if these are known.
     """
     result: dict[str, Any] = without(config or {}, None)
     if "bfloat16" in result:
         # The key's old name; DeepSpeed ignores it beside the new one.
         result.setdefault("bf16", result.pop("bfloat16"))
-    for key in (
+    # Set by Lightning from its Trainer and its data loader.
+    of_trainer = {
         "train_batch_size",
         "train_micro_batch_size_per_gpu",
         "gradient_accumulation_steps",
         "gradient_clipping",
-    ):
-        # Set by Lightning from its Trainer and its data loader.
-        if result.get(key) == "auto":
-            del result[key]
+    }
+    result = {key: value for key, value in result.items() if key not in of_trainer or value != "auto"}
     trainer = {"accumulate_grad_batches": accumulate_grad_batches, "gradient_clip_val": gradient_clip_val}
     _refuse(trainer, _TRAINER_RULES, "Trainer")
     _refuse(result, _rules(result, accumulate_grad_batches, gradient_clip_val, precision), "DeepSpeed config")
@@ -298,7 +277,13 @@ def prepare_deepspeed_config(
     if offloads:
         zero["offload_param"] = {"device": "cpu", "pin_memory": False}
     if "optimizer" in result:
-        _prepare_optimizer(result["optimizer"])
+        # Torch's class instead of DeepSpeed's own, whose optimizers default to no decay, torch's AdamW to 0.01.
+        params = result["optimizer"].setdefault("params", {})
+        if not params.get("torch_adam", False):
+            params.setdefault("weight_decay", 0.0)
+        for key in ("bias_correction", "fp32_optimizer_states"):
+            params.pop(key, None)
+        params["torch_adam"] = True
     # The worker replaces the torch optimizer from configure_optimizers; DeepSpeed would ask for its own class.
     result["zero_force_ds_cpu_optimizer"] = False
     result.setdefault("zero_allow_untested_optimizer", True)
@@ -331,9 +316,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def without(config: Any, dropped: str | None) -> Any:
-    """A deep copy in which no key has the value `dropped`. A key with null is absent, as YAML means it: Lightning and DeepSpeed read some
-    of them otherwise.
-    """
+    """A deep copy without keys of the value `dropped`: for null as YAML means it, which Lightning and DeepSpeed read otherwise."""
     if not isinstance(config, Mapping):
         return copy.deepcopy(config)
     return {key: without(value, dropped) for key, value in config.items() if value != dropped}
@@ -378,14 +361,3 @@ def _rules(
         wanted = precision.partition("-")[0] == of_trainer
         instead = f"`Trainer(precision='{'32-true' if wanted else f'{of_trainer}-mixed'}')`"
         yield _only(f"{key}.enabled", wanted, f"the Trainer's precision is {precision!r}; or set {instead}")
-
-
-def _prepare_optimizer(optimizer: dict[str, Any]) -> None:
-    """Makes DeepSpeed build torch's class instead of its own, with DeepSpeed's defaults."""
-    params = optimizer.setdefault("params", {})
-    if not params.get("torch_adam", False):
-        # DeepSpeed's optimizers default to no decay, torch's AdamW to 0.01.
-        params.setdefault("weight_decay", 0.0)
-    for key in ("bias_correction", "fp32_optimizer_states"):
-        params.pop(key, None)
-    params["torch_adam"] = True

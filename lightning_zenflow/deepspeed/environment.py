@@ -1,15 +1,14 @@
 """What Lightning's plugins are around DeepSpeed's engines: the CPU as accelerator, a rank's devices, process group and variables, and the
-precision, with types of weights and batches as under Lightning's other strategies.
+precision, with types of weights and batches as under Lightning's other strategies, and what `torch.autocast` lacks.
 """
 
 import logging
 import os
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,12 +21,12 @@ from lightning.pytorch.strategies import DeepSpeedStrategy as TrainersStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.library import Library
 from torch.nn import Module
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
-from lightning_zenflow.core.autocast import complete_autocast
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.process import one_at_a_time, refuse_inherited_group, variables
 
@@ -69,17 +68,6 @@ def use_cpu_accelerator() -> None:
         set_accelerator(CpuAccelerator())
 
 
-def refuse_prompt(n_ranks: int) -> None:
-    """Refuses several ranks in a notebook or at Python's prompt."""
-    # As Lightning recognises them.
-    if hasattr(sys, "ps1") or bool(sys.flags.interactive):
-        # Lightning's own error advises a strategy that does not offload.
-        raise MisconfigurationException(
-            f"ZenFlowStrategy: in a notebook or at Python's prompt devices must be 1, got {n_ranks}: other processes need a file to run;"
-            " write one (`%%writefile train.py`) and run it (`!python train.py`)"
-        )
-
-
 def named_device(device: torch.device) -> torch.device:
     """A rank's device by the name that its tensors have."""
     return CPU if device.type == "cpu" else device
@@ -97,13 +85,8 @@ class RankProcess:
 
     @one_at_a_time()
     def set_up(self, strategy: Strategy, lightnings: ModuleType, set_up: Callable[[], None], *, is_alone: bool) -> None:
-        """Prepares accelerator and process group of a strategy.
-
-        Args:
-            strategy: the front's.
-            lightnings: module of Lightning with the strategies that it extends.
-            set_up: the method of its base class.
-            is_alone: whether there is one rank, which has all batches and whose seeds are as under ``strategy="auto"``.
+        """Prepares accelerator and process group of a strategy; `lightnings` is Lightning's module with its base class, whose method is
+        `set_up`. With `is_alone` seeds are as under ``strategy="auto"``.
         """
         refuse_inherited_group()
         # With several ranks, Lightning's launcher reads from them in a further fit that the other ranks have been started.
@@ -165,6 +148,43 @@ def restore_types(module: Module) -> None:
         if (before := _types.get(tensor)) is not None:
             tensor.data = tensor.data.to(before)
             del _types[tensor]
+
+
+_WIDENED: dict[str, tuple[int, ...]] = {
+    "batch_norm": (1, 2), "instance_norm": (1, 2), "layer_norm": (2, 3), "group_norm": (2, 3),
+    "addmv": (0, 1, 2), "bilinear": (0, 1, 2, 3), "lerp.Tensor": (0, 1, 2), "embedding_bag.padding_idx": (0, 6),
+    **dict.fromkeys(("dot", "inner", "linalg_cross", "mv", "tensordot", "vdot", "lerp.Scalar"), (0, 1)),
+    # What is written into another tensor; each also in place.
+    **{f"{name}{end}": (2,) for name in ("index_put", "masked_scatter") for end in ("", "_")},
+    **{f"{name}{end}": (3,) for name in ("index_add", "index_copy", "index_reduce", "scatter_add") for end in ("", "_")},
+    **{f"scatter{end}": (3,) for end in (".src", "_.src", "_reduce.two", "_reduce_.two")},
+}  # fmt: skip
+"""Operation of torch -> places of the arguments that become float32 where another one is."""
+
+
+@cache
+def complete_autocast(device: str) -> Library:
+    """Makes these operations run under `torch.autocast` on a type of device with arguments of 16 bits beside float32, as with all of them
+    in float32. Torch has an error there, or a rule of its own, which stays. For the life of the process.
+    """
+    library, key = Library("aten", "IMPL"), f"Autocast{device.upper()}"  # type: ignore[no-untyped-call]
+    for name, places in _WIDENED.items():
+        packet, _, overload = name.partition(".")
+        operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        # Private: torch has no public question for its own rules.
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
+            run = partial(_widened, operation, places, device)
+            library.impl(operation, run, key)  # type: ignore[no-untyped-call]
+    return library
+
+
+def _widened(operation: Any, places: tuple[int, ...], device: str, *args: Any, **keywords: Any) -> Any:
+    types = [getattr(arg, "dtype", None) for arg in args]
+    short = [i for i in places if i < len(args) and types[i] in (torch.bfloat16, torch.float16)]
+    widened = short if torch.float32 in types else []
+    # Without autocast: the operation would come here again.
+    with torch.autocast(device, enabled=False):
+        return operation(*(arg.float() if i in widened else arg for i, arg in enumerate(args)), **keywords)
 
 
 class PlainPrecision(DeepSpeedPrecision):

@@ -29,12 +29,11 @@ _WITHOUT_ELEMENTS = frozenset(
 
 
 class Piece(Tensor):
-    """A rank's piece of a parameter in host memory, as DeepSpeed's `ds_tensor`: what may read or write its elements first waits for
-    the worker's updates of it.
+    """A rank's piece of a parameter in host memory, as DeepSpeed's `ds_tensor`: what may read or write its elements first calls
+    `before_use`, which waits for the worker's updates of it.
     """
 
     before_use: Callable[[], None]
-    """Waits until the worker has written the piece."""
 
     @classmethod
     def of(cls, piece: Tensor, before_use: Callable[[], None]) -> "Piece":
@@ -86,15 +85,8 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
     time after a step, with one rank as soon as it is written.
 
     Private: takes over the state of DeepSpeed's, which is new, and its names, which begin with the name of the class. Each parameter in the
-    registry is INFLIGHT, has a handle, None where its gather has not begun, and is counted as available.
-
-    Args:
-        deepspeeds: coordinator that it replaces.
-        stream: on which DeepSpeed gathers weights; None where the device does not run behind the host.
-        one_rank: whether there is one rank.
-        in_host_memory: whether the pieces are in host memory.
-        before_use: waits until the worker has written the piece of a parameter.
-        is_written: whether that would not wait.
+    registry is INFLIGHT, has a handle, None where its gather has not begun, and is counted as available. The arguments are named as what
+    `ZenFlowZero3Optimizer` has of them: its stream of fetches, whether the worker has written a parameter's piece, and the wait for that.
     """
 
     # Private: its registry of parameters under way, the modules of its trace, the place there, and the elements that are available.

@@ -33,12 +33,8 @@ def balanced_order(numels: Sequence[int], n_ranks: int) -> list[int]:
     not in one n-th of backward, the time that its worker had then. Parameters are dealt out in backward's order, each to the rank that is
     filled least, as a part of its room. Most stay whole: the equal cut moves the ends of the ranks' parts by less than a parameter.
 
-    Args:
-        numels: elements of each parameter, in the module's order, the reverse of which gradients are expected in.
-        n_ranks: number of equal parts.
-
-    Returns:
-        Indexes into `numels`; in the order of the module where there is one rank.
+    `numels` has the elements of each parameter, in the module's order, the reverse of which gradients are expected in. Returns indexes
+    into it; in the order of the module where there is one rank.
     """
     share = sum(numels) / n_ranks
     room, filled = [share] * n_ranks, [0] * n_ranks
@@ -109,9 +105,7 @@ class Layout:
 
 
 def slices_of(layouts: Sequence[Layout], shapes: Mapping[str, Sequence[int]], rank: int) -> list[Slice]:
-    """Slices of a rank's partition, ascending. `Slice.param_group` counts the layouts, of all flat partitions, and `Slice.parameter` the
-    shapes, of the whole parameters by name.
-    """
+    """Slices of a rank's partition, ascending. `Slice.param_group` counts the layouts, and `Slice.parameter` the whole `shapes`."""
     numbers = {name: number for number, name in enumerate(shapes)}
     begins = group_begins([layout.partition_numel for layout in layouts])
     slices = []
@@ -161,14 +155,8 @@ def copy_parts(
     rank: int,
     to: Sequence[Sequence[Tensor]],
 ) -> None:
-    """Copies a rank's part of what other ranks have, one of them at a time.
-
-    Args:
-        read: what a rank has: for each of `sources` its flat tensors, of any type.
-        sources: layouts there.
-        targets: layouts to copy to.
-        rank: rank in `targets`.
-        to: for each of `targets` as many tensors, [partition_numel]; padding is not written.
+    """Copies the part of a `rank` in `targets` of what other ranks have, one of them at a time. `read` gives what a rank has: for each of
+    `sources` its flat tensors, of any type; `to` has for each of `targets` as many, [partition_numel], whose padding is not written.
     """
     copies = [
         (run, s, t)
@@ -188,10 +176,8 @@ def copy_parts(
 
 class ReorderedStates:
     """Copies of this rank's flat partitions for saves to folders, where DeepSpeed's files cannot have the arena's memory: states in another
-    order, and moments without views. On the disk, since they would take as much memory as the states.
-
-    Attributes:
-        copies: during a save for each flat partition copies of the states, the moments last; None: DeepSpeed reads the arena.
+    order, and moments without views. On the disk, since they would take as much memory as the states. `copies` has, during a save, for each
+    flat partition those of the states, the moments last; None: DeepSpeed reads the arena.
     """
 
     def __init__(self, training: Training) -> None:

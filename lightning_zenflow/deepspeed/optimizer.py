@@ -35,18 +35,8 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
     DeepSpeed's of that stage, says where the weights lie and routes the reduced gradients.
 
     DeepSpeed keeps its part: flat model weights, gradient buckets and their reduction, checkpoint format, the engine around it. Its fp32
-    partitions and AdamW's moments are in the arena, where DeepSpeed's own checkpoint code reads them. Gradients and steps go to `training`.
-
-    Args:
-        *args: as DeepSpeed's.
-        training: what the constructor starts.
-        users: the user's optimizer; None: the DeepSpeed configuration has one.
-        **kwargs: as DeepSpeed's.
-
-    Attributes:
-        training, users: as given.
-        reordered: what saves of folders copy.
-        sleep: memory that has left the device.
+    partitions and AdamW's moments are in the arena, where DeepSpeed's own checkpoint code reads them. Gradients and steps go to `training`,
+    which the constructor starts.
     """
 
     namespace: ClassVar[ModuleType]
@@ -135,14 +125,10 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
     def gather_weights(self) -> None:
         """See `Engine`."""
 
-    def take_weights(self) -> None:
-        """See `Engine`."""
+    def _nothing(self) -> None:
+        """What a stage does not need of `Engine`."""
 
-    def join_reads(self) -> None:
-        """See `Engine`."""
-
-    def has_ended(self) -> None:
-        """See `Engine`."""
+    take_weights = join_reads = has_ended = _nothing
 
     def refuse_moved(self) -> None:
         """Refuses weights that have left the flat buffers, where updates reach them. Pieces are moved by DeepSpeed only."""
@@ -154,7 +140,7 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
 
     @property
     def saved_layouts(self) -> Sequence[Layout]:
-        """The same in checkpoints: DeepSpeed's."""
+        """The same in checkpoints."""
         return self.layouts
 
     def reserve(self, disk: DiskCopies) -> None:
@@ -262,12 +248,9 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
     ) -> None:
         """Flushes, and frees memory of the device until `reload_states` (`Sleep`). All ranks call both together, by DeepSpeed's engine.
 
-        Args:
-            include: "lp_params": weights and the state of device-owned columns; "contiguous_grad_buffer": stage 3's bucket. None: all. Sums
-                over micro-batches leave with any of them, and with "lp_grads", which DeepSpeed's engine passes on under stage 2 only.
-            device: the CPU.
-            pin_memory: whether the host memory is page-locked.
-            non_blocking: has no effect: memory is free when the call returns.
+        `include` has "lp_params": weights and the state of device-owned columns; "contiguous_grad_buffer": stage 3's bucket. None: all.
+        Sums over micro-batches leave with any of them, and with "lp_grads", which DeepSpeed's engine passes on under stage 2 only.
+        `non_blocking` has no effect: memory is free when the call returns.
         """
         if not self.sleep.away:
             self.refuse_moved()
@@ -302,13 +285,9 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
         )
 
     def load_partitions(self, saved: Mapping[str, Any], *, optimizer_states: bool) -> None:
-        """Continues from this rank's state in a folder, right after a flush; all ranks call it together. Behind a state of another
-        configuration or of other ranks, nothing is device-owned until the first step has selected columns.
-
-        Args:
-            saved: "attributes" of DeepSpeed's optimizer; "partitions": for each flat partition master weights and moments,
-                [partition_numel], any type; what else `Training.load` has.
-            optimizer_states: whether the optimizer's state is loaded, and not only weights.
+        """Continues from this rank's state in a folder, right after a flush; all ranks call it together. `saved` has "attributes" of
+        DeepSpeed's optimizer; "partitions": for each flat partition master weights and moments, [partition_numel], any type; and what else
+        `Training.load` has. Without `optimizer_states` only weights are loaded.
         """
         attributes = saved["attributes"]
         for name, value in attributes.items():

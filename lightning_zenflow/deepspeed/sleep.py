@@ -18,9 +18,6 @@ from lightning_zenflow.training import Training
 class Sleep:
     """Memory of one training that has left the device. Storages stay, without memory: all views of them, which DeepSpeed and the components
     of the step hold, are valid again when the storages have memory again, at other addresses. `wake` also undoes an interrupted `begin`.
-
-    Attributes:
-        away: what has left.
     """
 
     def __init__(self, training: Training) -> None:
@@ -47,12 +44,8 @@ class Sleep:
 
     def release(self, new: set[OffloadStateTypeEnum], parameters: Iterable[Any], *, pin_memory: bool) -> None:
         """Frees the memory of what leaves, behind DeepSpeed's own part. All weights, under stage 3 all pieces, are in host memory then, and
-        can be read and written there. Buffers of the module stay on the device, and what has the size of a row or a column.
-
-        Args:
-            new: result of `begin`.
-            parameters: all of the module.
-            pin_memory: whether the host memory is page-locked.
+        can be read and written there. Buffers of the module stay on the device, and what has the size of a row or a column. `new` is the
+        result of `begin`, `parameters` are all of the module.
         """
         parts = self._training.parts
         if new and new == self.away and (sums := parts.fill.accumulation.release()) is not None:

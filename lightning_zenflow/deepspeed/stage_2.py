@@ -23,9 +23,8 @@ from lightning_zenflow.offload.run_state import MOMENTS
 
 
 class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no type information
-    """ZeRO stage 2, or 1, under ZenFlow: each rank has all weights, and the optimizer states of its part of them.
-
-    Its flat buffers have an order of ours (`balanced_order`); checkpoints have DeepSpeed's.
+    """ZeRO stage 2, or 1, under ZenFlow: each rank has all weights, and the optimizer states of its part of them. Its flat buffers have an
+    order of ours (`balanced_order`); checkpoints have DeepSpeed's.
     """
 
     namespace = engine_module

@@ -102,8 +102,14 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
         )
         if self.offload_param:
             self._use_memory_of(self.training.parts.rank.weights)
-            self._page_lock_frozen()
-            self._await_answers_in_fetches()
+            arena, trained = self.training.parts.rank.arena, self.training.full_state.names
+            for parameter in self.module.parameters():
+                # Never trained. One after the other: the host's free memory has been checked.
+                if parameter not in trained and parameter.ds_tensor.device.type == "cpu":
+                    parameter.ds_tensor.data = arena.page_locked_copy(parameter.ds_tensor.data)
+            for sub_group, pieces in zip(self.fp16_groups, self.fp16_partitioned_groups, strict=True):
+                for index, parameter in enumerate(sub_group):
+                    parameter.ds_tensor = pieces[index] = Piece.of(pieces[index], partial(self.before_use, parameter))
         self.parameter_offload.param_coordinator = FetchCoordinator(
             self.parameter_offload.param_coordinator,
             stream=self.fetches,
@@ -135,19 +141,6 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
     def _release_weights(self) -> None:
         """Frees DeepSpeed's copy of the weights in host memory."""
         self._use_memory_of([_without_memory(flat) for flat in self.fp16_partitioned_groups_flat])
-
-    def _page_lock_frozen(self) -> None:
-        """Page-locks the pieces of parameters that are never trained, one after the other: the host's free memory has been checked."""
-        arena, trained = self.training.parts.rank.arena, self.training.full_state.names
-        for parameter in self.module.parameters():
-            if parameter not in trained and parameter.ds_tensor.device.type == "cpu":
-                parameter.ds_tensor.data = arena.page_locked_copy(parameter.ds_tensor.data)
-
-    def _await_answers_in_fetches(self) -> None:
-        """Makes whatever reads a piece wait for the worker's updates of it."""
-        for sub_group, pieces in zip(self.fp16_groups, self.fp16_partitioned_groups, strict=True):
-            for index, parameter in enumerate(sub_group):
-                parameter.ds_tensor = pieces[index] = Piece.of(pieces[index], partial(self.before_use, parameter))
 
     def _slice_in_flight(self, parameter: Any) -> int | None:
         """This rank's slice of a parameter in host memory, which the worker may write; None: it is frozen or all padding here."""
@@ -298,9 +291,7 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
 
     @contextmanager
     def _gathered_afterwards(self) -> Iterator[None]:
-        """Context of a save or a load, which may fail on some ranks only: the weights that stay gathered are gathered again at its end,
-        which all ranks reach.
-        """
+        """Context of a save or a load, which may fail on some ranks only: all gather again what stays gathered at its end."""
         self._gathers_afterwards = True
         try:
             yield

@@ -1,51 +1,145 @@
-"""DeepSpeed's engine of one training with ZenFlow's optimizer, from its set-up to the end of the worker."""
+"""DeepSpeed's engine of one training, from its construction to the end of the worker; and of a model that is not trained."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import argparse
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from functools import partial
+from typing import Any
+from unittest.mock import patch
 
+import deepspeed
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_zenflow.core.errors import Calls
 from lightning_zenflow.core.process import one_at_a_time, threads
 from lightning_zenflow.deepspeed.config import Settings, of_one_training, set_bucket_size
-from lightning_zenflow.deepspeed.construction import in_place_of_deepspeeds
 from lightning_zenflow.deepspeed.environment import Strategy, restore_types
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
-from lightning_zenflow.deepspeed.users_module import Released, make_whole, pickled_as_before, release
+from lightning_zenflow.deepspeed.users_module import (
+    Released,
+    make_whole,
+    note_users_flags,
+    pickled_as_before,
+    release,
+    remove_hooks,
+)
 from lightning_zenflow.deepspeed.users_objects import UsersOptimizer
 from lightning_zenflow.offload.build import rank_resources
 from lightning_zenflow.training import Training
 
 
-class TrainedEngine:
-    """What a set-up makes; all ranks make it together. A front holds that of the present training, or of the last one.
+@contextmanager
+def in_place_of_deepspeeds(
+    ours: type[ZenFlowOptimizer], factory: Callable[..., Any], module: Module
+) -> Iterator[list[Any]]:
+    """Makes ``deepspeed.initialize`` of a module build its optimizer with `factory`, in place of the class that `ours` extends; an error
+    in the context destroys the optimizer. Yields a list, which holds the optimizer at the end of the context.
 
-    Args:
-        build: builds the engine by ``deepspeed.initialize``.
-        model: the model to train.
-        optimizer: the user's; None: the DeepSpeed configuration has one.
-        strategy: this and what follows are the front's; its `config` is that for `build`.
+    Private: the engine finds its optimizer's class by a name in a module, and has no other extension point.
+    """
+    built: list[Any] = []
+    note_users_flags(module)
+    scalars = _lay_out_for_broadcast(module)
+
+    def restore_scalars() -> None:
+        for scalar in scalars:
+            scalar.data = scalar.data.view(())
+        scalars.clear()
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        restore_scalars()
+        built.append(factory(*args, **kwargs))
+        return built[-1]
+
+    try:
+        with patch.object(ours.namespace, ours.__bases__[-1].__name__, build):
+            yield built
+        if not built:
+            raise RuntimeError(
+                f"lightning_zenflow cannot enter DeepSpeed {deepspeed.__version__}, whose engine built another optimizer; it is tested with"
+                " 0.19.8: install that version or a newer lightning-zenflow"
+            )
+    except BaseException:
+        # The engine failed after it had built its optimizer; no other component holds the worker.
+        for unused in built:
+            unused.destroy()
+            unused.training.end(keep_state=False)
+        raise
+    finally:
+        restore_scalars()
+
+
+def training_engine(
+    module: Module, optimizer: Optimizer | None, config: dict[str, Any], device: torch.device, scheduler: Any = None
+) -> DeepSpeedEngine:
+    """DeepSpeed's engine of a model that is trained, with the optimizer that its configuration has if there is no other."""
+    engine, *_ = deepspeed.initialize(
+        args=_device_of(device),
+        config=config,
+        model=module,
+        model_parameters=[p for p in module.parameters() if p.requires_grad],
+        optimizer=optimizer,
+        lr_scheduler=scheduler,
+        dist_init_required=False,
+    )
+    return engine
+
+
+@one_at_a_time()
+def inference_engine(module: Module, config: Mapping[str, Any], device: torch.device) -> Any:
+    """DeepSpeed's engine of a model without optimizer, whose weights get the precision of the training's configuration and, under stage 3,
+    are divided. Hooks of an engine before are removed; the user's stay.
+    """
+    remove_hooks(module)
+    note_users_flags(module)
+    keys = ("fp16", "bf16", *(["zero_optimization"] if config["zero_optimization"]["stage"] == 3 else []))
+    settings = {"train_micro_batch_size_per_gpu": 1, **{key: config[key] for key in keys if key in config}}
+    # In bf16 it prints the memory in use, on six lines.
+    with redirect_stdout(io.StringIO()):
+        engine, *_ = deepspeed.initialize(
+            args=_device_of(device), config=settings, model=module, model_parameters=[], dist_init_required=False
+        )
+    return engine
+
+
+def _device_of(device: torch.device) -> argparse.Namespace:
+    """How DeepSpeed is told a rank's device, a CPU's too."""
+    return argparse.Namespace(device_rank=device.index or 0)
+
+
+def _lay_out_for_broadcast(module: Module) -> list[Parameter]:
+    """Makes every parameter contiguous, with a dimension at least, as DeepSpeed's broadcasts need; returns the scalars, which need their
+    shape back for the optimizer.
+    """
+    # Stage 3 may have partitioned some before, which have no memory.
+    whole = [p for p in module.parameters() if not is_zero_param(p)]
+    scalars = [p for p in whole if p.dim() == 0]
+    for parameter in whole:
+        flat = parameter.data.reshape(-1)
+        if flat.stride() != (1,):
+            # Not by `contiguous`: it leaves the stride of one element as it is.
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        parameter.data = flat.view(parameter.shape or (1,))
+    return scalars
+
+
+class TrainedEngine:
+    """What a set-up makes; all ranks make it together. A front, which gives its own strategy, settings and calls, holds that of the present
+    training, or of the last one. `build` builds the engine by ``deepspeed.initialize``, with the `config` of the strategy; `optimizer` is
+    None where that has one.
 
     Attributes:
-        engine: DeepSpeed's.
-        training: what its optimizer holds, and the front calls.
         zenflow: keys of this training.
-        optimizer: this package's; what has been closed stays readable.
-        order: names of the parameters of each group of the user's optimizer.
         released: when training has ended, what saves need of it.
         ending: what ends with the training; it refers to no strategy.
-
-    Raises:
-        MisconfigurationException: ZenFlow does not support something, or it does not fit the host's memory.
-        WorkerError: the worker did not start.
-        RuntimeError: another rank has failed, whose error is in the message.
     """
 
     @one_at_a_time()
@@ -60,12 +154,10 @@ class TrainedEngine:
     ) -> None:
         self.zenflow, device = of_one_training(settings.zenflow), strategy.root_device
         self.released: list[Released] = []
-        frozen: dict[str, Tensor] = {}
-        if optimizer is not None:
-            named = {id(p): (name, p) for name, p in model.named_parameters()}
-            optimized = [[named[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-            frozen = {name: p for of_group in optimized for name, p in of_group if not p.requires_grad}
-            self.order = [[name for name, _ in of_group] for of_group in optimized]
+        groups: list[list[Tensor]] = [] if optimizer is None else [list(g["params"]) for g in optimizer.param_groups]
+        names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        frozen = {names[p]: p for of_group in groups for p in of_group if not p.requires_grad}
+        order = [[names[p] for p in of_group] for of_group in groups]
         self._users = None if optimizer is None else UsersOptimizer(optimizer)
         with ExitStack() as undo:
             if self._users is not None:
@@ -84,15 +176,13 @@ class TrainedEngine:
             if settings.chooses_buckets:
                 set_bucket_size(strategy.config or {}, model)
             kind: type[ZenFlowOptimizer] = ZenFlowZero3Optimizer if strategy.zero_stage_3 else ZenFlowZeroOptimizer
-            self.training = Training(self.zenflow, resources, calls, frozen)
+            self.training = Training(self.zenflow, resources, calls, frozen, order)
             with in_place_of_deepspeeds(
                 kind, partial(kind, training=self.training, users=self._users), model
             ) as optimizers:
                 self.engine = build()
             undo.pop_all()
         self.optimizer: ZenFlowOptimizer = optimizers[0]
-        if optimizer is None:
-            self.order = [list(of_group) for of_group in self.training.shapes_by_group]
         # More than `close`: DeepSpeed's engine outlives the training, and its hooks would keep the arena alive.
         self.ending.callback(self.optimizer.destroy)
         self.ending.enter_context(pickled_as_before([*model.modules(), *model.parameters()]))
@@ -116,23 +206,13 @@ class TrainedEngine:
             self.optimizer.optimizer.state.clear()
 
 
-def is_elsewhere(trained: TrainedEngine | None) -> bool:
-    """Whether this process is a fork of the one that trains, as behind `sys.exit` in a child that a hook has forked."""
-    return trained is not None and trained.training.is_elsewhere
-
-
 @contextmanager
 def leaving_engines(
     models: Sequence[Module], trained: TrainedEngine | None, *, ranks_on_host: int, together: bool
 ) -> Iterator[None]:
     """Context of Lightning's teardown, behind the end of the worker. The modules are then what they were before, with their present
-    weights; the user's optimizer has their parameters again, and no state.
-
-    Args:
-        models: modules that DeepSpeed has, or the engines around them.
-        trained: the present training, or the one before an evaluation, which releases nothing of it.
-        ranks_on_host: number of ranks on this host.
-        together: whether all ranks call it together, and none because of an error.
+    weights; the user's optimizer has their parameters again, and no state. `models` are modules that DeepSpeed has, or the engines around
+    them; `trained` may be the training before an evaluation, which releases nothing of it.
     """
     for model in models:
         make_whole(model, ranks_on_host=ranks_on_host, together=together)

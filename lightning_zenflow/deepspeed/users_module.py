@@ -98,13 +98,8 @@ def piece_of(whole: Tensor, parameter: Any) -> Tensor:
 
 @torch.no_grad()
 def load_pieces(module: Module, states: Mapping[str, Any], pieces: Mapping[str, Tensor], *, strict: bool) -> None:
-    """`Module.load_state_dict` of a divided module; drops what is gathered of it.
-
-    Args:
-        module: the module.
-        states: buffers and extra state; of parameters only the names matter.
-        pieces: this rank's piece of each parameter that is to be loaded, [elements of a piece], any type.
-        strict: whether `states` must have exactly the module's names.
+    """`Module.load_state_dict` of a divided module; drops what is gathered of it. Of parameters `states` has the names, and `pieces` this
+    rank's piece, [elements of a piece], any type.
     """
     parameters: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
     # A parameter is loaded from itself: torch compares the names.
@@ -141,12 +136,8 @@ def note_users_flags(module: Module) -> None:
 @torch.no_grad()
 def make_whole(model: Module, *, ranks_on_host: int, together: bool) -> None:
     """Makes the weights whole that stage 3 has divided, one parameter after the other: of one rank where they are, views of its pieces; of
-    several in host memory, if that has room for those of all ranks. `release` must follow before any use of the module.
-
-    Args:
-        model: the module, or DeepSpeed's engine of it.
-        ranks_on_host: number of ranks on this host.
-        together: whether all ranks call it, and exchange weights. If not, those of several ranks stay divided.
+    several in host memory, if that has room for those of all ranks; unless all call it `together`, they stay divided. `release` must
+    follow before any use of the module.
     """
     divided: list[Any] = [p for p in _module(model).parameters() if is_divided(p)]
     # An exception in DeepSpeed's construction, which moves the pieces, may lose them.
@@ -178,13 +169,8 @@ def make_whole(model: Module, *, ranks_on_host: int, together: bool) -> None:
 @torch.no_grad()
 def release(model: Module) -> Released:
     """Ends DeepSpeed's engine of a module and removes what it has added to it; parameters in a flat buffer get memory of their own. If a
-    weight is in host memory, all of the module moves there. A module that is divided over ranks (`make_whole`) stays so.
-
-    Args:
-        model: the module, or DeepSpeed's engine of it.
-
-    Returns:
-        What `as_in_training` needs.
+    weight is in host memory, all of the module moves there. A module that is divided over ranks (`make_whole`) stays so. Returns what
+    `as_in_training` needs.
     """
     module = _module(model)
     parameters: list[Any] = list(module.parameters())

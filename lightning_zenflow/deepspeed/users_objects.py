@@ -44,9 +44,6 @@ class UsersOptimizer:
     """The user's optimizer. In training its groups have the module's parameters, and in `as_deepspeeds` DeepSpeed's flat partitions, the
     keys of the state. After training they have the parameters in the user's order again, and there is no state.
 
-    Args:
-        optimizer: before DeepSpeed's set-up.
-
     Attributes:
         given: the optimizer.
         optimizer: the same; behind `give_back` another one, with the groups and the state of the training, which saves read.
@@ -115,12 +112,7 @@ class _InSaves(Optimizer):
 
 
 def validate_optimizer(optimizer: Optimizer, module: Module) -> None:
-    """Accepts exactly the classes whose update ZenFlow implements; subclasses may compute another one.
-
-    Raises:
-        MisconfigurationException: the class, an option of a parameter group or a parameter is not supported.
-        ValueError: a hyperparameter is out of range.
-    """
+    """Accepts exactly the classes whose update ZenFlow implements; subclasses may compute another one."""
     kind = type(optimizer)
     if kind not in _SUPPORTED:
         supported = ", ".join(map(name_of, _SUPPORTED))
@@ -159,13 +151,7 @@ def validate_optimizer(optimizer: Optimizer, module: Module) -> None:
 
 
 def configured(module: pl.LightningModule, lightning: ModuleType, *, in_config: bool) -> tuple[Optimizer, list[Any]]:
-    """The optimizer of `configure_optimizers`, and Lightning's configurations of its schedulers.
-
-    Args:
-        module: the user's.
-        lightning: the Trainer's package.
-        in_config: whether the DeepSpeed configuration has a scheduler.
-    """
+    """The optimizer of `configure_optimizers`, and Lightning's configurations of its schedulers; `in_config`: DeepSpeed's has one."""
     # Private: calls the user's method.
     made = lightning.core.optimizer
     several = "configure_optimizers must return one optimizer, got several (use its groups), or schedulers beside a DeepSpeed config's"
@@ -187,9 +173,7 @@ def configured(module: pl.LightningModule, lightning: ModuleType, *, in_config: 
 
 
 def refuse_features(zero_optimizer: Any, of_stage: Mapping[str, bool]) -> None:
-    """Refuses features that only DeepSpeed's engine knows of, behind the rules of the configuration. Those in `of_stage` have names of the
-    stage's own: by the feature, whether it is present.
-    """
+    """Refuses features that only DeepSpeed's engine knows of, and those in `of_stage`: by the feature, whether it is present."""
     features = {
         **of_stage,
         "sequence parallelism": zero_optimizer.sequence_parallel_size > 1,
@@ -203,13 +187,7 @@ def refuse_features(zero_optimizer: Any, of_stage: Mapping[str, bool]) -> None:
 
 
 def refuse_unsupported_trainer(trainer: Any, lightning: ModuleType, *, in_pieces: bool) -> None:
-    """Refuses callbacks that cannot work with a DeepSpeed optimizer, before they change the model.
-
-    Args:
-        trainer: the Trainer.
-        lightning: its package.
-        in_pieces: whether it is stage 3.
-    """
+    """Refuses callbacks that cannot work with a DeepSpeed optimizer, before they change the model."""
     kinds = lightning.callbacks
     refused = {
         kinds.LearningRateFinder: (

@@ -25,7 +25,7 @@ from harness import EVERYTHING, Case, fit, make_trainer, run_here
 from held_saves import OPENED, HeldSave, hold
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.checkpoint import files
-from lightning_zenflow.checkpoint.background import BackgroundSaves
+from lightning_zenflow.checkpoint.checkpoints import BackgroundSaves
 from lightning_zenflow.checkpoint.files import StagedSave
 from lightning_zenflow.core.process import new_pages
 from lightning_zenflow.core.saved_tensors import DiskCopies

@@ -14,7 +14,7 @@ from typing_extensions import override
 import models
 import networks
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.deepspeed.construction import training_engine
+from lightning_zenflow.deepspeed.trained_engine import training_engine
 from lightning_zenflow.offload.reference import AdamWState, Groups
 from lightning_zenflow.strategy import ZenFlowPrecision
 from lightning_zenflow.worker.machine import allowed_cores

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint import background
+from lightning_zenflow.checkpoint import checkpoints
 
 _TIMEOUT_S = 120
 
@@ -17,7 +17,7 @@ OPENED = threading.Event()
 """Set when the one save that is held may go on; other processes have their own."""
 
 
-def hold(saves: background.BackgroundSaves, error: str = "") -> None:
+def hold(saves: checkpoints.BackgroundSaves, error: str = "") -> None:
     """Has the thread write what it is given from now on when `OPENED` is set, or fail then."""
     OPENED.clear()
     saves._thread.submit(_wait, error)
@@ -26,7 +26,7 @@ def hold(saves: background.BackgroundSaves, error: str = "") -> None:
 def _wait(error: str) -> None:
     assert OPENED.wait(_TIMEOUT_S)
     if error:
-        patch.object(background, "_open_zipfile_writer", side_effect=ValueError(error)).start()
+        patch.object(checkpoints, "_open_zipfile_writer", side_effect=ValueError(error)).start()
 
 
 class HeldSave(pl.Callback):

@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from callbacks import After, At
 from harness import Case, Run, make_trainer, snapshot, untrained
-from lightning_zenflow.deepspeed.construction import training_engine
 from lightning_zenflow.deepspeed.environment import RankProcess, named_device
+from lightning_zenflow.deepspeed.trained_engine import training_engine
 from models import TestModule, draw, generator
 
 INITIAL_SCALE_POWER = 7

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_zenflow.core.autocast import _WIDENED, complete_autocast
+from lightning_zenflow.deepspeed.environment import _WIDENED, complete_autocast
 
 PLACES = torch.tensor([3, 0, 2])
 ROWS = PLACES[:, None].expand(3, 4)
