@@ -12,7 +12,7 @@ from lightning_zenflow.core.device import Event, runtime_of
 from lightning_zenflow.core.schedule import StaggeredSchedule, StalenessCompensation, UpdateSchedule
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, step_word
 from lightning_zenflow.native import Tentative
-from lightning_zenflow.offload.clip_verification import ResidentWeights, WeightsInPlace
+from lightning_zenflow.offload.clip_verification import Verification
 from lightning_zenflow.offload.in_flight import JobsInFlight
 from lightning_zenflow.offload.rank_state import Block, RankState, SlotPool, StepContext, Window
 from lightning_zenflow.telemetry import Cause
@@ -58,7 +58,7 @@ class JobQueue:
         may_know = verifies and rank.in_place and not rank.arena.rounds
         self._in_backward_tentative = Tentative.TRUE_IF_KNOWN if may_know else Tentative.PREDICTED
         self.in_flight = JobsInFlight(rank, self.slots, has_scratch=in_backward)
-        self.verification = (WeightsInPlace if rank.in_place else ResidentWeights)(rank, self.in_flight)
+        self.verification = Verification(rank, self.in_flight)
         self._verifies = verifies
         self._longest = self._largest_lag = 0
         self._ahead = 0.0  # steps by which published weights are predicted, in the step that is submitted
@@ -174,8 +174,10 @@ class JobQueue:
     def publish(self, step: int) -> dict[Block, int]:
         """Phase *publish*, and *verify* where weights are copied; returns what `JobsInFlight.publish` does."""
         published = self.in_flight.publish(step, "publish_wait", due_only=True)
-        correct = partial(self._submit, due_step=step, prediction_steps=self._ahead, cause="correction")
-        if self.verification.step is not None and self.verification.behind_publish(correct):
+        if self.verification.step is not None and not self._rank.in_place:
+            self.verification.end(
+                partial(self._submit, due_step=step, prediction_steps=self._ahead, cause="correction")
+            )
             published |= self.in_flight.publish(step, "correction", due_only=True)
         self.submitted_in_backward.clear()
         return published
