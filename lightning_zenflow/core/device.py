@@ -80,7 +80,7 @@ class HostRuntime:
         return Event()
 
     def synchronize(self) -> None:
-        """Makes the host wait for all work of the device."""
+        """Waits for all work of the device."""
 
     def keep_for(self, stream: Stream, tensor: Tensor) -> None:
         """Keeps the tensor's memory, of another stream, from being reused before the present work of `stream`."""
@@ -240,7 +240,7 @@ class PageLocks:
             self._addresses.append(address)
 
     def copy_of(self, values: Tensor) -> Tensor:
-        """A copy in page-locked memory of its own, which children do not inherit; where that is not needed, `values`."""
+        """A copy in page-locked memory, which children do not inherit; where that is not needed, `values`."""
         if not self.are_needed or values.numel() == 0:
             return values
         copy = new_pages(values.nbytes).view(values.dtype).view(values.shape).copy_(values)
@@ -309,7 +309,7 @@ class AsyncHostCopy:
 
     @property
     def arrived(self) -> bool:
-        """True if `read` returns without waiting."""
+        """Whether `read` returns without waiting."""
         return self._copied.query()
 
     def read(self) -> Tensor:

@@ -23,7 +23,7 @@ from typing_extensions import Self
 
 
 def column_count(columns: int, topk_ratio: float) -> int:
-    """Number of device-owned columns of a matrix: at least one unless the share is 0."""
+    """Number of device-owned columns of a matrix."""
     return 0 if topk_ratio == 0 else max(1, round(topk_ratio * columns))
 
 
@@ -54,7 +54,7 @@ class Slice:
     columns: int
     """Elements in a row of the [out, rest] view; 1 for parameters of fewer than two dimensions."""
     is_matrix: bool
-    """True if the parameter has columns to select."""
+    """The parameter has columns to select."""
 
     @classmethod
     def of(cls, shape: Sequence[int], **place: int) -> Self:
@@ -136,7 +136,7 @@ def align(numel: int) -> int:
 
 
 def group_begins(partition_sizes: Sequence[int]) -> tuple[int, ...]:
-    """First element of each parameter group, for DeepSpeed's partition sizes."""
+    """First element of each parameter group, for the lengths of DeepSpeed's flat partitions."""
     begins, end = [], 0
     for size in partition_sizes:
         begins.append(end)
@@ -147,13 +147,8 @@ def group_begins(partition_sizes: Sequence[int]) -> tuple[int, ...]:
 def build_partition(
     slices: Sequence[Slice], partition_sizes: Sequence[int], n_blocks: int, *, multiple: int | None = None
 ) -> Partition:
-    """Cuts a rank's slices into blocks of nearly equal size.
-
-    Args:
-        slices: of the rank, ascending and disjoint.
-        partition_sizes: elements of DeepSpeed's flat partition of each parameter group, including padding.
-        n_blocks: >= 1; a partition with fewer elements gets fewer.
-        multiple: of `Partition.block_length`; None: blocks end between rows where they can.
+    """Cuts a rank's slices, ascending and disjoint, into `n_blocks` blocks of nearly equal size, or fewer if there are fewer elements.
+    `partition_sizes` include padding; `multiple` is that of `Partition.block_length`, None: blocks end between rows where they can.
     """
     begins = group_begins(partition_sizes)
     numel = begins[-1] + align(partition_sizes[-1]) if begins else 0

@@ -59,7 +59,7 @@ def world_size() -> int:
 
 
 def in_common(values: Sequence[T]) -> list[T]:
-    """Values that every rank has, in the order of this rank. A collective: all ranks must call it."""
+    """Values that every rank has, in the order of this rank. A collective."""
     of_rank: list[Sequence[T]] = [values] * world_size()
     if len(of_rank) > 1:
         dist.all_gather_object(of_rank, values)
@@ -68,7 +68,7 @@ def in_common(values: Sequence[T]) -> list[T]:
 
 
 def all_agree(flag: bool) -> bool:
-    """True if a flag is set on every rank. A collective: all ranks must call it."""
+    """True if a flag is set on every rank. A collective."""
     return bool(in_common([flag] if flag else []))
 
 
@@ -76,7 +76,7 @@ def raise_together(
     error: BaseException | None, kind: Callable[[str], Exception], group: dist.ProcessGroup | None = None
 ) -> None:
     """Raises an exception on every rank if any rank has an error: `error`, where there is one; elsewhere `kind` of the message of the first
-    rank with one. A collective: all ranks must call it, unless their group, by default that of all ranks, has ended.
+    rank with one. A collective.
     """
     messages: list[str | None] = [None] * world_size()
     if len(messages) > 1:
@@ -90,9 +90,7 @@ def raise_together(
 
 @contextmanager
 def raising_together(kind: Callable[[str], Exception], group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Context whose error is raised on every rank, as by `raise_together`. A collective: all ranks must enter it, and there must be no
-    other collective inside.
-    """
+    """Context whose error is raised on every rank, as by `raise_together`: a collective, with no other collective inside."""
     try:
         yield
     except Exception as error:

@@ -29,9 +29,7 @@ from typing_extensions import Self
 @total_ordering
 @dataclass(frozen=True, kw_only=True)
 class UpdateSchedule:
-    """S and d; ordered by staleness. The forward passes that see a window's weights lack d, ..., d + S - 1 gradients: less stale is the
-    smaller mean, d + (S - 1) / 2; among equal means, the smaller maximum.
-    """
+    """S and d; ordered by staleness: by the mean number of gradients that forward passes lack, d + (S - 1) / 2, then by the largest."""
 
     update_interval: int
     """S, in steps."""
@@ -97,9 +95,9 @@ class StaggeredSchedule(UpdateSchedule):
 
     n_blocks: int
     in_backward: bool = False
-    """True if blocks are submitted in backward where d = 0. Slots and publish buffers are then freed block by block."""
+    """Blocks are submitted in backward where d = 0. Slots and publish buffers are then freed block by block."""
     in_place: bool = False
-    """True if the publish buffers are the weights: one for each block."""
+    """The publish buffers are the weights: one for each block."""
 
     @classmethod
     def of(cls, schedule: UpdateSchedule, *, n_blocks: int, in_backward: bool = False, in_place: bool = False) -> Self:
@@ -113,7 +111,7 @@ class StaggeredSchedule(UpdateSchedule):
 
     @property
     def n_slots(self) -> int:
-        """Largest number of gradient slots in use; a slot holds the gradient of one block and step.
+        """Largest number of gradient slots in use, each for one block and step.
 
         Of S blocks with different phases, the open windows hold at most 1 + 2 + ... + S slots, and d jobs of at most S slots each are
         in flight while the next step's gradients arrive. Where blocks are submitted in backward with d = 0, windows of 1, 2, ... S slots
@@ -163,8 +161,8 @@ def with_changes(schedules: Sequence[UpdateSchedule]) -> list[UpdateSchedule]:
 def that_fit(
     candidates: Sequence[UpdateSchedule], fits: Callable[[Sequence[UpdateSchedule]], bool]
 ) -> list[UpdateSchedule]:
-    """Candidates, the least stale first, between which a run may change without running out of memory. With one of them, all candidates
-    with a smaller S and the same d are in it. `fits` is true of fewer schedules whenever it is true of more.
+    """Candidates, the least stale first, between which a run may change without running out of memory. `fits` is true of fewer schedules
+    whenever it is true of more.
     """
     kept: list[UpdateSchedule] = []
     for candidate in candidates:
