@@ -29,14 +29,14 @@ class Event:
     """As `torch.cuda.Event`: a point in a stream's order; on the CPU one that everything precedes."""
 
     def query(self) -> bool:
-        """True if the device has reached the event."""
+        """Whether the device has reached the event."""
         return True
 
     def synchronize(self) -> None:
-        """Makes the host wait until the device has reached the event."""
+        """Waits until it has."""
 
     def elapsed_time(self, end_event: "Event", /) -> float:
-        """Milliseconds of the device between two events that were recorded with timing."""
+        """Milliseconds between two events that were recorded with timing."""
         return 0.0
 
 
@@ -51,13 +51,12 @@ class Stream:
 
 
 class HostRuntime:
-    """Operations on a device that are not operations on tensors; other devices override them. Has no state of its own.
-
-    On the CPU operations are done when the call returns, so order needs nothing.
+    """Operations on a device that are not operations on tensors: those of the CPU, which are done when the call returns. Other devices
+    override them.
     """
 
     runs_behind = False
-    """True if the host enqueues work and goes on. Then order needs events. Copies to and from host memory are in the order of the stream.
+    """Whether the host enqueues work and goes on. Then order needs events. Copies to and from host memory are in the order of the stream.
     The host may wait for those of memory that is not page-locked."""
 
     def __init__(self, device: torch.device) -> None:
@@ -95,7 +94,7 @@ class HostRuntime:
         """Lets the peak of the device's memory begin anew."""
 
     def has_room(self, n_bytes: float) -> bool:
-        """True if the device has `n_bytes` free at the peak since `forget_peak`. To be asked when a step has had its peak."""
+        """Whether the device has had `n_bytes` free at the peak since `forget_peak`. To be asked when a step has had its peak."""
         return True
 
     def pci_address(self) -> str | None:

@@ -58,7 +58,6 @@ class RankPart:
     """This rank's part of the training state, as the optimizer around the step holds it."""
 
     optimizer: Optimizer
-    """The user's."""
     groups: Sequence[Mapping[str, Tensor]]
     """For each of its groups the trained parameters by name; `Slice.parameter` counts all of them in this order."""
     shapes: Mapping[str, torch.Size]
@@ -72,10 +71,10 @@ class RankPart:
     weights: Sequence[Tensor]
     """For each flat partition the model's weights, which the values of `masters` equal. In place only their lengths and type count."""
     device: torch.device
-    """Training device, on which the gradients are."""
+    """Of the gradients."""
     in_place: bool = False
-    """Whether the weights are to be in host memory, where the worker writes them: `RankState.weights` then take the place of `weights`,
-    until the arena is closed. Forked processes do not have that memory."""
+    """Whether `RankState.weights`, in host memory, take the place of `weights` until the arena is closed. Forked processes do not have that
+    memory."""
     release_weights: Callable[[], None] | None = None
     """In place: frees the memory of the model's weights, when the arena has master weights and before the rest of it takes memory."""
     group: dist.ProcessGroup | None
@@ -120,7 +119,6 @@ class RankResources:
     """Host resources of one rank."""
 
     cores: WorkerCores
-    """Cores of the worker."""
     ranks_on_host: int
     """Ranks that share the host's memory."""
     word_timeout_s: float
@@ -175,7 +173,7 @@ def build(config: ZenFlowConfig, part: RankPart, resources: RankResources) -> tu
     Raises:
         MisconfigurationException: this or another host has too little memory.
         WorkerError: the worker could not be started.
-        RuntimeError: page-locked memory was refused; or another rank has failed, whose error is in the message.
+        RuntimeError: another rank has failed, whose error is in the message.
     """
     assert config.is_immediate or not part.in_place, "`with_weights_on_host` comes before"
     # Padding included.

@@ -41,8 +41,8 @@ def select_columns(squared_norms: Tensor, topk_ratio: float) -> Tensor:
 
 
 class ColumnSquaredNorms:
-    """Squared norms of the columns of all matrices of the model in one step, of this rank's rows until they are added over the ranks:
-    `flat`, float32 on the device, and views of it, [columns] each.
+    """Squared norms of the columns of all matrices in one step, of this rank's rows until they are added over the ranks: `flat`, float32 on
+    the device, and views of it, [columns] each.
     """
 
     def __init__(self, columns: Sequence[int], device: torch.device) -> None:
@@ -58,7 +58,8 @@ class Selector:
     Attributes:
         epoch: that the next step belongs to.
         owned: positions of the selected columns in `ColumnSquaredNorms.flat`, on the device; None before the first selection.
-        owned_norm_share: share of the squared norm of the gradient that lies in device-owned columns, copied where it is measured.
+        owned_norm_share: share of the gradient's squared norm in the columns selected before, or in the first ones, where columns are
+            selected; not finite where all gradients are zero.
     """
 
     def __init__(
@@ -97,15 +98,11 @@ class Selector:
         """New sums for one step."""
         return ColumnSquaredNorms(self._columns, self._device)
 
-    def select(
-        self, column_norms: ColumnSquaredNorms, step: int, *, finite: Tensor
-    ) -> tuple[list[Tensor | None], Tensor] | None:
+    def select(self, column_norms: ColumnSquaredNorms, step: int, *, finite: Tensor) -> list[Tensor | None] | None:
         """Chooses columns by the sums of a step, which `finite`, 0-D bool on the device, says is applied. Waits for the device.
 
-        Returns:
-            None if the step is not applied; then the next one selects. Else for each parameter its columns, int64 on the CPU, ascending,
-            None standing for all; and the share of the gradient's squared norm in the columns that were selected before, or in these if
-            they are the first ones: 0-D float32 on the device, not finite where all gradients are zero.
+        Returns for each parameter its columns, int64 on the CPU, ascending, None standing for all; None if the step is not applied: then
+        the next one selects.
         """
         flat = column_norms.flat
         # All matrices of a width at once, since the host takes half a millisecond for each call; one copy brings all to the host.
@@ -113,14 +110,13 @@ class Selector:
         copied = AsyncHostCopy(torch.cat([finite.long().view(1), chosen])).read()
         if not copied[0].tolist():
             return None
-        share = flat.index_select(0, positions if self.owned is None else self.owned).sum() / flat.sum()
+        before = positions if self.owned is None else self.owned
+        self.owned_norm_share.copy(flat.index_select(0, before).sum() / flat.sum())
         self.owned = positions
         self._next = self._now(step) + self._interval if self._interval else None
         numbers = [column_count(n, self._topk_ratio) if n else 0 for n in self._columns]
         columns = _of_parameters(copied[1:], self._columns, numbers)
-        return [
-            None if k == n else columns[i] for i, (n, k) in enumerate(zip(self._columns, numbers, strict=True))
-        ], share
+        return [None if k == n else columns[i] for i, (n, k) in enumerate(zip(self._columns, numbers, strict=True))]
 
     def _largest(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Columns with the largest norms, in the order of `flat`, and their positions in it: int64 on the device."""
@@ -157,22 +153,14 @@ class OwnedTile:
     """Int64 on the CPU, relative to the tile's first column; None if all of its columns are owned."""
     k: int
 
-    @property
-    def numel(self) -> int:
-        """Number of entries."""
-        return self.tile.rows * self.k
-
 
 class DeviceColumns:
-    """Columns that the device owns, and the tensors of their entries: 12 bytes an entry, and the gradient in the model's type. Entries of
-    one parameter group whose parameters have been frozen for as many steps have one array, and AdamW is one call for it.
-
-    Args:
-        columns: for each slice, the device-owned columns over the whole row, as of `Selector.select`.
-        n_missed: for each trained slice the applied steps of the run that AdamW's count lacks; other slices own none.
+    """Columns that the device owns, for each slice over the whole row, as of `Selector.select`; and the tensors of their entries: 12 bytes
+    an entry, and the gradient in the model's type. Entries of one parameter group whose parameters have been frozen for as many steps have
+    one array, and AdamW is one call for it. `n_missed` has for each trained slice the applied steps of the run that AdamW's count lacks;
+    other slices own none.
 
     Attributes:
-        columns: as given.
         numel: number of entries.
         selections: for each tile with such columns, what AdamW needs of its gradient.
     """
@@ -200,7 +188,7 @@ class DeviceColumns:
         for number, owned in self._tiles.items():
             tile = owned.tile
             on_device = None if owned.columns is None else runtime_of(rank.device).to_device(owned.columns)
-            entries = self._staging[owned.group].narrow(0, owned.begin, owned.numel).view(tile.rows, owned.k)
+            entries = self._staging[owned.group].narrow(0, owned.begin, tile.rows * owned.k).view(tile.rows, owned.k)
             param_group, _ = self._groups[owned.group]
             matrix = rank.weights_at(param_group, tile.begin, tile.numel).view(tile.rows, tile.width)
             self.selections[number] = selection = Selection(columns=on_device, entries=entries)

@@ -25,11 +25,12 @@ _LARGEST_NUMEL = 1 << 16
 
 
 class Accumulation:
-    """Owner of the sums of gradients over the micro-batches of a step but the last, in device memory or in the slots that the step's
-    gradients go to in the end. Sums are rounded to the model's type after each micro-batch: the same bits wherever they are.
+    """Owner of the sums of gradients over the micro-batches of a step but the last, in device memory or in the step's slots. Sums are
+    rounded to the model's type after each micro-batch: the same bits wherever they are. `where` is `ZenFlowConfig.accumulate_on`; "auto" is
+    decided at the first micro-batch, when the device's memory has been as full as it gets.
 
-    `where` is `ZenFlowConfig.accumulate_on`; "auto" is decided at the first micro-batch, when the device's memory has been as full as it
-    gets. `pending` are the slices with a sum that has not been taken.
+    Attributes:
+        pending: slices with a sum that has not been taken.
     """
 
     def __init__(self, rank: RankState, jobs: JobQueue, *, where: Literal["auto", "device", "host"]) -> None:
@@ -40,7 +41,7 @@ class Accumulation:
         self.pending: set[int] = set()
 
     def add(self, slice_index: int, gradient: Tensor, step: int) -> None:
-        """Adds a gradient of a micro-batch that is not the step's last, as `Fill.receive` takes it."""
+        """Adds a gradient, as `Fill.receive` takes it."""
         if self._where == "auto":
             n_bytes = self._rank.partition.numel * self._rank.dtype.itemsize
             self._where = "device" if runtime_of(self._rank.device).has_room(n_bytes) else "host"
@@ -86,8 +87,8 @@ class Accumulation:
 
 
 class VectorGradients:
-    """Owner of one step's gradients of small vectors, concatenated in one tensor on the device. One call is made when a vector's gradient
-    arrives; all others serve many vectors at once, at the end of backward or when their block is submitted.
+    """Owner of one step's gradients of small vectors, concatenated in one tensor on the device. All calls but one a gradient serve many
+    vectors at once, at the end of backward or when their block is submitted.
 
     Attributes:
         of_slice: for each small vector's slice the step's gradient, once it is there: [slice.numel], model dtype, on the device.
@@ -146,10 +147,9 @@ class VectorGradients:
 
 
 class Rectangle(NamedTuple):
-    """A rectangle of a slice that squared norms are taken of, which must not depend on blocks."""
+    """A rectangle of a slice that squared norms are taken of, which must not depend on blocks; `begin` is in the slice."""
 
     begin: int
-    """First element in the slice."""
     rows: int
     first_column: int
     width: int
@@ -158,7 +158,7 @@ class Rectangle(NamedTuple):
 
 
 class Fill:
-    """Phase *fill*: the gradients of a step, from their reduction to the slots, and all that is done when one arrives.
+    """Phase *fill*: all that is done when a gradient arrives.
 
     A trained slice is *pending* while its gradient is a sum over earlier micro-batches (`Accumulation.pending`); *arrived* from when the
     gradient of the whole step has been routed, which no block then misses (`Block.missing`); and besides *unpolled* until
@@ -177,7 +177,6 @@ class Fill:
 
     Attributes:
         trained: slices whose gradients are expected.
-        norms: squared norms of what has arrived.
         factor_error: mean relative error of the factors in backward in some step since it was read.
     """
 
@@ -221,7 +220,7 @@ class Fill:
         return self._arrived.keys()
 
     def accumulate(self, slice_index: int, gradient: Tensor, step: int) -> None:
-        """Takes a gradient of a micro-batch that is not its step's last."""
+        """Takes a gradient of another micro-batch than the last, as `receive`."""
         if slice_index in self.trained:
             self.accumulation.add(slice_index, gradient, step)
 
@@ -278,7 +277,7 @@ class Fill:
 
     def gradient(self, slice_index: int) -> Tensor:
         """Gradient of a slice in the step that is next, where `ZenFlowStep.has_gradients`: [slice.numel], model dtype, on the device or the
-        host. To be read before the step. Waits for the device.
+        host. Waits for the device.
         """
         if slice_index in self.accumulation.pending:
             return self.accumulation.sum(slice_index)
@@ -314,9 +313,7 @@ class Fill:
         return complete
 
     def _route_rectangles(self, context: StepContext, index: int, gradient: Tensor) -> None:
-        """Copies one slice's gradient to its destinations, measures it, and updates weights provisionally where some forward pass will lack
-        it; in stream order behind its reduction.
-        """
+        """Copies one slice's gradient to its destinations, measures it, and updates weights provisionally where it is late."""
         s = self._rank.partition.slices[index]
         column_norms = context.column_norms if s.is_matrix else None
         provisional = None if context.shows_exact_weights else self._provisional

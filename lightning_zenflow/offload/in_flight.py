@@ -31,9 +31,9 @@ class JobsInFlight:
     With `has_scratch` there are jobs whose weights are discarded, which have a buffer of their own.
 
     Attributes:
-        free_buffers: publish buffers that no job uses, the one that has been free longest first, each with the event behind the device's
-            last copies from it; None: a step has been sealed behind them.
-        n_in_backward: blocks that were submitted in backward and published, since the start.
+        free_buffers: buffers that no job uses, the one that has been free longest first, each with the event behind the device's last
+            copies from it; None: a step has been sealed behind them.
+        n_in_backward: blocks that were submitted in backward and published.
         n_late: those of them that were not done when the training thread waited for them.
     """
 
@@ -59,7 +59,7 @@ class JobsInFlight:
         self._trained = frozenset(trained)
 
     def grow_buffers(self, n_buffers: int) -> None:
-        """Allows jobs to use the first `n_buffers` buffers of the arena."""
+        """Allows jobs to use the arena's first `n_buffers` buffers."""
         new = (buffer for buffer in range(self._n_buffers, n_buffers) if buffer != self._scratch)
         self.free_buffers.update(dict.fromkeys(new))
         self._n_buffers = max(self._n_buffers, n_buffers)
@@ -155,8 +155,8 @@ class JobsInFlight:
         return True
 
     def publish(self, step: int, cause: Cause, *, due_only: bool) -> dict[Block, int]:
-        """Waits for all jobs, or for those that are due and all before them, and copies their weights into the model. Returns for each
-        block whose weights were overwritten since the last call the last step that they are exact for.
+        """Waits for all jobs, or for those that are due and all before them, and publishes them. Returns for each block whose weights were
+        overwritten since the last call the last step that they are exact for.
         """
         due = [index for index, job in enumerate(self._jobs) if job.due_step <= step or not due_only]
         for _ in range(due[-1] + 1 if due else 0):
@@ -217,7 +217,7 @@ class JobsInFlight:
         self.n_in_backward += in_backward
 
     def forget_overwritable(self) -> None:
-        """Drops what is known about slices that the step reads no more: an interrupted step's weights may be read again."""
+        """Forgets which slices the step reads no more: an interrupted step's weights may be read again."""
         for job in self._jobs:
             job.read.update(*(slices for _, slices in job.overwritable))
             job.overwritable.clear()

@@ -21,15 +21,12 @@ from lightning_zenflow.worker.arena import WORD_BYTES, StepWords
 
 class JobQueue:
     """Takes the blocks through the phases of a step (docs/how_it_works.md), whose names the methods have: windows become update jobs
-    (`JobsInFlight`). A block acquires a free slot before its first gradient. The step's word, behind all copies to slots, has its factor
-    (clip coefficient over loss scale) and its number; the worker polls it.
+    (`JobsInFlight`). The step's word, behind all copies to slots, has its factor (clip coefficient over loss scale) and its number; the
+    worker polls it. In place a job is waited for where its weights are fetched in the next step (`await_slice`).
 
-    With d = 0 a block is submitted *in backward*, as soon as it is filled: the step is then *tentative*, with a predicted factor and a word
-    of the block's own (`Fill`), and its gradient stays in the block's next window. In place a job is waited for where its weights are
-    fetched in the next step (`await_slice`).
-
-    `schedule` has S and d at the start. Blocks may be submitted in backward with `in_backward`. With `verifies` no forward pass may see
-    another clip factor than the true one.
+    `schedule` has S and d at the start. With `in_backward` and d = 0 a block is submitted as soon as it is filled: the step is then
+    *tentative*, with a predicted factor and a word of the block's own (`Fill`), and its gradient stays in the block's next window. With
+    `verifies` no forward pass may see another clip factor than the true one.
 
     Attributes:
         n_steps_in_backward: steps in which blocks were submitted in backward, since the start.
@@ -183,9 +180,7 @@ class JobQueue:
         return published
 
     def flush(self, step: int) -> None:
-        """Closes every open window, commits what is tentative and publishes every job; arena and weights are then the exact state after
-        `step`. May be called again after an exception has interrupted it, or the step.
-        """
+        """Makes arena and weights the exact state after `step`. May be called again after an exception has interrupted it, or the step."""
         if self._open_step == step:
             # Interrupted behind phase *seal*.
             self._end_fill(step)
@@ -291,9 +286,8 @@ class JobQueue:
             self._worker.send()
 
     def _drop_open_step(self, step: int) -> None:
-        """Drops the gradients of the step after `step`, whose backward pass was interrupted by an error.
-
-        Jobs in flight may still read them, and publish weights that have them: their blocks are published again.
+        """Drops the gradients of the step after `step`. Jobs in flight may still read them, and publish weights that have them: their
+        blocks are published again.
         """
         with self._rank.records:
             for block in self._rank.blocks:

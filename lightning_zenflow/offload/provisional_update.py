@@ -95,9 +95,9 @@ class ProvisionalUpdate:
         squared_norms: SquaredNorms,
         late: Sequence[tuple[Block, Destination]],
     ) -> None:
-        """Updates the weights of the tiles of a slice that it `applies_to`: now, or after the publish of a job in flight. `late` has for
-        each tile of the slice's full rows the block, and the position in the rows with the gradient's slot in host memory. The gradient,
-        [rows, columns], is of the full rows; its memory may be reused after the work that this call enqueues.
+        """Updates the weights of a slice that it `applies_to`: now, or after the publish of a job in flight. The gradient, [rows, columns],
+        is of the slice's full rows; its memory may be reused after the work that this call enqueues. `late` has for each of their tiles the
+        block, and the part of the rows with the gradient's slot.
         """
         step, schedule = context.number, context.schedule
         rows, h = self._rows[slice_index], context.inputs.groups[self._rank.partition.slices[slice_index].param_group]

@@ -64,13 +64,13 @@ class StepContext:
 
     @property
     def shows_exact_weights(self) -> bool:
-        """The step ends with weights that have all of its gradients, so that no provisional update is needed."""
+        """The step ends with weights that have all of its gradients."""
         return self.synchronous or self.schedule.is_immediate
 
 
 @dataclass(kw_only=True)
 class Window:
-    """Open window of one block: one gradient slot for each step that is not committed to the block's state."""
+    """Open window of one block: a gradient slot for each step that is not committed to the block's state."""
 
     first_step: int
     slots: list[int] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Job:
     block: "Block"
     window: Window
     tentative: Tentative
-    """Whether the window's last gradient is applied to the published weights only, and stays in the next window."""
+    """Other than NONE, the window's last gradient is applied to the published weights only, and stays in the next window."""
     due_step: int
     """Step at whose end the weights are published."""
     buffer: int | None
@@ -162,12 +162,7 @@ class Block:
 
 
 class Blocks(list[Block]):
-    """All blocks of a partition, by their numbers.
-
-    Attributes:
-        of_tile: for each tile its block.
-        of_slice: for each slice the blocks that it has tiles in, ascending.
-    """
+    """All blocks of a partition, by their numbers; by tile; and for each slice those that it has tiles in, ascending."""
 
     def __init__(self, partition: Partition) -> None:
         for number, block in enumerate(partition.blocks):
@@ -181,10 +176,10 @@ class Blocks(list[Block]):
 
 
 class Transaction:
-    """Context of a change of several records. A change that an exception cuts is broken until `repaired`.
+    """Context of a change of several records, in which nothing waits. A change that an exception cuts is broken until `repaired`.
 
-    `KeyboardInterrupt` and the exceptions of other signal handlers may be raised between any two instructions. Records that belong together
-    are changed in one short context, and nothing waits in it. Outside of the context the records agree, whatever is raised there.
+    `KeyboardInterrupt` and the exceptions of other signal handlers may be raised between any two instructions. Outside of the context the
+    records agree, whatever is raised there.
     """
 
     def __init__(self) -> None:
@@ -211,8 +206,8 @@ class Transaction:
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """The model's weights, the optimizer state and the tools of one data-parallel rank. The record itself never changes. Ownership of the
-    memory behind `arena` is defined in ``protocol.h``; `weights` on the device are the training thread's, in the order of the streams.
+    """The model's weights, the optimizer state and the tools of one rank. Ownership of the memory behind `arena` is defined in
+    ``protocol.h``; `weights` on the device are the training thread's, in the order of the streams.
     """
 
     partition: Partition
@@ -227,7 +222,7 @@ class RankState:
     in_place: bool
     """Whether the weights are where the worker writes them: see `JobsInFlight`."""
     device: torch.device
-    """Training device: of gradients and of what is computed from them."""
+    """Of gradients and of what is computed from them."""
     kernels: Kernels
     telemetry: Telemetry
     d2h: SideStream
@@ -239,7 +234,7 @@ class RankState:
 
     @property
     def n_ranks(self) -> int:
-        """Data-parallel ranks."""
+        """Number of data-parallel ranks."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     @property
@@ -300,7 +295,7 @@ class SlotPool:
             block.slot = self.free.pop()
 
     def check_integrity(self, acquired: Iterable[int]) -> None:
-        """Asserts that all slots but those that blocks have acquired are free, each once."""
+        """Asserts that all slots but those that are acquired are free, each once."""
         assert sorted([*acquired, *self.free]) == list(range(self.n_slots)), "each slot has one owner"
 
     def view(self, tile_index: int) -> Tensor:

@@ -56,21 +56,17 @@ CHECKPOINT_KEY = "zenflow"
 VERSION = 5
 """Number of the layout; a checkpoint of another one is refused."""
 
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Keys of AdamW's moments in the state of a flat partition."""
 
 
 class HostState:
-    """Replaces DeepSpeed's flat fp32 partitions and the optimizer's moments by views of the arena, so that DeepSpeed's checkpoint code
-    reads and writes the arena.
+    """Replaces DeepSpeed's flat fp32 partitions, the parameters of the user's `optimizer`, and its moments by views of the arena, so that
+    DeepSpeed's checkpoint code reads and writes the arena. The values of `flats`, of any type and on any device, are copied into it.
 
     Every reader of a checkpoint gets the moments as float32: with 16 bits the file has those of the arena and the call of `Tensor.float`.
     With moments in 8 bits, which DeepSpeed's code cannot read, the optimizer's state has NaN of the right length in their place.
-
-    The state of the user's `optimizer` is created here. `flats` are DeepSpeed's flat fp32 partitions, the optimizer's parameters in its
-    order; their values, of any type and on any device, are copied into the arena. `states` has the moments by key, and master weights
-    (None), of the whole partition.
+    `states` has the moments by key, and master weights (None), of the whole partition.
     """
 
     def __init__(self, optimizer: Optimizer, flats: Sequence[Tensor], *, partition: Partition, arena: Arena) -> None:
@@ -128,8 +124,8 @@ class HostState:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Which parameters are trained between two changes of that, each list in the order in which `Slice.parameter` counts them. As under
-    plain torch, a frozen parameter and its moments do not change, and AdamW's step count is each parameter's own.
+    """Which parameters are trained between two changes of that, in the order of `Slice.parameter`. As under plain torch, a frozen parameter
+    and its moments do not change, and AdamW's step count is each parameter's own.
     """
 
     parameters: Mapping[str, Tensor]

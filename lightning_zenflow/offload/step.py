@@ -110,13 +110,9 @@ class ZenFlowStep:
             self._opened()
 
     def receive(self, slice_index: int, gradient: Tensor, *, last: bool) -> None:
-        """Takes one slice's reduced gradient; called in backward, in stream order behind its reduction.
-
-        Args:
-            slice_index: index into `Partition.slices`.
-            gradient: [slice.numel], model dtype, on the device; may be changed in place, and is not read after the work that this call
-                enqueues.
-            last: whether this is the step's last micro-batch.
+        """Takes one slice's reduced gradient of a micro-batch, the step's last one or not; called in backward, in stream order behind its
+        reduction. `gradient`: [slice.numel], model dtype, on the device; may be changed in place, and is not read after the work that this
+        call enqueues.
         """
         if last:
             self._fill.receive(self._opened(), slice_index, gradient)
@@ -359,9 +355,5 @@ class ZenFlowStep:
         add_over_ranks(norms.flat, self._rank.group)
         # The host waits; counted as stall.
         with self._telemetry.measure("select"):
-            selected = self._selector.select(norms, context.number, finite=finite)
-        if selected is None:
-            return None
-        columns, owned_norm_share = selected
-        self._selector.owned_norm_share.copy(owned_norm_share)
-        return [columns[s.parameter] for s in self._rank.partition.slices]
+            columns = self._selector.select(norms, context.number, finite=finite)
+        return None if columns is None else [columns[s.parameter] for s in self._rank.partition.slices]
