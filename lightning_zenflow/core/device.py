@@ -82,7 +82,7 @@ class HostRuntime:
         """Waits for all work of the device."""
 
     def keep_for(self, stream: Stream, tensor: Tensor) -> None:
-        """Keeps the tensor's memory, of another stream, from being reused before the present work of `stream`."""
+        """Keeps the tensor's memory from being reused before the present work of `stream`."""
 
     def page_lock(self, address: int, n_bytes: int) -> None:
         """Page-locks host memory; RuntimeError: the system refuses."""
@@ -270,9 +270,8 @@ class SideStream:
 
     @contextmanager
     def behind(self, event: Event | None = None, *, reads: Tensor | None = None) -> Iterator[None]:
-        """Makes this the current stream in the context, ordered behind an event; None: behind the present end of the current stream.
-
-        Device memory that the context `reads` may be freed by its owner after it.
+        """Makes this the current stream in the context, ordered behind an event; None: behind the present end of the current stream. Device
+        memory that the context `reads` may be freed by its owner after it.
         """
         if event is None:
             self._stream.wait_stream(self._runtime.current_stream())

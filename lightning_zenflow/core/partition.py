@@ -1,13 +1,8 @@
 """Geometry of a rank's ZeRO partition: slices, tiles, and the blocks that the worker updates. Pure functions.
 
-* *partition*: the elements whose optimizer state a rank holds. DeepSpeed keeps one flat partition per parameter group; here they are
-  concatenated, and elements are counted from the start of the first.
-* *slice*: the part of one parameter that lies in the partition. ZeRO cuts parameters at arbitrary elements, so a slice may begin and end
-  inside a row.
-* *column*: a parameter of n dimensions is viewed as [out, rest], its first dimension against all others; column j is ``w[:, j]``, the
-  weights that multiply input j. Parameters of fewer than two dimensions have no columns to select.
-* *tile*: a rectangle of rows x columns of one slice that is contiguous in memory: full rows, or a part of a single row.
-* *block*: consecutive tiles that form one update job; all blocks have nearly the same number of elements.
+The terms are those of the glossary in docs/how_it_works.md. DeepSpeed keeps one flat partition per parameter group; here they are
+concatenated, and elements are counted from the start of the first. ZeRO cuts parameters at arbitrary elements. A parameter of n dimensions
+is viewed as [out, rest], its first dimension against all others; those of fewer than two dimensions have no columns to select.
 
 Blocks end between rows where they can. Where the weights are published in place, blocks end at the multiples of a length instead, padding
 included: the new weights of all blocks, one behind the other, are then those of the partition.

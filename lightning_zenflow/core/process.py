@@ -126,7 +126,7 @@ def refuse_inherited_group() -> None:
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Context of a set-up or an end, which change names of DeepSpeed and torch; a second thread waits."""
+    """Context of a set-up or an end, which change names of DeepSpeed and torch; other threads wait."""
     lock = _set_up
     if not lock.acquire(timeout=_LIMIT_S):
         raise RuntimeError(
@@ -140,8 +140,8 @@ def one_at_a_time() -> Iterator[None]:
 
 
 class PutBack:
-    """A value of the process, or of each thread, that trainings note when they begin and put back when they end. One that ends before a
-    later one hands on what it has noted, so that the last end restores what the first begin has found.
+    """A value of the process, or of each thread, that trainings note when they begin and put back when they end: the last end restores what
+    the first begin has found.
     """
 
     def __init__(self, read: Callable[[], Any], write: Callable[[Any], object], *, of_thread: bool = False) -> None:

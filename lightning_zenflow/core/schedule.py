@@ -63,8 +63,8 @@ GB/s, for 2^19 no longer than the training thread: none is smaller, unless there
 def blocks_wanted(
     update_intervals: Sequence[int], *, in_backward: bool, numel: int, awaited_singly: bool = False
 ) -> int:
-    """Number of blocks to cut a partition of `numel` elements into: at least the largest S, so that every step closes a window. With
-    `awaited_singly` blocks are awaited one by one, in the next forward pass, so that smaller ones make the first wait shorter.
+    """Number of blocks of a partition of `numel` elements: at least the largest S, so that every step closes a window. With
+    `awaited_singly`, in the next forward pass, smaller ones make the first wait shorter.
     """
     finer = 1 + awaited_singly
     fewest = min(max(numel // _SMALL_BLOCK, _FEW_BLOCKS), _MANY_BLOCKS)
@@ -151,8 +151,8 @@ def candidates_of(update_intervals: Sequence[int], publish_lags: Sequence[int]) 
 
 
 def with_changes(schedules: Sequence[UpdateSchedule]) -> list[UpdateSchedule]:
-    """The schedules, and the one whose slots a change between any two of them may need: windows of the longest S may still be open, and
-    jobs of the largest d in flight, while another schedule begins.
+    """The schedules, and the one whose slots a change between any two of them may need: with the longest S, whose windows may still be
+    open, and the largest d, whose jobs may be in flight.
     """
     longest = max(s.update_interval for s in schedules)
     return [UpdateSchedule(update_interval=longest, publish_lag=max(s.publish_lag for s in schedules)), *schedules]

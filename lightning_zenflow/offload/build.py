@@ -1,6 +1,4 @@
-"""Construction of a rank's components from its part of the state and the host's resources; what the engine around a training gives and is
-asked for.
-"""
+"""Construction of a rank's components; what the engine around a training gives and is asked for."""
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
@@ -122,16 +120,14 @@ class RankResources:
     ranks_on_host: int
     """Ranks that share the host's memory."""
     word_timeout_s: float
-    """Limit of the worker's wait for a word: that of the collectives which the word is behind, at least `worker_timeout`."""
+    """Limit of the worker's wait for a word, which is behind collectives."""
 
 
 def rank_resources(
     config: ZenFlowConfig, device: torch.device, *, ranks_on_host: int, world_size: int, timeout: timedelta | None
 ) -> RankResources:
-    """Chooses the worker's cores; all ranks call it together. `timeout` is that of collectives; None: torch's default.
-
-    Raises:
-        ValueError: this or another rank may not use the cores that `worker_cores` asks for, or its `HOST_MEMORY` is wrong.
+    """Chooses the worker's cores; all ranks call it together. `timeout` is that of collectives; None: torch's default. ValueError: this or
+    another rank may not use the cores that `worker_cores` asks for, or its `HOST_MEMORY` is wrong.
     """
     places, index = places_on_this_host(read_place(device))
     with raising_together(ValueError):
@@ -149,7 +145,7 @@ def rank_resources(
 def _arena_sizes(
     config: ZenFlowConfig, part: RankPart, n_blocks: int, n_threads: int, schedules: Sequence[UpdateSchedule]
 ) -> ArenaSizes:
-    """Sizes of an arena for any of the schedules and the changes between them."""
+    """Of an arena for any of the schedules and the changes between them."""
     in_backward, in_place = config.submits_in_backward, part.in_place
     staggered = [
         StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=in_backward, in_place=in_place)

@@ -29,8 +29,7 @@ class Verification:
     are submitted with the step committed, in phase *publish*; or at once, where all of them have other hyperparameters.
 
     *In place* a correction is published. That of the last block is submitted behind *seal*; or all of them, where they have other
-    hyperparameters or the step before was clipped: they hide behind the forward pass, which would otherwise wait for the first answer.
-    Other blocks that differ are corrected before weights are fetched.
+    hyperparameters or the step before was clipped: they hide behind the forward pass. Others are corrected before weights are fetched.
 
     Attributes:
         n_clipped: applied steps up to the last one whose word was read that were clipped in a row, up to `_IN_A_ROW`.

@@ -1,10 +1,9 @@
 """Columns that the device owns: when they are selected and which ones, and the exact fp32 state of their entries, which the device updates
 at once.
 
-A column's importance is the squared norm of its gradient (ZenFlow, arXiv 2505.12242, section 3). Partitions hold row ranges, so each rank
-sums over its own rows, and the sums are added over the ranks. The arena alone is AdamW's exact state. The state here is a copy of the
-selected entries that runs ahead of it; the training thread gathers it where the arena is exact and the trainer's: behind the jobs of a
-synchronous step, and behind a flush.
+A column's importance is the squared norm of its gradient (ZenFlow, arXiv 2505.12242, section 3); each rank sums over its own rows, and the
+sums are added over the ranks. The state here is a copy of the arena's that runs ahead of it; the training thread gathers it where the arena
+is exact and the trainer's: behind the jobs of a synchronous step, and behind a flush.
 """
 
 from collections import Counter
@@ -28,8 +27,8 @@ _GATHERED_AT_ONCE = 1 << 20
 
 
 def select_columns(squared_norms: Tensor, topk_ratio: float) -> Tensor:
-    """Columns with the largest squared norms, in ascending order; among equals the first ones: [..., `column_count`], int64, on the device
-    of `squared_norms`: [..., columns] float32, not negative, finite, the same on every rank.
+    """Columns with the largest squared norms, ascending; among equals the first ones: [..., `column_count`], int64. `squared_norms`:
+    [..., columns] float32, not negative, finite, the same on every rank.
     """
     columns = squared_norms.shape[-1]
     # Top-k leaves the order of equals open, and all ranks must choose alike: numbers that are never equal, and whose order is that of the
@@ -51,9 +50,8 @@ class ColumnSquaredNorms:
 
 
 class Selector:
-    """Decides, alike on every rank, in which steps columns are measured and which are selected. `columns` has for each parameter of the
-    model the length of a row of its [out, rest] view, 0 where it has no columns to choose from. `interval` counts steps, or epochs; 0
-    selects once.
+    """Decides, alike on every rank, in which steps columns are measured and which are selected. `columns` has for each parameter its
+    `row_length`. `interval` counts steps, or epochs; 0 selects once.
 
     Attributes:
         epoch: that the next step belongs to.
@@ -285,9 +283,7 @@ class Ownership:
         return {"of_block": of_block, "wanted": of_block, "selections": columns}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`; values are gathered from the arena. Of an earlier version's change of columns that some blocks had still
-        to follow, all have followed.
-        """
+        """Inverse of `state_dict`; values are gathered from the arena. All blocks follow a change of columns of an earlier version."""
         self.clear()
         if (number := next(iter(state["wanted"]), None)) is not None:
             self.take(state["selections"][number], "flush")

@@ -165,15 +165,10 @@ class Fill:
     `JobsInFlight.poll` hears that its weights may be overwritten. A parameter without a gradient in a step has the gradient zero, as under
     ZeRO-2 without offload: its moments decay.
 
-    *In backward* a block is submitted as soon as the gradients of all of its trained slices have arrived. Its factor, which decides on
-    nothing but the weights that the next forward pass sees, is known without clipping. With clipping it is
-
-    * *predicted* from the gradients so far (`GradientNorms`), or
-    * *speculated* to be that of a step without clipping, where blocks with another factor than the true one would have to wait at the end
-      of the step. Behind two applied steps that were clipped no block is submitted in backward.
-
-    From the first gradient on that is not finite, submitted blocks are published without the step. (A vector's gradient counts when its
-    block is submitted.)
+    *In backward* a block is submitted as soon as the gradients of all of its trained slices have arrived. With clipping its factor is
+    *predicted* from the gradients so far (`GradientNorms`), or *speculated* to be that of a step without clipping (`Verification`). From
+    the first gradient on that is not finite, submitted blocks are published without the step. (A vector's gradient counts when its block is
+    submitted.)
 
     Attributes:
         trained: slices whose gradients are expected.

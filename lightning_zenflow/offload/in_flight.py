@@ -21,12 +21,10 @@ class JobsInFlight:
     backward are ordered behind an event on a stream of their own, so a device that runs behind the host makes them in backward, even where
     the host enqueues them at the end of the step.
 
-    *In place* (`RankState.in_place`, S = 1, d = 0) nothing is copied: the publish buffers are the weights. Block b always publishes to
-    buffer b; the buffer behind them is that of discarded weights. A step waits for the jobs of the step before where it reads their weights
-    (`publish_blocks`). A job owns its block's weights from its submission until *done*, and writes them while backward may still be
-    running: its word is behind the gradients of all slices of the block, and these are behind the step's last reads of their weights, by
-    kernels or by copies to the device that kernels wait for. A copy that nothing waits for may read a mixture. In a flush the word was
-    written before the job is submitted, so the training thread waits for the device.
+    *In place* (`RankState.in_place`; docs/how_it_works.md, "Weights in place") nothing is copied: block b publishes to buffer b; the buffer
+    behind them is that of discarded weights. A job owns its block's weights from its submission until *done*, and writes them while
+    backward may still be running, behind the step's last reads of them by kernels, or by copies that kernels wait for. A copy that nothing
+    waits for may read a mixture.
 
     With `has_scratch` there are jobs whose weights are discarded, which have a buffer of their own.
 

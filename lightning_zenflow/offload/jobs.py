@@ -50,8 +50,8 @@ class JobQueue:
         self._in_backward = in_backward
         # Whether host-owned weights equal the master weights of some step at all times.
         self._publishes_exactly = compensation.weight_prediction == 0 and not compensation.updates_provisionally
-        # In place a job may begin behind the end of its step. But weights that are published again start from moments that have been
-        # rounded, if they are: which job has shown the true factor makes a difference then, and must not depend on when the worker begins.
+        # In place a job may begin behind the end of its step. But weights that are published again start from rounded moments, if they are:
+        # which job has shown the true factor makes a difference then, and must not depend on when the worker begins.
         may_know = verifies and rank.in_place and not rank.arena.rounds
         self._in_backward_tentative = Tentative.TRUE_IF_KNOWN if may_know else Tentative.PREDICTED
         self.in_flight = JobsInFlight(rank, self.slots, has_scratch=in_backward)
@@ -67,8 +67,8 @@ class JobQueue:
         self.set_schedule(schedule)
 
     def set_schedule(self, schedule: UpdateSchedule) -> None:
-        """Uses another S and d from the next submission on. The quotient of the two S is a power of two: windows of the longer S begin and
-        end where some of the shorter S do, so no window is ever longer than the longer S.
+        """Uses another S and d from the next submission on. The quotient of the two S is a power of two, so no window is ever longer than
+        the longer S.
         """
         rank = self._rank
         self.schedule = StaggeredSchedule.of(
@@ -204,7 +204,8 @@ class JobQueue:
         """Asserts what holds after a flush: nothing is under way, and each slot and buffer is free or has one owner."""
         assert not any(block.window or block.jobs for block in self._rank.blocks), "windows and jobs are published"
         # Micro-batches that were accumulated in host memory keep theirs.
-        self.slots.check_integrity(block.slot for block in self._rank.blocks if block.slot is not None)
+        acquired = [block.slot for block in self._rank.blocks if block.slot is not None]
+        assert sorted(acquired + self.slots.free) == list(range(self.slots.n_slots)), "each slot has one owner"
         self.in_flight.check_integrity()
 
     def _wait_for_readers(self) -> None:

@@ -48,17 +48,14 @@ class Update:
 
 
 class ProvisionalUpdate:
-    """Updates the host-owned weights of a rank during backward, with a factored second moment (`kernels.base`).
+    """Updates the host-owned weights of a rank during backward (`kernels.base`).
 
-    Where a job in flight overwrites a block's weights at the end of the step, the update is *kept* and applied behind that publish. The
-    gradient of a kept update stays on the device where the device has room; otherwise it is copied back from its slot in host memory.
+    Where a job in flight overwrites a block's weights at the end of the step, the update is *kept* and applied behind that publish. Its
+    gradient stays on the device where the device has room; otherwise it is copied back from its slot in host memory.
 
     Matrices only, and of them full rows: the at most two rows of a slice that ZeRO's partition cuts wait for their publish. Device-owned
-    entries are updated as well, and overwritten by their exact values in the same step.
-
-    The clip coefficient of the last applied step takes the place of the step's own, which is not known yet. Before any step has been
-    applied, a step updates nothing here, and its gradient is not in the second moment, so that an unclipped one never is. Ranks use
-    different rounding noise.
+    entries are updated as well, and overwritten by their exact values in the same step. Before any step has been applied, a step updates
+    nothing here, and its gradient is not in the second moment, so that an unclipped one never is. Ranks use different rounding noise.
     """
 
     def __init__(self, rank: RankState, compensation: StalenessCompensation, *, rank_number: int) -> None:

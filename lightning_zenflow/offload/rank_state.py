@@ -294,10 +294,6 @@ class SlotPool:
         with self._rank.records:
             block.slot = self.free.pop()
 
-    def check_integrity(self, acquired: Iterable[int]) -> None:
-        """Asserts that all slots but those that are acquired are free, each once."""
-        assert sorted([*acquired, *self.free]) == list(range(self.n_slots)), "each slot has one owner"
-
     def view(self, tile_index: int) -> Tensor:
         """Destination of a tile's gradient in the slot that its block has acquired: [rows, width], model dtype, host memory (page-locked
         for a CUDA device); to be written in stream order.

@@ -84,7 +84,7 @@ class HostState:
         self.write_count(0)
 
     def write_count(self, count: int) -> None:
-        """Writes the number of applied steps as AdamW's `step`, in the form that the user's optimizer has in checkpoints."""
+        """Writes the number of applied steps as AdamW's `step`, in the form that the optimizer has in checkpoints."""
         is_tensor = isinstance(self._optimizer, torch.optim.Adam | torch.optim.AdamW)
         for flat in self._flats:
             self._optimizer.state[flat]["step"] = (
@@ -99,8 +99,8 @@ class HostState:
             self._optimizer.state.pop(flat, None)
 
     def as_saved(self, state: Mapping[str, Any], copied: Sequence[Sequence[Tensor]] | None) -> dict[str, Any]:
-        """The result of the user's `Optimizer.state_dict`, as a checkpoint holds it. `copied` has for each flat partition copies, the
-        moments last; None: the arena's memory is shared.
+        """The `state_dict` of the user's optimizer, as a checkpoint holds it. `copied` has for each flat partition copies, the moments
+        last; None: the arena's memory is shared.
         """
         moments = copied or [
             [saved_as_float32(self.states[name].read(begin, flat.numel())) for name in MOMENTS]
@@ -113,8 +113,8 @@ class HostState:
         return {**state, "state": of_keys}
 
     def load(self, partitions: Sequence[Sequence[Tensor]], *, moments: bool) -> None:
-        """Copies for each flat partition master weights, perhaps without padding, and, with `moments`, moments of any type into the arena,
-        which rounds them to nearest where it has another type than float32.
+        """Copies for each flat partition master weights, perhaps without padding, and, with `moments`, moments of any type into the arena;
+        fewer bits are rounded to nearest.
         """
         for flat, begin, (master, *of_names) in zip(self._flats, self._begins, partitions, strict=True):
             flat.data.narrow(0, 0, master.numel()).copy_(master.detach())
@@ -173,7 +173,7 @@ class StepParts:
     """Writes the number of applied steps to the user's optimizer, as checkpoints hold it."""
 
     def read_counters(self) -> Reading:
-        """Present values of all counters, without waiting for the device: those of the device are from an earlier step."""
+        """Present values of all counters; those of the device are from an earlier step."""
         telemetry, jobs = self.rank.telemetry, self.jobs
         return Reading(
             steps=telemetry.steps,

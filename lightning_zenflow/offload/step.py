@@ -32,11 +32,8 @@ class StepState(Enum):
 
 
 class ZenFlowStep:
-    """Runs the optimizer steps of one rank (ZenFlow, arXiv 2505.12242). In backward `receive` is phase *fill*; `step` then runs the phases
-    from *reduce* to *gather* (docs/how_it_works.md), which `torch.profiler` shows as "zenflow update" and so on.
-
-    A `flush` after an interruption gives the exact state of the steps that were sealed; WorkerError: the interruption has cut a change of
-    the records (`RankState.records`), which takes microseconds.
+    """Runs the optimizer steps of one rank. In backward `receive` is phase *fill*; `step` then runs the phases from *reduce* to *gather*
+    (docs/how_it_works.md), which `torch.profiler` shows as "zenflow update" and so on.
 
     `parameters` are those of `Trained`. `read_inputs` gives the present inputs and never waits for a device; `gather_weights` exchanges the
     ranks' updated weights.
@@ -130,17 +127,15 @@ class ZenFlowStep:
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
-        """Phase *reduce*: norm of the step's whole gradient, without loss scale and before clipping, 0-D float32 on the device. The step
-        receives no more gradients. All ranks call it together.
-        """
+        """Phase *reduce*: `StepScale.norm` of the step, which receives no more gradients. All ranks call it together."""
         context = self._opened()
         squared_norm, loss_scale = self._reduce(context), context.inputs.loss_scale
         return step_scale(squared_norm, max_norm=0, loss_scale=loss_scale, count=self.count).norm
 
     @torch.no_grad()
     def step(self, *, copies_finite: bool = False) -> tuple[StepScale, AsyncHostCopy | None]:
-        """One optimizer step. Returns its scale; and with `copies_finite`, where the host will ask if the step was applied, the copy of
-        `StepScale.finite`, which has begun before the rest of the step was enqueued.
+        """One optimizer step. Returns its scale; and with `copies_finite` the copy of `StepScale.finite`, which has begun before the rest
+        of the step was enqueued.
         """
         context = self._opened()
         number = context.number
@@ -215,10 +210,8 @@ class ZenFlowStep:
         self._silent_until = self.number + 16
 
     def flush(self) -> None:
-        """Makes arena and weights the exact state of all steps so far; drops the gradients of a step that is complete or interrupted.
-
-        Raises:
-            WorkerError: an exception has cut a change of the records, or the worker failed: the exact state is lost.
+        """Makes arena and weights the exact state of all steps that were sealed; drops the gradients of a step that is complete or
+        interrupted. WorkerError: an exception has cut a change of `RankState.records`, or the worker failed: the exact state is lost.
         """
         if self.is_complete:
             self.drop_gradients()
@@ -226,7 +219,7 @@ class ZenFlowStep:
             self._flush()
 
     def drop_gradients(self) -> None:
-        """Drops the gradients since the last step. If the step was complete, a flush undoes what has been done with them."""
+        """Drops the gradients since the last step; if the step was complete, by a flush."""
         self._fill.accumulation.pending.clear()
         if self.is_complete:
             self._flush()
