@@ -5,10 +5,9 @@ threads too, and end in any order.
 
 *Forked children*, such as the processes of a data loader, inherit neither the arena and copies of weights, nor the worker's socket, nor
 the files of a save that is under way: a descriptor in a child keeps memory or disk space, and hides the trainer's death from the worker.
-`MADV_DONTFORK` excludes a mapping from children, and `O_CLOEXEC` closes descriptors in programs that a child executes; this module covers
-the time between fork and exec. Where the mapping was, the kernel puts memory of the child's own. The Python object of the mapping must
-therefore never be freed there: it would unmap that memory. Nor does a child collect the garbage that it inherits: the destructor of Gloo's
-process group, which is part of an earlier fit's, would wait for threads that the child does not have.
+Where an excluded mapping was, the kernel puts memory of the child's own. The Python object of the mapping must therefore never be freed
+there: it would unmap that memory. Nor does a child collect the garbage that it inherits: the destructor of Gloo's process group, which is
+part of an earlier fit's, would wait for threads that the child does not have.
 """
 
 import ctypes

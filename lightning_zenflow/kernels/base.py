@@ -161,8 +161,8 @@ def round_stochastically_(target: Tensor, values: Tensor, noise: RoundingNoise) 
 class Kernels:
     """The passes of one step, by torch's operations. Matrices are contiguous, [rows, columns]; no pass synchronises with the device.
 
-    AdamW's order of operations is that of the worker's replay kernel and of DeepSpeedCPUAdam. torch fuses other pairs of operations than
-    the kernel, so the two agree to a few units in the last place, not bit for bit.
+    AdamW's order of operations is that of the worker's replay kernel. torch fuses other pairs of operations than the kernel, so the two
+    agree to a few units in the last place, not bit for bit.
     """
 
     def route(

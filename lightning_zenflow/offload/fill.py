@@ -16,7 +16,7 @@ from lightning_zenflow.kernels.base import Destination
 from lightning_zenflow.offload.columns import Ownership
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
-from lightning_zenflow.offload.rank_state import Block, RankState, SlotPool, StepContext, Vectors, runs_of
+from lightning_zenflow.offload.rank_state import Block, RankState, SlotPool, StepContext, runs_of
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +86,17 @@ class Accumulation:
         return total
 
 
+class Vectors(NamedTuple):
+    """Gradients of the small vectors of one block; all tensors are views of `values`, [n], contiguous."""
+
+    values: Tensor
+    tiles: list[tuple[int, Tensor]]
+    """Indexes into `Partition.tiles`, with the gradients of the tiles, [rows, width]."""
+    runs: list[tuple[int, Tensor]]
+    """First tile of each run of tiles that are adjacent in the partition, with the gradients of the run, flat."""
+    slices: set[int]
+
+
 class VectorGradients:
     """Owner of one step's gradients of small vectors, concatenated in one tensor on the device. All calls but one a gradient serve many
     vectors at once, at the end of backward or when their block is submitted.
@@ -103,6 +114,7 @@ class VectorGradients:
         numels = [s.numel for s in small.values()]
         self._values = torch.zeros(sum(numels), device=rank.device, dtype=rank.dtype)
         self.of_slice = dict(zip(small, torch.split(self._values, numels), strict=True))
+        self._of_block: dict[Block, Vectors] = {}
         end = 0
         for block in rank.blocks:
             begin, tiles = end, []
@@ -111,14 +123,15 @@ class VectorGradients:
                 tiles.append((index, self._values.narrow(0, end, tile.numel).view(tile.rows, tile.width)))
                 end += tile.numel
             slices = {partition.tiles[index].slice for index, _ in tiles}
-            values, runs = self._values.narrow(0, begin, end - begin), runs_of(partition, (index for index, _ in tiles))
+            values = self._values.narrow(0, begin, end - begin)
+            runs = runs_of(partition, (index for index, _ in tiles))
             of_runs = zip(runs, torch.split(values, list(runs.values())), strict=True) if runs else ()
-            block.vectors = Vectors(values=values, tiles=tiles, runs=list(of_runs), slices=slices)
+            self._of_block[block] = Vectors(values=values, tiles=tiles, runs=list(of_runs), slices=slices)
         assert end == self._values.numel(), "blocks and slices ascend alike"
 
     def fill(self, blocks: Sequence[Block], arrived: Set[int]) -> Sequence[Tensor]:
         """Phase *fill* of some blocks, ascending; slices that have not `arrived` have the gradient zero. Returns `SquaredNorms.parts`."""
-        of_blocks = [block.vectors for block in blocks if block.vectors is not None]
+        of_blocks = [self._of_block[block] for block in blocks]
         if len(blocks) == len(self._rank.blocks):
             return self._fill(of_blocks, self._values, arrived)
         return [norm for vectors in of_blocks for norm in self._fill([vectors], vectors.values, arrived)]

@@ -270,10 +270,9 @@ class JobQueue:
             self._open_step = None
 
     def _commit_early(self, step: int) -> None:
-        """Commits what the windows hold that `step`, which is being filled, closes; or if there are none, what all windows hold.
-
-        Needed where steps are accumulated in host memory, or a step does not submit in backward while windows hold gradients that are shown
-        already. It depends on the order of arrival alone, never on the worker's speed: runs repeat.
+        """Commits what the windows hold that `step`, which is being filled, closes; or if there are none, what all windows hold: where
+        steps are accumulated in host memory, or a step does not submit in backward while windows hold gradients that are shown already. It
+        depends on the order of arrival alone, never on the worker's speed: runs repeat.
         """
         held = [b for b in self._rank.blocks if (w := b.window) and w.slots and w.last_step < step]
         closing = [b for b in held if b in self._closing_at(step)]

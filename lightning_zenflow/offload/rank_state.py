@@ -24,7 +24,6 @@ from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 
 if TYPE_CHECKING:
     from lightning_zenflow.offload.columns import ColumnSquaredNorms
-    from lightning_zenflow.offload.provisional_update import Update
 
 _MAX_VIEWS = 1 << 16
 """Of tiles in slots that are kept, some 50 MB: long windows of large models have more of them."""
@@ -107,22 +106,9 @@ class Job:
     """Whether copies of some of its weights into the model have been enqueued in backward."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Vectors:
-    """Small vectors of one block, see `VectorGradients`; all tensors are views of one."""
-
-    values: Tensor
-    """[n], contiguous, because blocks and slices ascend alike."""
-    tiles: list[tuple[int, Tensor]]
-    """Indexes into `Partition.tiles`, with the gradients of the tiles, [rows, width]."""
-    runs: list[tuple[int, Tensor]]
-    """First tile of each run of tiles that are adjacent in the partition, with the gradients of the run, flat."""
-    slices: set[int]
-
-
 @dataclass(kw_only=True, eq=False)
 class Block:
-    """Everything that is known of one block. Slot, window and jobs are changed within `RankState.records`."""
+    """What is under way with one block. Slot, window and jobs are changed within `RankState.records`."""
 
     number: int
     """Index into `Partition.blocks`."""
@@ -140,12 +126,6 @@ class Block:
     """Its open window; None: every gradient has been submitted."""
     jobs: deque[Job] = field(default_factory=deque)
     """Jobs that are not published yet, in the order of their submission."""
-    vectors: Vectors | None = None
-    """Its small vectors."""
-    exact_for: int | None = None
-    """Last step that its weights are exact for, not counting provisional updates; None: no gradient has been late since a flush."""
-    kept: "list[Update]" = field(default_factory=list)
-    """Provisional updates that are applied again after a publish."""
 
     def fill(self, step: int) -> Window:
         """Adds the gradient of the open step, which is in the block's slot, to its window; returns the window."""

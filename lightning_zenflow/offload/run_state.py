@@ -131,7 +131,7 @@ class Trained:
     parameters: Mapping[str, Tensor]
     """Those that required gradients at setup, by name."""
     flags: list[bool]
-    """Whether it is trained."""
+    """Whether it is trained: its `requires_grad`, alike on every rank."""
     since: int
     """Applied steps of the run before."""
     counts: list[int]
@@ -141,10 +141,6 @@ class Trained:
     def n_missed(self) -> list[int | None]:
         """Applied steps of the run that AdamW's own count lacks; None of a frozen parameter, whose count stands still."""
         return [self.since - n if is_trained else None for is_trained, n in zip(self.flags, self.counts, strict=True)]
-
-    def present_flags(self) -> list[bool]:
-        """What `flags` should be by `requires_grad`, alike on every rank."""
-        return [p.requires_grad for p in self.parameters.values()]
 
     def counts_at(self, count: int) -> dict[str, int]:
         """AdamW's own count of each parameter by name, after `count` applied steps of the run."""

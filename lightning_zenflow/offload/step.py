@@ -197,7 +197,7 @@ class ZenFlowStep:
 
     def follow_freezing(self) -> None:
         """Follows changes of `requires_grad`; between steps, alike on all ranks."""
-        flags = self._trained.present_flags()
+        flags = [p.requires_grad for p in self._trained.parameters.values()]
         if flags == self._trained.flags and not self._refreezing.is_broken:
             return
         self.flush()
@@ -282,7 +282,7 @@ class ZenFlowStep:
             self._telemetry.skipped.fill_(saved["skipped"])
             # Columns are restored for the parameters that were trained at the save; `follow_freezing` compares `requires_grad` with them.
             flags = flags if difference else saved["trained"]
-        self._rank.arena.resolved = (self.number, count)
+        self._rank.arena.continue_from(self.number, count)
         self._change_trained(flags, counts)
         self.start_over(count)
         if saved is not None and not difference:

@@ -1,7 +1,6 @@
 """Shared memory of the trainer and its worker: one memfd per rank, as tensors. ``csrc/common/protocol.h`` specifies the layout.
 
-A memfd has no name that could be left behind, does not count towards /dev/shm (which containers limit to 64 MB), and is freed with
-its last file descriptor and mapping.
+A memfd has no name that could be left behind, does not count towards /dev/shm, and is freed with its last file descriptor and mapping.
 """
 
 import contextlib
@@ -187,18 +186,9 @@ class Arena:
         waits = f"waits for the word of step {h.awaited_step}{word}" if h.awaited_step else "waits for no word"
         return f"job {h.begun_job} begun, job {h.completed_job} completed, step {h.resolved_step} resolved; {waits}"
 
-    @property
-    def resolved(self) -> tuple[int, int]:
-        """The last step whose factor the worker has read, and the number of applied steps up to it. Only while no job is in flight."""
-        step = int(self._header.resolved_step)
-        count = int(self._counts[step % len(self.step_words)])
+    def continue_from(self, step: int, count: int) -> None:
+        """Sets the last step whose factor the worker has read, with the number of applied steps up to it; while no job is in flight."""
         assert step >= 0 and count >= 0, (step, count)
-        return step, count
-
-    @resolved.setter
-    def resolved(self, value: tuple[int, int]) -> None:
-        step, count = value
-        assert step >= 0 and count >= 0, value
         # Stale words of an earlier run must not match steps of this one.
         self.step_words.reset()
         self.block_words.reset()

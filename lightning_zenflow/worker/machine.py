@@ -139,7 +139,7 @@ def worker_cores(
        overlap divide them evenly.
     2. A control group's limit on CPU time bounds the share; the ranks of the host divide it evenly.
     3. The trainer keeps `reserved_share` of the rank's share; the worker gets the others, at least one. "auto" is a half, or where the
-       trainer has a GPU an eighth, two cores at least. The trainer is not pinned: its threads and data loaders find the free cores.
+       trainer has a GPU an eighth, two cores at least.
 
     `request`: "auto"; or the number of cores, which may exceed the share: other allowed cores follow; or the cores of all ranks of the
     host: rank r gets the r-th of equal parts of the list, or one core in turn if there are fewer cores than ranks. The rank is that with

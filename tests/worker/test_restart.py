@@ -32,7 +32,7 @@ from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 from processes import is_alive, leaves_no_file_open, wait_for
 from same_bits import assert_same_run
-from small_arena import fill_slot, make_arena, write_step
+from small_arena import fill_slot, make_arena, resolved, write_step
 from worker_killer import KillsWorker, optimizer_of
 
 # Large enough that the worker computes for a good part of the time in which it may be killed.
@@ -176,7 +176,7 @@ def test_unread_acknowledgements_do_not_repeat_work(
             kills += 1
     worker.close()
     assert kills and stalls.worker_restarts
-    assert arena.resolved == (3, 3)
+    assert resolved(arena) == (3, 3)
     assert all(map(torch.equal, state(arena), expected))
 
 
