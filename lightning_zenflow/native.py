@@ -179,12 +179,8 @@ _ENVIRONMENT_VARIABLE = "LIGHTNING_ZENFLOW_WORKER"
 
 
 def worker_executable() -> Path:
-    """Path of the worker's executable: ``bin/zenflow-worker`` in the installed package.
-
-    The environment variable ``LIGHTNING_ZENFLOW_WORKER`` overrides it.
-
-    Raises:
-        RuntimeError: the file is missing or not executable.
+    """Path of the worker's executable: ``bin/zenflow-worker`` in the installed package, or what the environment variable
+    ``LIGHTNING_ZENFLOW_WORKER`` says; RuntimeError: the file is missing or not executable.
     """
     override = os.environ.get(_ENVIRONMENT_VARIABLE)
     candidates = [Path(override)] if override else _candidates()

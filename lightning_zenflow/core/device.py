@@ -29,14 +29,14 @@ class Event:
     """As `torch.cuda.Event`: a point in a stream's order; on the CPU one that everything precedes."""
 
     def query(self) -> bool:
-        """True if the device has reached the event."""
+        """Whether the device has reached the event."""
         return True
 
     def synchronize(self) -> None:
-        """Makes the host wait until the device has reached the event."""
+        """Waits until it has."""
 
     def elapsed_time(self, end_event: "Event", /) -> float:
-        """Milliseconds of the device between two events that were recorded with timing."""
+        """Milliseconds between two events that were recorded with timing."""
         return 0.0
 
 
@@ -51,13 +51,12 @@ class Stream:
 
 
 class HostRuntime:
-    """Operations on a device that are not operations on tensors; other devices override them. Has no state of its own.
-
-    On the CPU operations are done when the call returns, so order needs nothing.
+    """Operations on a device that are not operations on tensors: those of the CPU, which are done when the call returns. Other devices
+    override them.
     """
 
     runs_behind = False
-    """True if the host enqueues work and goes on. Then order needs events. Copies to and from host memory are in the order of the stream.
+    """Whether the host enqueues work and goes on. Then order needs events. Copies to and from host memory are in the order of the stream.
     The host may wait for those of memory that is not page-locked."""
 
     def __init__(self, device: torch.device) -> None:
@@ -80,10 +79,10 @@ class HostRuntime:
         return Event()
 
     def synchronize(self) -> None:
-        """Makes the host wait for all work of the device."""
+        """Waits for all work of the device."""
 
     def keep_for(self, stream: Stream, tensor: Tensor) -> None:
-        """Keeps the tensor's memory, of another stream, from being reused before the present work of `stream`."""
+        """Keeps the tensor's memory from being reused before the present work of `stream`."""
 
     def page_lock(self, address: int, n_bytes: int) -> None:
         """Page-locks host memory; RuntimeError: the system refuses."""
@@ -95,7 +94,7 @@ class HostRuntime:
         """Lets the peak of the device's memory begin anew."""
 
     def has_room(self, n_bytes: float) -> bool:
-        """True if the device has `n_bytes` free at the peak since `forget_peak`. To be asked when a step has had its peak."""
+        """Whether the device has had `n_bytes` free at the peak since `forget_peak`. To be asked when a step has had its peak."""
         return True
 
     def pci_address(self) -> str | None:
@@ -240,7 +239,7 @@ class PageLocks:
             self._addresses.append(address)
 
     def copy_of(self, values: Tensor) -> Tensor:
-        """A copy in page-locked memory of its own, which children do not inherit; where that is not needed, `values`."""
+        """A copy in page-locked memory, which children do not inherit; where that is not needed, `values`."""
         if not self.are_needed or values.numel() == 0:
             return values
         copy = new_pages(values.nbytes).view(values.dtype).view(values.shape).copy_(values)
@@ -271,9 +270,8 @@ class SideStream:
 
     @contextmanager
     def behind(self, event: Event | None = None, *, reads: Tensor | None = None) -> Iterator[None]:
-        """Makes this the current stream in the context, ordered behind an event; None: behind the present end of the current stream.
-
-        Device memory that the context `reads` may be freed by its owner after it.
+        """Makes this the current stream in the context, ordered behind an event; None: behind the present end of the current stream. Device
+        memory that the context `reads` may be freed by its owner after it.
         """
         if event is None:
             self._stream.wait_stream(self._runtime.current_stream())
@@ -309,7 +307,7 @@ class AsyncHostCopy:
 
     @property
     def arrived(self) -> bool:
-        """True if `read` returns without waiting."""
+        """Whether `read` returns without waiting."""
         return self._copied.query()
 
     def read(self) -> Tensor:

@@ -18,7 +18,7 @@ class Calls(NamedTuple):
 
 
 class _Error(Exception):
-    """First base of the class below: Python exchanges bases of one layout only."""
+    """First base of the next class: Python exchanges bases of one layout only."""
 
 
 class MisconfigurationException(_Error):

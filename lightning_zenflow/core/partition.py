@@ -1,13 +1,8 @@
 """Geometry of a rank's ZeRO partition: slices, tiles, and the blocks that the worker updates. Pure functions.
 
-* *partition*: the elements whose optimizer state a rank holds. DeepSpeed keeps one flat partition per parameter group; here they are
-  concatenated, and elements are counted from the start of the first.
-* *slice*: the part of one parameter that lies in the partition. ZeRO cuts parameters at arbitrary elements, so a slice may begin and end
-  inside a row.
-* *column*: a parameter of n dimensions is viewed as [out, rest], its first dimension against all others; column j is ``w[:, j]``, the
-  weights that multiply input j. Parameters of fewer than two dimensions have no columns to select.
-* *tile*: a rectangle of rows x columns of one slice that is contiguous in memory: full rows, or a part of a single row.
-* *block*: consecutive tiles that form one update job; all blocks have nearly the same number of elements.
+The terms are those of the glossary in docs/how_it_works.md. DeepSpeed keeps one flat partition per parameter group; here they are
+concatenated, and elements are counted from the start of the first. ZeRO cuts parameters at arbitrary elements. A parameter of n dimensions
+is viewed as [out, rest], its first dimension against all others; those of fewer than two dimensions have no columns to select.
 
 Blocks end between rows where they can. Where the weights are published in place, blocks end at the multiples of a length instead, padding
 included: the new weights of all blocks, one behind the other, are then those of the partition.
@@ -23,7 +18,7 @@ from typing_extensions import Self
 
 
 def column_count(columns: int, topk_ratio: float) -> int:
-    """Number of device-owned columns of a matrix: at least one unless the share is 0."""
+    """Number of device-owned columns of a matrix."""
     return 0 if topk_ratio == 0 else max(1, round(topk_ratio * columns))
 
 
@@ -54,7 +49,7 @@ class Slice:
     columns: int
     """Elements in a row of the [out, rest] view; 1 for parameters of fewer than two dimensions."""
     is_matrix: bool
-    """True if the parameter has columns to select."""
+    """The parameter has columns to select."""
 
     @classmethod
     def of(cls, shape: Sequence[int], **place: int) -> Self:
@@ -136,7 +131,7 @@ def align(numel: int) -> int:
 
 
 def group_begins(partition_sizes: Sequence[int]) -> tuple[int, ...]:
-    """First element of each parameter group, for DeepSpeed's partition sizes."""
+    """First element of each parameter group, for the lengths of DeepSpeed's flat partitions."""
     begins, end = [], 0
     for size in partition_sizes:
         begins.append(end)
@@ -147,13 +142,8 @@ def group_begins(partition_sizes: Sequence[int]) -> tuple[int, ...]:
 def build_partition(
     slices: Sequence[Slice], partition_sizes: Sequence[int], n_blocks: int, *, multiple: int | None = None
 ) -> Partition:
-    """Cuts a rank's slices into blocks of nearly equal size.
-
-    Args:
-        slices: of the rank, ascending and disjoint.
-        partition_sizes: elements of DeepSpeed's flat partition of each parameter group, including padding.
-        n_blocks: >= 1; a partition with fewer elements gets fewer.
-        multiple: of `Partition.block_length`; None: blocks end between rows where they can.
+    """Cuts a rank's slices, ascending and disjoint, into `n_blocks` blocks of nearly equal size, or fewer if there are fewer elements.
+    `partition_sizes` include padding; `multiple` is that of `Partition.block_length`, None: blocks end between rows where they can.
     """
     begins = group_begins(partition_sizes)
     numel = begins[-1] + align(partition_sizes[-1]) if begins else 0

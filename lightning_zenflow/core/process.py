@@ -5,10 +5,9 @@ threads too, and end in any order.
 
 *Forked children*, such as the processes of a data loader, inherit neither the arena and copies of weights, nor the worker's socket, nor
 the files of a save that is under way: a descriptor in a child keeps memory or disk space, and hides the trainer's death from the worker.
-`MADV_DONTFORK` excludes a mapping from children, and `O_CLOEXEC` closes descriptors in programs that a child executes; this module covers
-the time between fork and exec. Where the mapping was, the kernel puts memory of the child's own. The Python object of the mapping must
-therefore never be freed there: it would unmap that memory. Nor does a child collect the garbage that it inherits: the destructor of Gloo's
-process group, which is part of an earlier fit's, would wait for threads that the child does not have.
+Where an excluded mapping was, the kernel puts memory of the child's own. The Python object of the mapping must therefore never be freed
+there: it would unmap that memory. Nor does a child collect the garbage that it inherits: the destructor of Gloo's process group, which is
+part of an earlier fit's, would wait for threads that the child does not have.
 """
 
 import ctypes
@@ -59,7 +58,7 @@ def world_size() -> int:
 
 
 def in_common(values: Sequence[T]) -> list[T]:
-    """Values that every rank has, in the order of this rank. A collective: all ranks must call it."""
+    """Values that every rank has, in the order of this rank. A collective."""
     of_rank: list[Sequence[T]] = [values] * world_size()
     if len(of_rank) > 1:
         dist.all_gather_object(of_rank, values)
@@ -68,7 +67,7 @@ def in_common(values: Sequence[T]) -> list[T]:
 
 
 def all_agree(flag: bool) -> bool:
-    """True if a flag is set on every rank. A collective: all ranks must call it."""
+    """True if a flag is set on every rank. A collective."""
     return bool(in_common([flag] if flag else []))
 
 
@@ -76,7 +75,7 @@ def raise_together(
     error: BaseException | None, kind: Callable[[str], Exception], group: dist.ProcessGroup | None = None
 ) -> None:
     """Raises an exception on every rank if any rank has an error: `error`, where there is one; elsewhere `kind` of the message of the first
-    rank with one. A collective: all ranks must call it, unless their group, by default that of all ranks, has ended.
+    rank with one. A collective.
     """
     messages: list[str | None] = [None] * world_size()
     if len(messages) > 1:
@@ -90,9 +89,7 @@ def raise_together(
 
 @contextmanager
 def raising_together(kind: Callable[[str], Exception], group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Context whose error is raised on every rank, as by `raise_together`. A collective: all ranks must enter it, and there must be no
-    other collective inside.
-    """
+    """Context whose error is raised on every rank, as by `raise_together`: a collective, with no other collective inside."""
     try:
         yield
     except Exception as error:
@@ -128,7 +125,7 @@ def refuse_inherited_group() -> None:
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Context of a set-up or an end, which change names of DeepSpeed and torch; a second thread waits."""
+    """Context of a set-up or an end, which change names of DeepSpeed and torch; other threads wait."""
     lock = _set_up
     if not lock.acquire(timeout=_LIMIT_S):
         raise RuntimeError(
@@ -142,8 +139,8 @@ def one_at_a_time() -> Iterator[None]:
 
 
 class PutBack:
-    """A value of the process, or of each thread, that trainings note when they begin and put back when they end. One that ends before a
-    later one hands on what it has noted, so that the last end restores what the first begin has found.
+    """A value of the process, or of each thread, that trainings note when they begin and put back when they end: the last end restores what
+    the first begin has found.
     """
 
     def __init__(self, read: Callable[[], Any], write: Callable[[Any], object], *, of_thread: bool = False) -> None:

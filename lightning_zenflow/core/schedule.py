@@ -29,9 +29,7 @@ from typing_extensions import Self
 @total_ordering
 @dataclass(frozen=True, kw_only=True)
 class UpdateSchedule:
-    """S and d; ordered by staleness. The forward passes that see a window's weights lack d, ..., d + S - 1 gradients: less stale is the
-    smaller mean, d + (S - 1) / 2; among equal means, the smaller maximum.
-    """
+    """S and d; ordered by staleness: by the mean number of gradients that forward passes lack, d + (S - 1) / 2, then by the largest."""
 
     update_interval: int
     """S, in steps."""
@@ -65,8 +63,8 @@ GB/s, for 2^19 no longer than the training thread: none is smaller, unless there
 def blocks_wanted(
     update_intervals: Sequence[int], *, in_backward: bool, numel: int, awaited_singly: bool = False
 ) -> int:
-    """Number of blocks to cut a partition of `numel` elements into: at least the largest S, so that every step closes a window. With
-    `awaited_singly` blocks are awaited one by one, in the next forward pass, so that smaller ones make the first wait shorter.
+    """Number of blocks of a partition of `numel` elements: at least the largest S, so that every step closes a window. With
+    `awaited_singly`, in the next forward pass, smaller ones make the first wait shorter.
     """
     finer = 1 + awaited_singly
     fewest = min(max(numel // _SMALL_BLOCK, _FEW_BLOCKS), _MANY_BLOCKS)
@@ -97,9 +95,9 @@ class StaggeredSchedule(UpdateSchedule):
 
     n_blocks: int
     in_backward: bool = False
-    """True if blocks are submitted in backward where d = 0. Slots and publish buffers are then freed block by block."""
+    """Blocks are submitted in backward where d = 0. Slots and publish buffers are then freed block by block."""
     in_place: bool = False
-    """True if the publish buffers are the weights: one for each block."""
+    """The publish buffers are the weights: one for each block."""
 
     @classmethod
     def of(cls, schedule: UpdateSchedule, *, n_blocks: int, in_backward: bool = False, in_place: bool = False) -> Self:
@@ -113,7 +111,7 @@ class StaggeredSchedule(UpdateSchedule):
 
     @property
     def n_slots(self) -> int:
-        """Largest number of gradient slots in use; a slot holds the gradient of one block and step.
+        """Largest number of gradient slots in use, each for one block and step.
 
         Of S blocks with different phases, the open windows hold at most 1 + 2 + ... + S slots, and d jobs of at most S slots each are
         in flight while the next step's gradients arrive. Where blocks are submitted in backward with d = 0, windows of 1, 2, ... S slots
@@ -153,8 +151,8 @@ def candidates_of(update_intervals: Sequence[int], publish_lags: Sequence[int]) 
 
 
 def with_changes(schedules: Sequence[UpdateSchedule]) -> list[UpdateSchedule]:
-    """The schedules, and the one whose slots a change between any two of them may need: windows of the longest S may still be open, and
-    jobs of the largest d in flight, while another schedule begins.
+    """The schedules, and the one whose slots a change between any two of them may need: with the longest S, whose windows may still be
+    open, and the largest d, whose jobs may be in flight.
     """
     longest = max(s.update_interval for s in schedules)
     return [UpdateSchedule(update_interval=longest, publish_lag=max(s.publish_lag for s in schedules)), *schedules]
@@ -163,8 +161,8 @@ def with_changes(schedules: Sequence[UpdateSchedule]) -> list[UpdateSchedule]:
 def that_fit(
     candidates: Sequence[UpdateSchedule], fits: Callable[[Sequence[UpdateSchedule]], bool]
 ) -> list[UpdateSchedule]:
-    """Candidates, the least stale first, between which a run may change without running out of memory. With one of them, all candidates
-    with a smaller S and the same d are in it. `fits` is true of fewer schedules whenever it is true of more.
+    """Candidates, the least stale first, between which a run may change without running out of memory. `fits` is true of fewer schedules
+    whenever it is true of more.
     """
     kept: list[UpdateSchedule] = []
     for candidate in candidates:

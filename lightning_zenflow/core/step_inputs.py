@@ -91,13 +91,10 @@ def add_over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> None:
 
 
 def step_scale(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float, count: Tensor) -> StepScale:
-    """Computes the factor of clipping by the global norm and of the loss scale.
-
-    The arithmetic is that of ``DeepSpeedZeroOptimizer.unscale_and_clip_grads``: gradients are divided by
+    """The scale of a step, by the arithmetic of ``DeepSpeedZeroOptimizer.unscale_and_clip_grads``: gradients are divided by
     ``max(1, (norm + 1e-6) / max_norm)``. A norm above 1.8e19 counts as overflow, as in DeepSpeed with float32.
 
     The squared norm is that of the gradients of all ranks, with loss scale: 0-D float64, as `count`, the number of steps applied before.
-    A `max_norm` of 0 is no clipping.
     """
     norm = _norm(sum_of_squares, loss_scale)
     factor = clip_factor(sum_of_squares, max_norm=max_norm, loss_scale=loss_scale, norm=norm)
@@ -139,15 +136,15 @@ class GradientNorms:
     """Squared norms of a step's gradients, in order of arrival: their sum, which is predicted in backward from its part so far.
 
     The prediction is the sum up to a block's arrival times its ratio to the whole in the steps before whose norm was finite. It is a
-    function of the gradients alone, so that runs repeat; ranks predict from their own parts. Nothing here is read by the host.
+    function of the gradients alone, so that runs repeat; ranks predict from their own parts. Nothing here is read by the host. If
+    `speculates`, `word` takes the factor of a step that is not clipped, instead.
 
     Attributes:
-        speculates: whether `word` takes the factor of a step that is not clipped, instead of the prediction.
         sum: 0-D float64; of what blocks have counted in the step.
         partial: [n_blocks] float64; for each block the sum when it was complete.
         ratio: [n_blocks] float64; of the whole to `partial`; NaN: not known.
         expected: 0-D float64; the whole of the last step with this one's loss scale.
-        knows_last: True if there has been a step to predict from.
+        knows_last: whether there has been a step to predict from.
     """
 
     def __init__(self, n_blocks: int, device: torch.device, *, speculates: bool = False) -> None:

@@ -47,9 +47,7 @@ _SMALLEST_PART = 1 << 18
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SquaredNorms:
-    """Sums of squares of a gradient, on its device; not finite where the gradient is not. The reader adds up the partial sums of the pass,
-    for many gradients at once where possible.
-    """
+    """Sums of squares of a gradient, on its device, as partial sums of the pass; not finite where the gradient is not."""
 
     parts: Tensor
     """[n] float32 or float64; together the whole gradient's."""
@@ -131,9 +129,7 @@ class Factors:
 
 
 class RoundingNoise:
-    """Random bits for stochastic rounding of weights on a device: drawn once, read as tiles from random offsets, multiples of 16 bytes. A
-    checkpoint has the state of `offsets`, the generator of the offsets.
-    """
+    """Random bits for stochastic rounding: drawn once, read as tiles from random offsets, whose generator's state a checkpoint has."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         generator = torch.Generator(device="cpu").manual_seed(seed)
@@ -149,8 +145,8 @@ class RoundingNoise:
 
 
 def round_stochastically_(target: Tensor, values: Tensor, noise: RoundingNoise) -> None:
-    """Converts float32 values, contiguous, which are overwritten, to the model's type. bfloat16 is rounded stochastically, with the value
-    as expectation: rounding to nearest would lose all updates below half a unit. float16, 8 times finer, is rounded to nearest.
+    """Converts float32 values, contiguous, which are overwritten, to the model's type: bfloat16 stochastically, since rounding to nearest
+    would lose all updates below half a unit, float16, 8 times finer, to nearest.
     """
     if target.dtype == torch.bfloat16:
         bits = values.view(torch.int32).view(-1)
@@ -165,8 +161,8 @@ def round_stochastically_(target: Tensor, values: Tensor, noise: RoundingNoise) 
 class Kernels:
     """The passes of one step, by torch's operations. Matrices are contiguous, [rows, columns]; no pass synchronises with the device.
 
-    AdamW's order of operations is that of the worker's replay kernel and of DeepSpeedCPUAdam. torch fuses other pairs of operations than
-    the kernel, so the two agree to a few units in the last place, not bit for bit.
+    AdamW's order of operations is that of the worker's replay kernel. torch fuses other pairs of operations than the kernel, so the two
+    agree to a few units in the last place, not bit for bit.
     """
 
     def route(
@@ -198,7 +194,7 @@ class Kernels:
                 self.select(destination.part_of(gradient), destination.selection)
 
     def select(self, part: Tensor, selection: Selection) -> None:
-        """Copies columns of a part of a gradient, [rows, width], to the selection's entries."""
+        """Copies the selection's columns of a part of a gradient, [rows, width], to its entries."""
         columns = selection.columns
         selection.entries.copy_(part if columns is None else part.index_select(1, columns))
 
@@ -234,7 +230,7 @@ class Kernels:
     def adamw_(
         self, state: Tensor, gradient: Tensor, weights: Tensor, h: GroupHyperparameters, scale: StepScale
     ) -> None:
-        """Applies one exact step in place, without synchronisation: the device itself decides whether the step is applied.
+        """Applies one exact step in place; the device itself decides whether the step is applied.
 
         With g = gradient * factor (plus weight_decay * w for Adam), s = count:
         m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2;

@@ -1,6 +1,4 @@
-"""Construction of a rank's components from its part of the state and the host's resources; what the engine around a training gives and is
-asked for.
-"""
+"""Construction of a rank's components; what the engine around a training gives and is asked for."""
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +56,6 @@ class RankPart:
     """This rank's part of the training state, as the optimizer around the step holds it."""
 
     optimizer: Optimizer
-    """The user's."""
     groups: Sequence[Mapping[str, Tensor]]
     """For each of its groups the trained parameters by name; `Slice.parameter` counts all of them in this order."""
     shapes: Mapping[str, torch.Size]
@@ -72,10 +69,10 @@ class RankPart:
     weights: Sequence[Tensor]
     """For each flat partition the model's weights, which the values of `masters` equal. In place only their lengths and type count."""
     device: torch.device
-    """Training device, on which the gradients are."""
+    """Of the gradients."""
     in_place: bool = False
-    """Whether the weights are to be in host memory, where the worker writes them: `RankState.weights` then take the place of `weights`,
-    until the arena is closed. Forked processes do not have that memory."""
+    """Whether `RankState.weights`, in host memory, take the place of `weights` until the arena is closed. Forked processes do not have that
+    memory."""
     release_weights: Callable[[], None] | None = None
     """In place: frees the memory of the model's weights, when the arena has master weights and before the rest of it takes memory."""
     group: dist.ProcessGroup | None
@@ -120,20 +117,17 @@ class RankResources:
     """Host resources of one rank."""
 
     cores: WorkerCores
-    """Cores of the worker."""
     ranks_on_host: int
     """Ranks that share the host's memory."""
     word_timeout_s: float
-    """Limit of the worker's wait for a word: that of the collectives which the word is behind, at least `worker_timeout`."""
+    """Limit of the worker's wait for a word, which is behind collectives."""
 
 
 def rank_resources(
     config: ZenFlowConfig, device: torch.device, *, ranks_on_host: int, world_size: int, timeout: timedelta | None
 ) -> RankResources:
-    """Chooses the worker's cores; all ranks call it together. `timeout` is that of collectives; None: torch's default.
-
-    Raises:
-        ValueError: this or another rank may not use the cores that `worker_cores` asks for, or its `HOST_MEMORY` is wrong.
+    """Chooses the worker's cores; all ranks call it together. `timeout` is that of collectives; None: torch's default. ValueError: this or
+    another rank may not use the cores that `worker_cores` asks for, or its `HOST_MEMORY` is wrong.
     """
     places, index = places_on_this_host(read_place(device))
     with raising_together(ValueError):
@@ -151,7 +145,7 @@ def rank_resources(
 def _arena_sizes(
     config: ZenFlowConfig, part: RankPart, n_blocks: int, n_threads: int, schedules: Sequence[UpdateSchedule]
 ) -> ArenaSizes:
-    """Sizes of an arena for any of the schedules and the changes between them."""
+    """Of an arena for any of the schedules and the changes between them."""
     in_backward, in_place = config.submits_in_backward, part.in_place
     staggered = [
         StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=in_backward, in_place=in_place)
@@ -175,7 +169,7 @@ def build(config: ZenFlowConfig, part: RankPart, resources: RankResources) -> tu
     Raises:
         MisconfigurationException: this or another host has too little memory.
         WorkerError: the worker could not be started.
-        RuntimeError: page-locked memory was refused; or another rank has failed, whose error is in the message.
+        RuntimeError: another rank has failed, whose error is in the message.
     """
     assert config.is_immediate or not part.in_place, "`with_weights_on_host` comes before"
     # Padding included.

@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from typing_extensions import override
-
 from lightning_zenflow.native import Tentative
 from lightning_zenflow.offload.in_flight import JobsInFlight
 from lightning_zenflow.offload.rank_state import Block, RankState, StepContext
@@ -20,13 +18,18 @@ _IN_A_ROW = 2
 
 
 class Verification:
-    """Finds the blocks that show a step with another factor than its own, and decides whether blocks may be submitted in backward. Where
-    the weights are decides on how: `ResidentWeights`, `WeightsInPlace`.
+    """Finds the blocks that show a step with another factor than its own, and decides whether blocks may be submitted in backward.
 
     A block that was submitted in backward shows the step with the factor in the block's word; the step's own is in the step's word. The
     training thread reads both when the worker has answered a job that waits for the step's word: a *correction*, which shows a block's
     tentative step once more with the step's factor, and for which the worker has nothing to do if that is the block's. What follows depends
     on factors alone, so that runs repeat.
+
+    *Weights on the device*: the last block's correction only waits for the step's word, where no other job does. Blocks with another factor
+    are submitted with the step committed, in phase *publish*; or at once, where all of them have other hyperparameters.
+
+    *In place* a correction is published. That of the last block is submitted behind *seal*; or all of them, where they have other
+    hyperparameters or the step before was clipped: they hide behind the forward pass. Others are corrected before weights are fetched.
 
     Attributes:
         n_clipped: applied steps up to the last one whose word was read that were clipped in a row, up to `_IN_A_ROW`.
@@ -34,11 +37,11 @@ class Verification:
         n_corrected: steps so far that some block has shown, or would have shown, with another factor than the true one.
     """
 
-    n_clipped: int
-
     def __init__(self, rank: RankState, in_flight: JobsInFlight) -> None:
         self._rank = rank
         self._in_flight = in_flight
+        # At the start nothing is speculated where a wrong guess costs something.
+        self.n_clipped = 0 if rank.in_place else _IN_A_ROW
         self.step: StepContext | None = None
         # Of that step: blocks that were submitted in backward, in order; those of them that have been submitted with the true factor since.
         self._shown: Sequence[Block] = ()
@@ -55,12 +58,32 @@ class Verification:
         """Whether some weights are shown that another submission may have to replace."""
         return self.step is not None and len(self._resubmitted) < len(self._shown)
 
-    def behind_publish(self, correct: Callable[[Block], object]) -> bool:
-        """Ends the phase that has begun, where it ends there (see `end`); returns whether it did."""
-        return False
+    def begin(
+        self, context: StepContext, shown: Sequence[Block], *, as_shown: bool, is_awaited: bool
+    ) -> Sequence[Block]:
+        """Begins the phase, behind *seal*. `shown` are the blocks that were submitted in backward, in order, with the step's
+        hyperparameters if `as_shown`; if `is_awaited`, a job that commits the step is published in it. Returns the blocks that are to be
+        submitted with the step committed.
+        """
+        last, in_place = shown[-1:], self._rank.in_place
+        if in_place:
+            resubmitted = last if as_shown and self.n_clipped == 0 else shown
+            # In that order: the worker takes the newest first.
+            for block in resubmitted:
+                self._correct_in_place(block, context.number)
+        else:
+            resubmitted = () if as_shown else shown
+            for block in last if as_shown else ():
+                self._enqueue_correction(block, None, context.number)
+        if shown or (is_awaited and not in_place):
+            self._shown, self._resubmitted, self.step = shown, resubmitted, context
+        return () if in_place else resubmitted
 
     def before_fetch(self) -> None:
-        """Ends the phase before weights are fetched, in place."""
+        """Ends the phase before weights are fetched, in place: waits for the step's word and corrects the blocks that differ."""
+        if self._rank.in_place and self.step is not None:
+            self._in_flight.publish_blocks(self._shown[-1:], "publish_wait")
+            self.end(partial(self._correct_in_place, step=self.step.number))
 
     def end(self, correct: Callable[[Block], object] | None = None) -> None:
         """Ends the phase, if it has begun, once the step's word has arrived; with `correct` for each block that shows another factor than
@@ -82,6 +105,9 @@ class Verification:
         self.n_corrected += any(others)
         self.step = None
 
+    def _correct_in_place(self, block: Block, step: int) -> None:
+        self._enqueue_correction(block, block.number, step + 1)
+
     def _enqueue_correction(self, block: Block, buffer: int | None, due_step: int) -> None:
         """Submits a block that was submitted in backward again, with the true factor; None: its weights are discarded."""
         window = block.window
@@ -91,61 +117,3 @@ class Verification:
             again = dataclasses.replace(window, slots=list(window.slots))
             self._in_flight.enqueue(block, again, buffer, due_step=due_step, tentative=Tentative.CORRECTION)
         self._rank.worker.send()
-
-
-class ResidentWeights(Verification):
-    """Weights on the device. The last block's correction only waits for the step's word, where no other job does. Blocks with another
-    factor are submitted with the step committed, in phase *publish*; or at once, where all of them have other hyperparameters.
-    """
-
-    n_clipped = _IN_A_ROW  # at the start nothing is speculated: a wrong guess costs something
-
-    def begin(
-        self, context: StepContext, shown: Sequence[Block], *, as_shown: bool, is_awaited: bool
-    ) -> Sequence[Block]:
-        """Begins the phase, behind *seal*. `shown` are the blocks that were submitted in backward, in order, with the step's
-        hyperparameters if `as_shown`; if `is_awaited`, a job that commits the step is published in it. Returns the blocks that are to be
-        submitted with the step committed.
-        """
-        resubmitted = () if as_shown else shown
-        for block in shown[-1:] if as_shown else ():
-            self._enqueue_correction(block, None, context.number)
-        if shown or is_awaited:
-            self._shown, self._resubmitted, self.step = shown, resubmitted, context
-        return resubmitted
-
-    @override
-    def behind_publish(self, correct: Callable[[Block], object]) -> bool:
-        self.end(correct)
-        return True
-
-
-class WeightsInPlace(Verification):
-    """Weights in host memory. A correction is published. That of the last block is submitted behind *seal*; or all of them, where they have
-    other hyperparameters or the step before was clipped: they hide behind the forward pass, which would otherwise wait for the first
-    answer. Other blocks that differ are corrected before weights are fetched.
-    """
-
-    n_clipped = 0  # at the start
-
-    def begin(
-        self, context: StepContext, shown: Sequence[Block], *, as_shown: bool, is_awaited: bool
-    ) -> Sequence[Block]:
-        """As `ResidentWeights.begin`."""
-        resubmitted = shown[-1:] if as_shown and self.n_clipped == 0 else shown
-        # In that order: the worker takes the newest first.
-        for block in resubmitted:
-            self._correct(block, context.number)
-        if shown:
-            self._shown, self._resubmitted, self.step = shown, resubmitted, context
-        return ()
-
-    @override
-    def before_fetch(self) -> None:
-        """Waits for the step's word and corrects the blocks that differ."""
-        if self.step is not None:
-            self._in_flight.publish_blocks(self._shown[-1:], "publish_wait")
-            self.end(partial(self._correct, step=self.step.number))
-
-    def _correct(self, block: Block, step: int) -> None:
-        self._enqueue_correction(block, block.number, step + 1)

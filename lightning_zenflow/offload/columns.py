@@ -1,10 +1,9 @@
 """Columns that the device owns: when they are selected and which ones, and the exact fp32 state of their entries, which the device updates
 at once.
 
-A column's importance is the squared norm of its gradient (ZenFlow, arXiv 2505.12242, section 3). Partitions hold row ranges, so each rank
-sums over its own rows, and the sums are added over the ranks. The arena alone is AdamW's exact state. The state here is a copy of the
-selected entries that runs ahead of it; the training thread gathers it where the arena is exact and the trainer's: behind the jobs of a
-synchronous step, and behind a flush.
+A column's importance is the squared norm of its gradient (ZenFlow, arXiv 2505.12242, section 3); each rank sums over its own rows, and the
+sums are added over the ranks. The state here is a copy of the arena's that runs ahead of it; the training thread gathers it where the arena
+is exact and the trainer's: behind the jobs of a synchronous step, and behind a flush.
 """
 
 from collections import Counter
@@ -28,8 +27,8 @@ _GATHERED_AT_ONCE = 1 << 20
 
 
 def select_columns(squared_norms: Tensor, topk_ratio: float) -> Tensor:
-    """Columns with the largest squared norms, in ascending order; among equals the first ones: [..., `column_count`], int64, on the device
-    of `squared_norms`: [..., columns] float32, not negative, finite, the same on every rank.
+    """Columns with the largest squared norms, ascending; among equals the first ones: [..., `column_count`], int64. `squared_norms`:
+    [..., columns] float32, not negative, finite, the same on every rank.
     """
     columns = squared_norms.shape[-1]
     # Top-k leaves the order of equals open, and all ranks must choose alike: numbers that are never equal, and whose order is that of the
@@ -41,8 +40,8 @@ def select_columns(squared_norms: Tensor, topk_ratio: float) -> Tensor:
 
 
 class ColumnSquaredNorms:
-    """Squared norms of the columns of all matrices of the model in one step, of this rank's rows until they are added over the ranks:
-    `flat`, float32 on the device, and views of it, [columns] each.
+    """Squared norms of the columns of all matrices in one step, of this rank's rows until they are added over the ranks: `flat`, float32 on
+    the device, and views of it, [columns] each.
     """
 
     def __init__(self, columns: Sequence[int], device: torch.device) -> None:
@@ -51,14 +50,14 @@ class ColumnSquaredNorms:
 
 
 class Selector:
-    """Decides, alike on every rank, in which steps columns are measured and which are selected. `columns` has for each parameter of the
-    model the length of a row of its [out, rest] view, 0 where it has no columns to choose from. `interval` counts steps, or epochs; 0
-    selects once.
+    """Decides, alike on every rank, in which steps columns are measured and which are selected. `columns` has for each parameter its
+    `row_length`. `interval` counts steps, or epochs; 0 selects once.
 
     Attributes:
         epoch: that the next step belongs to.
         owned: positions of the selected columns in `ColumnSquaredNorms.flat`, on the device; None before the first selection.
-        owned_norm_share: share of the squared norm of the gradient that lies in device-owned columns, copied where it is measured.
+        owned_norm_share: share of the gradient's squared norm in the columns selected before, or in the first ones, where columns are
+            selected; not finite where all gradients are zero.
     """
 
     def __init__(
@@ -97,15 +96,11 @@ class Selector:
         """New sums for one step."""
         return ColumnSquaredNorms(self._columns, self._device)
 
-    def select(
-        self, column_norms: ColumnSquaredNorms, step: int, *, finite: Tensor
-    ) -> tuple[list[Tensor | None], Tensor] | None:
+    def select(self, column_norms: ColumnSquaredNorms, step: int, *, finite: Tensor) -> list[Tensor | None] | None:
         """Chooses columns by the sums of a step, which `finite`, 0-D bool on the device, says is applied. Waits for the device.
 
-        Returns:
-            None if the step is not applied; then the next one selects. Else for each parameter its columns, int64 on the CPU, ascending,
-            None standing for all; and the share of the gradient's squared norm in the columns that were selected before, or in these if
-            they are the first ones: 0-D float32 on the device, not finite where all gradients are zero.
+        Returns for each parameter its columns, int64 on the CPU, ascending, None standing for all; None if the step is not applied: then
+        the next one selects.
         """
         flat = column_norms.flat
         # All matrices of a width at once, since the host takes half a millisecond for each call; one copy brings all to the host.
@@ -113,14 +108,13 @@ class Selector:
         copied = AsyncHostCopy(torch.cat([finite.long().view(1), chosen])).read()
         if not copied[0].tolist():
             return None
-        share = flat.index_select(0, positions if self.owned is None else self.owned).sum() / flat.sum()
+        before = positions if self.owned is None else self.owned
+        self.owned_norm_share.copy(flat.index_select(0, before).sum() / flat.sum())
         self.owned = positions
         self._next = self._now(step) + self._interval if self._interval else None
         numbers = [column_count(n, self._topk_ratio) if n else 0 for n in self._columns]
         columns = _of_parameters(copied[1:], self._columns, numbers)
-        return [
-            None if k == n else columns[i] for i, (n, k) in enumerate(zip(self._columns, numbers, strict=True))
-        ], share
+        return [None if k == n else columns[i] for i, (n, k) in enumerate(zip(self._columns, numbers, strict=True))]
 
     def _largest(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Columns with the largest norms, in the order of `flat`, and their positions in it: int64 on the device."""
@@ -157,22 +151,14 @@ class OwnedTile:
     """Int64 on the CPU, relative to the tile's first column; None if all of its columns are owned."""
     k: int
 
-    @property
-    def numel(self) -> int:
-        """Number of entries."""
-        return self.tile.rows * self.k
-
 
 class DeviceColumns:
-    """Columns that the device owns, and the tensors of their entries: 12 bytes an entry, and the gradient in the model's type. Entries of
-    one parameter group whose parameters have been frozen for as many steps have one array, and AdamW is one call for it.
-
-    Args:
-        columns: for each slice, the device-owned columns over the whole row, as of `Selector.select`.
-        n_missed: for each trained slice the applied steps of the run that AdamW's count lacks; other slices own none.
+    """Columns that the device owns, for each slice over the whole row, as of `Selector.select`; and the tensors of their entries: 12 bytes
+    an entry, and the gradient in the model's type. Entries of one parameter group whose parameters have been frozen for as many steps have
+    one array, and AdamW is one call for it. `n_missed` has for each trained slice the applied steps of the run that AdamW's count lacks;
+    other slices own none.
 
     Attributes:
-        columns: as given.
         numel: number of entries.
         selections: for each tile with such columns, what AdamW needs of its gradient.
     """
@@ -200,7 +186,7 @@ class DeviceColumns:
         for number, owned in self._tiles.items():
             tile = owned.tile
             on_device = None if owned.columns is None else runtime_of(rank.device).to_device(owned.columns)
-            entries = self._staging[owned.group].narrow(0, owned.begin, owned.numel).view(tile.rows, owned.k)
+            entries = self._staging[owned.group].narrow(0, owned.begin, tile.rows * owned.k).view(tile.rows, owned.k)
             param_group, _ = self._groups[owned.group]
             matrix = rank.weights_at(param_group, tile.begin, tile.numel).view(tile.rows, tile.width)
             self.selections[number] = selection = Selection(columns=on_device, entries=entries)
@@ -297,9 +283,7 @@ class Ownership:
         return {"of_block": of_block, "wanted": of_block, "selections": columns}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`; values are gathered from the arena. Of an earlier version's change of columns that some blocks had still
-        to follow, all have followed.
-        """
+        """Inverse of `state_dict`; values are gathered from the arena. All blocks follow a change of columns of an earlier version."""
         self.clear()
         if (number := next(iter(state["wanted"]), None)) is not None:
             self.take(state["selections"][number], "flush")

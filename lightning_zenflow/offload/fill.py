@@ -16,7 +16,7 @@ from lightning_zenflow.kernels.base import Destination
 from lightning_zenflow.offload.columns import Ownership
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
-from lightning_zenflow.offload.rank_state import Block, RankState, SlotPool, StepContext, Vectors, runs_of
+from lightning_zenflow.offload.rank_state import Block, RankState, SlotPool, StepContext, runs_of
 
 _log = logging.getLogger(__name__)
 
@@ -25,11 +25,12 @@ _LARGEST_NUMEL = 1 << 16
 
 
 class Accumulation:
-    """Owner of the sums of gradients over the micro-batches of a step but the last, in device memory or in the slots that the step's
-    gradients go to in the end. Sums are rounded to the model's type after each micro-batch: the same bits wherever they are.
+    """Owner of the sums of gradients over the micro-batches of a step but the last, in device memory or in the step's slots. Sums are
+    rounded to the model's type after each micro-batch: the same bits wherever they are. `where` is `ZenFlowConfig.accumulate_on`; "auto" is
+    decided at the first micro-batch, when the device's memory has been as full as it gets.
 
-    `where` is `ZenFlowConfig.accumulate_on`; "auto" is decided at the first micro-batch, when the device's memory has been as full as it
-    gets. `pending` are the slices with a sum that has not been taken.
+    Attributes:
+        pending: slices with a sum that has not been taken.
     """
 
     def __init__(self, rank: RankState, jobs: JobQueue, *, where: Literal["auto", "device", "host"]) -> None:
@@ -40,7 +41,7 @@ class Accumulation:
         self.pending: set[int] = set()
 
     def add(self, slice_index: int, gradient: Tensor, step: int) -> None:
-        """Adds a gradient of a micro-batch that is not the step's last, as `Fill.receive` takes it."""
+        """Adds a gradient, as `Fill.receive` takes it."""
         if self._where == "auto":
             n_bytes = self._rank.partition.numel * self._rank.dtype.itemsize
             self._where = "device" if runtime_of(self._rank.device).has_room(n_bytes) else "host"
@@ -85,9 +86,20 @@ class Accumulation:
         return total
 
 
+class Vectors(NamedTuple):
+    """Gradients of the small vectors of one block; all tensors are views of `values`, [n], contiguous."""
+
+    values: Tensor
+    tiles: list[tuple[int, Tensor]]
+    """Indexes into `Partition.tiles`, with the gradients of the tiles, [rows, width]."""
+    runs: list[tuple[int, Tensor]]
+    """First tile of each run of tiles that are adjacent in the partition, with the gradients of the run, flat."""
+    slices: set[int]
+
+
 class VectorGradients:
-    """Owner of one step's gradients of small vectors, concatenated in one tensor on the device. One call is made when a vector's gradient
-    arrives; all others serve many vectors at once, at the end of backward or when their block is submitted.
+    """Owner of one step's gradients of small vectors, concatenated in one tensor on the device. All calls but one a gradient serve many
+    vectors at once, at the end of backward or when their block is submitted.
 
     Attributes:
         of_slice: for each small vector's slice the step's gradient, once it is there: [slice.numel], model dtype, on the device.
@@ -102,6 +114,7 @@ class VectorGradients:
         numels = [s.numel for s in small.values()]
         self._values = torch.zeros(sum(numels), device=rank.device, dtype=rank.dtype)
         self.of_slice = dict(zip(small, torch.split(self._values, numels), strict=True))
+        self._of_block: dict[Block, Vectors] = {}
         end = 0
         for block in rank.blocks:
             begin, tiles = end, []
@@ -110,14 +123,15 @@ class VectorGradients:
                 tiles.append((index, self._values.narrow(0, end, tile.numel).view(tile.rows, tile.width)))
                 end += tile.numel
             slices = {partition.tiles[index].slice for index, _ in tiles}
-            values, runs = self._values.narrow(0, begin, end - begin), runs_of(partition, (index for index, _ in tiles))
+            values = self._values.narrow(0, begin, end - begin)
+            runs = runs_of(partition, (index for index, _ in tiles))
             of_runs = zip(runs, torch.split(values, list(runs.values())), strict=True) if runs else ()
-            block.vectors = Vectors(values=values, tiles=tiles, runs=list(of_runs), slices=slices)
+            self._of_block[block] = Vectors(values=values, tiles=tiles, runs=list(of_runs), slices=slices)
         assert end == self._values.numel(), "blocks and slices ascend alike"
 
     def fill(self, blocks: Sequence[Block], arrived: Set[int]) -> Sequence[Tensor]:
         """Phase *fill* of some blocks, ascending; slices that have not `arrived` have the gradient zero. Returns `SquaredNorms.parts`."""
-        of_blocks = [block.vectors for block in blocks if block.vectors is not None]
+        of_blocks = [self._of_block[block] for block in blocks]
         if len(blocks) == len(self._rank.blocks):
             return self._fill(of_blocks, self._values, arrived)
         return [norm for vectors in of_blocks for norm in self._fill([vectors], vectors.values, arrived)]
@@ -146,10 +160,9 @@ class VectorGradients:
 
 
 class Rectangle(NamedTuple):
-    """A rectangle of a slice that squared norms are taken of, which must not depend on blocks."""
+    """A rectangle of a slice that squared norms are taken of, which must not depend on blocks; `begin` is in the slice."""
 
     begin: int
-    """First element in the slice."""
     rows: int
     first_column: int
     width: int
@@ -158,26 +171,20 @@ class Rectangle(NamedTuple):
 
 
 class Fill:
-    """Phase *fill*: the gradients of a step, from their reduction to the slots, and all that is done when one arrives.
+    """Phase *fill*: all that is done when a gradient arrives.
 
     A trained slice is *pending* while its gradient is a sum over earlier micro-batches (`Accumulation.pending`); *arrived* from when the
     gradient of the whole step has been routed, which no block then misses (`Block.missing`); and besides *unpolled* until
     `JobsInFlight.poll` hears that its weights may be overwritten. A parameter without a gradient in a step has the gradient zero, as under
     ZeRO-2 without offload: its moments decay.
 
-    *In backward* a block is submitted as soon as the gradients of all of its trained slices have arrived. Its factor, which decides on
-    nothing but the weights that the next forward pass sees, is known without clipping. With clipping it is
-
-    * *predicted* from the gradients so far (`GradientNorms`), or
-    * *speculated* to be that of a step without clipping, where blocks with another factor than the true one would have to wait at the end
-      of the step. Behind two applied steps that were clipped no block is submitted in backward.
-
-    From the first gradient on that is not finite, submitted blocks are published without the step. (A vector's gradient counts when its
-    block is submitted.)
+    *In backward* a block is submitted as soon as the gradients of all of its trained slices have arrived. With clipping its factor is
+    *predicted* from the gradients so far (`GradientNorms`), or *speculated* to be that of a step without clipping (`Verification`). From
+    the first gradient on that is not finite, submitted blocks are published without the step. (A vector's gradient counts when its block is
+    submitted.)
 
     Attributes:
         trained: slices whose gradients are expected.
-        norms: squared norms of what has arrived.
         factor_error: mean relative error of the factors in backward in some step since it was read.
     """
 
@@ -221,7 +228,7 @@ class Fill:
         return self._arrived.keys()
 
     def accumulate(self, slice_index: int, gradient: Tensor, step: int) -> None:
-        """Takes a gradient of a micro-batch that is not its step's last."""
+        """Takes a gradient of another micro-batch than the last, as `receive`."""
         if slice_index in self.trained:
             self.accumulation.add(slice_index, gradient, step)
 
@@ -278,7 +285,7 @@ class Fill:
 
     def gradient(self, slice_index: int) -> Tensor:
         """Gradient of a slice in the step that is next, where `ZenFlowStep.has_gradients`: [slice.numel], model dtype, on the device or the
-        host. To be read before the step. Waits for the device.
+        host. Waits for the device.
         """
         if slice_index in self.accumulation.pending:
             return self.accumulation.sum(slice_index)
@@ -314,9 +321,7 @@ class Fill:
         return complete
 
     def _route_rectangles(self, context: StepContext, index: int, gradient: Tensor) -> None:
-        """Copies one slice's gradient to its destinations, measures it, and updates weights provisionally where some forward pass will lack
-        it; in stream order behind its reduction.
-        """
+        """Copies one slice's gradient to its destinations, measures it, and updates weights provisionally where it is late."""
         s = self._rank.partition.slices[index]
         column_norms = context.column_norms if s.is_matrix else None
         provisional = None if context.shows_exact_weights else self._provisional

@@ -21,19 +21,17 @@ class JobsInFlight:
     backward are ordered behind an event on a stream of their own, so a device that runs behind the host makes them in backward, even where
     the host enqueues them at the end of the step.
 
-    *In place* (`RankState.in_place`, S = 1, d = 0) nothing is copied: the publish buffers are the weights. Block b always publishes to
-    buffer b; the buffer behind them is that of discarded weights. A step waits for the jobs of the step before where it reads their weights
-    (`publish_blocks`). A job owns its block's weights from its submission until *done*, and writes them while backward may still be
-    running: its word is behind the gradients of all slices of the block, and these are behind the step's last reads of their weights, by
-    kernels or by copies to the device that kernels wait for. A copy that nothing waits for may read a mixture. In a flush the word was
-    written before the job is submitted, so the training thread waits for the device.
+    *In place* (`RankState.in_place`; docs/how_it_works.md, "Weights in place") nothing is copied: block b publishes to buffer b; the buffer
+    behind them is that of discarded weights. A job owns its block's weights from its submission until *done*, and writes them while
+    backward may still be running, behind the step's last reads of them by kernels, or by copies that kernels wait for. A copy that nothing
+    waits for may read a mixture.
 
     With `has_scratch` there are jobs whose weights are discarded, which have a buffer of their own.
 
     Attributes:
-        free_buffers: publish buffers that no job uses, the one that has been free longest first, each with the event behind the device's
-            last copies from it; None: a step has been sealed behind them.
-        n_in_backward: blocks that were submitted in backward and published, since the start.
+        free_buffers: buffers that no job uses, the one that has been free longest first, each with the event behind the device's last
+            copies from it; None: a step has been sealed behind them.
+        n_in_backward: blocks that were submitted in backward and published.
         n_late: those of them that were not done when the training thread waited for them.
     """
 
@@ -59,7 +57,7 @@ class JobsInFlight:
         self._trained = frozenset(trained)
 
     def grow_buffers(self, n_buffers: int) -> None:
-        """Allows jobs to use the first `n_buffers` buffers of the arena."""
+        """Allows jobs to use the arena's first `n_buffers` buffers."""
         new = (buffer for buffer in range(self._n_buffers, n_buffers) if buffer != self._scratch)
         self.free_buffers.update(dict.fromkeys(new))
         self._n_buffers = max(self._n_buffers, n_buffers)
@@ -155,8 +153,8 @@ class JobsInFlight:
         return True
 
     def publish(self, step: int, cause: Cause, *, due_only: bool) -> dict[Block, int]:
-        """Waits for all jobs, or for those that are due and all before them, and copies their weights into the model. Returns for each
-        block whose weights were overwritten since the last call the last step that they are exact for.
+        """Waits for all jobs, or for those that are due and all before them, and publishes them. Returns for each block whose weights were
+        overwritten since the last call the last step that they are exact for.
         """
         due = [index for index, job in enumerate(self._jobs) if job.due_step <= step or not due_only]
         for _ in range(due[-1] + 1 if due else 0):
@@ -217,7 +215,7 @@ class JobsInFlight:
         self.n_in_backward += in_backward
 
     def forget_overwritable(self) -> None:
-        """Drops what is known about slices that the step reads no more: an interrupted step's weights may be read again."""
+        """Forgets which slices the step reads no more: an interrupted step's weights may be read again."""
         for job in self._jobs:
             job.read.update(*(slices for _, slices in job.overwritable))
             job.overwritable.clear()

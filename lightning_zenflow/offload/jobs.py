@@ -12,7 +12,7 @@ from lightning_zenflow.core.device import Event, runtime_of
 from lightning_zenflow.core.schedule import StaggeredSchedule, StalenessCompensation, UpdateSchedule
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, step_word
 from lightning_zenflow.native import Tentative
-from lightning_zenflow.offload.clip_verification import ResidentWeights, WeightsInPlace
+from lightning_zenflow.offload.clip_verification import Verification
 from lightning_zenflow.offload.in_flight import JobsInFlight
 from lightning_zenflow.offload.rank_state import Block, RankState, SlotPool, StepContext, Window
 from lightning_zenflow.telemetry import Cause
@@ -21,15 +21,12 @@ from lightning_zenflow.worker.arena import WORD_BYTES, StepWords
 
 class JobQueue:
     """Takes the blocks through the phases of a step (docs/how_it_works.md), whose names the methods have: windows become update jobs
-    (`JobsInFlight`). A block acquires a free slot before its first gradient. The step's word, behind all copies to slots, has its factor
-    (clip coefficient over loss scale) and its number; the worker polls it.
+    (`JobsInFlight`). The step's word, behind all copies to slots, has its factor (clip coefficient over loss scale) and its number; the
+    worker polls it. In place a job is waited for where its weights are fetched in the next step (`await_slice`).
 
-    With d = 0 a block is submitted *in backward*, as soon as it is filled: the step is then *tentative*, with a predicted factor and a word
-    of the block's own (`Fill`), and its gradient stays in the block's next window. In place a job is waited for where its weights are
-    fetched in the next step (`await_slice`).
-
-    `schedule` has S and d at the start. Blocks may be submitted in backward with `in_backward`. With `verifies` no forward pass may see
-    another clip factor than the true one.
+    `schedule` has S and d at the start. With `in_backward` and d = 0 a block is submitted as soon as it is filled: the step is then
+    *tentative*, with a predicted factor and a word of the block's own (`Fill`), and its gradient stays in the block's next window. With
+    `verifies` no forward pass may see another clip factor than the true one.
 
     Attributes:
         n_steps_in_backward: steps in which blocks were submitted in backward, since the start.
@@ -53,12 +50,12 @@ class JobQueue:
         self._in_backward = in_backward
         # Whether host-owned weights equal the master weights of some step at all times.
         self._publishes_exactly = compensation.weight_prediction == 0 and not compensation.updates_provisionally
-        # In place a job may begin behind the end of its step. But weights that are published again start from moments that have been
-        # rounded, if they are: which job has shown the true factor makes a difference then, and must not depend on when the worker begins.
+        # In place a job may begin behind the end of its step. But weights that are published again start from rounded moments, if they are:
+        # which job has shown the true factor makes a difference then, and must not depend on when the worker begins.
         may_know = verifies and rank.in_place and not rank.arena.rounds
         self._in_backward_tentative = Tentative.TRUE_IF_KNOWN if may_know else Tentative.PREDICTED
         self.in_flight = JobsInFlight(rank, self.slots, has_scratch=in_backward)
-        self.verification = (WeightsInPlace if rank.in_place else ResidentWeights)(rank, self.in_flight)
+        self.verification = Verification(rank, self.in_flight)
         self._verifies = verifies
         self._longest = self._largest_lag = 0
         self._ahead = 0.0  # steps by which published weights are predicted, in the step that is submitted
@@ -70,8 +67,8 @@ class JobQueue:
         self.set_schedule(schedule)
 
     def set_schedule(self, schedule: UpdateSchedule) -> None:
-        """Uses another S and d from the next submission on. The quotient of the two S is a power of two: windows of the longer S begin and
-        end where some of the shorter S do, so no window is ever longer than the longer S.
+        """Uses another S and d from the next submission on. The quotient of the two S is a power of two, so no window is ever longer than
+        the longer S.
         """
         rank = self._rank
         self.schedule = StaggeredSchedule.of(
@@ -174,16 +171,16 @@ class JobQueue:
     def publish(self, step: int) -> dict[Block, int]:
         """Phase *publish*, and *verify* where weights are copied; returns what `JobsInFlight.publish` does."""
         published = self.in_flight.publish(step, "publish_wait", due_only=True)
-        correct = partial(self._submit, due_step=step, prediction_steps=self._ahead, cause="correction")
-        if self.verification.step is not None and self.verification.behind_publish(correct):
+        if self.verification.step is not None and not self._rank.in_place:
+            self.verification.end(
+                partial(self._submit, due_step=step, prediction_steps=self._ahead, cause="correction")
+            )
             published |= self.in_flight.publish(step, "correction", due_only=True)
         self.submitted_in_backward.clear()
         return published
 
     def flush(self, step: int) -> None:
-        """Closes every open window, commits what is tentative and publishes every job; arena and weights are then the exact state after
-        `step`. May be called again after an exception has interrupted it, or the step.
-        """
+        """Makes arena and weights the exact state after `step`. May be called again after an exception has interrupted it, or the step."""
         if self._open_step == step:
             # Interrupted behind phase *seal*.
             self._end_fill(step)
@@ -207,7 +204,8 @@ class JobQueue:
         """Asserts what holds after a flush: nothing is under way, and each slot and buffer is free or has one owner."""
         assert not any(block.window or block.jobs for block in self._rank.blocks), "windows and jobs are published"
         # Micro-batches that were accumulated in host memory keep theirs.
-        self.slots.check_integrity(block.slot for block in self._rank.blocks if block.slot is not None)
+        acquired = [block.slot for block in self._rank.blocks if block.slot is not None]
+        assert sorted(acquired + self.slots.free) == list(range(self.slots.n_slots)), "each slot has one owner"
         self.in_flight.check_integrity()
 
     def _wait_for_readers(self) -> None:
@@ -272,10 +270,9 @@ class JobQueue:
             self._open_step = None
 
     def _commit_early(self, step: int) -> None:
-        """Commits what the windows hold that `step`, which is being filled, closes; or if there are none, what all windows hold.
-
-        Needed where steps are accumulated in host memory, or a step does not submit in backward while windows hold gradients that are shown
-        already. It depends on the order of arrival alone, never on the worker's speed: runs repeat.
+        """Commits what the windows hold that `step`, which is being filled, closes; or if there are none, what all windows hold: where
+        steps are accumulated in host memory, or a step does not submit in backward while windows hold gradients that are shown already. It
+        depends on the order of arrival alone, never on the worker's speed: runs repeat.
         """
         held = [b for b in self._rank.blocks if (w := b.window) and w.slots and w.last_step < step]
         closing = [b for b in held if b in self._closing_at(step)]
@@ -289,9 +286,8 @@ class JobQueue:
             self._worker.send()
 
     def _drop_open_step(self, step: int) -> None:
-        """Drops the gradients of the step after `step`, whose backward pass was interrupted by an error.
-
-        Jobs in flight may still read them, and publish weights that have them: their blocks are published again.
+        """Drops the gradients of the step after `step`. Jobs in flight may still read them, and publish weights that have them: their
+        blocks are published again.
         """
         with self._rank.records:
             for block in self._rank.blocks:

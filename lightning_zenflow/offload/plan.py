@@ -35,12 +35,9 @@ gather at its end hides nothing; where it is long, the measured waits decide."""
 
 
 def load_and_stall(steps: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Worker's time / device's time, and the share of the time spent waiting, over several steps of one schedule.
-
-    Medians, and without the step that waited longest: a single slow step, of the data loader say, does not depend on the schedule.
-
-    Args:
-        steps: for each step the seconds of the device without waiting, of the worker's computation, and of waiting; at least two steps.
+    """Worker's time / device's time, and the share of the time spent waiting, over steps of one schedule, at least two: for each the
+    seconds of the device without waiting, of the worker's computation, and of waiting. Medians, and without the step that waited longest: a
+    single slow step, of the data loader say, does not depend on the schedule.
     """
     device, worker, waits = zip(*sorted(steps, key=lambda step: step[2])[:-1], strict=True)
     load = median(worker) / max(median(device), 1e-9)
@@ -58,9 +55,10 @@ def relative_cost(schedule: UpdateSchedule) -> float:
 
 
 class SchedulePolicy:
-    """Chooses a schedule by observations. Deterministic, so that ranks with equal observations agree.
+    """Chooses a schedule by observations; ranks with equal ones agree. `schedule` is the current one, at first the first of the
+    `candidates`, which are ordered by staleness.
 
-    It begins with the least stale schedule. Each look at measured times has one of these answers:
+    Each look at measured times has one of these answers:
 
     * *Steps wait*, in two looks in a row, and the worker's own load explains the wait: a staler schedule, the least stale one that hides.
       If steps with d = 0 wait although the work hides, the last blocks are late, which a longer window would not change: d grows.
@@ -69,12 +67,6 @@ class SchedulePolicy:
 
     S is a power of two: windows of S and 2 S steps then close at the same steps, and a change needs neither a pause nor more slots than
     the larger S.
-
-    Args:
-        candidates: S and d to choose from, the least stale first; with one, those of a smaller S and the same d as well.
-
-    Attributes:
-        schedule: the current one.
     """
 
     def __init__(self, candidates: Sequence[UpdateSchedule]) -> None:
@@ -85,9 +77,7 @@ class SchedulePolicy:
         """The load of S = 1 with a lag at which the present schedule was taken because steps waited."""
 
     def observe(self, load: float, stall: float) -> str | None:
-        """Looks at `load_and_stall` of the slowest rank and changes `schedule` where that is due. Returns the reason, for the log; None if
-        there is no change.
-        """
+        """Looks at `load_and_stall` of the slowest rank. Returns the reason of a change of `schedule`, for the log; None: no change."""
         present = self.schedule
         of_one = load / relative_cost(present)
         # For each schedule the worker's time / the part of the device's time that may hide it.
@@ -164,8 +154,7 @@ class ScheduleControl:
         self._last = self._clocks()
 
     def end_step(self, context: StepContext) -> str | None:
-        """Adds a step to the measured ones; reduces them when they are enough, or reads what was reduced and decides. Returns the reason of
-        a change of `schedule`.
+        """Measures a step; reduces when they are enough, or reads what was reduced and decides. Returns the reason of a change.
 
         A step that changes columns waits for reasons of its own and is left out. In another synchronous one the worker computes for one
         gradient, as with S = 1, and its wait is not the schedule's.
@@ -208,10 +197,8 @@ class ScheduleControl:
 
 
 class Planner:
-    """Plans the steps, alike on every rank. The device's columns change in synchronous steps, behind which the arena is exact.
-
-    Attributes:
-        control: measures and decides on the schedule; None if S and d are given.
+    """Plans the steps, alike on every rank. The device's columns change in synchronous steps, behind which the arena is exact. `control` is
+    None if S and d are given.
     """
 
     def __init__(
@@ -232,7 +219,7 @@ class Planner:
         self._synchronous_until = step + max(is_late, self._config.full_warm_up_rounds - count)
 
     def state_dict(self) -> dict[str, Any]:
-        """State that later plans depend on."""
+        """What later plans depend on."""
         return {
             "synchronous_until": self._synchronous_until,
             "selector": self._selector.state_dict(),

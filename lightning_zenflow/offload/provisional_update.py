@@ -48,17 +48,14 @@ class Update:
 
 
 class ProvisionalUpdate:
-    """Updates the host-owned weights of a rank during backward, with a factored second moment (`kernels.base`).
+    """Updates the host-owned weights of a rank during backward (`kernels.base`).
 
-    Where a job in flight overwrites a block's weights at the end of the step, the update is *kept* and applied behind that publish. The
-    gradient of a kept update stays on the device where the device has room; otherwise it is copied back from its slot in host memory.
+    Where a job in flight overwrites a block's weights at the end of the step, the update is *kept* and applied behind that publish. Its
+    gradient stays on the device where the device has room; otherwise it is copied back from its slot in host memory.
 
     Matrices only, and of them full rows: the at most two rows of a slice that ZeRO's partition cuts wait for their publish. Device-owned
-    entries are updated as well, and overwritten by their exact values in the same step.
-
-    The clip coefficient of the last applied step takes the place of the step's own, which is not known yet. Before any step has been
-    applied, a step updates nothing here, and its gradient is not in the second moment, so that an unclipped one never is. Ranks use
-    different rounding noise.
+    entries are updated as well, and overwritten by their exact values in the same step. Before any step has been applied, a step updates
+    nothing here, and its gradient is not in the second moment, so that an unclipped one never is. Ranks use different rounding noise.
     """
 
     def __init__(self, rank: RankState, compensation: StalenessCompensation, *, rank_number: int) -> None:
@@ -73,6 +70,10 @@ class ProvisionalUpdate:
         # By slice, from the first gradient that is late on: a run that stays at S = 1, d = 0 has none.
         self._moments: dict[int, SecondMoment] = {}
         self._keeps_on_device: dict[StaggeredSchedule, bool] = {}
+        # Since the last flush: for blocks with late gradients the last step that their weights are exact for, not counting provisional
+        # updates; and the updates that are applied again after a publish.
+        self._exact_for: dict[Block, int] = {}
+        self._kept: dict[Block, list[Update]] = {}
 
     def open(self, loss_scale: float) -> None:
         """Begins a step, before its first gradient."""
@@ -95,9 +96,9 @@ class ProvisionalUpdate:
         squared_norms: SquaredNorms,
         late: Sequence[tuple[Block, Destination]],
     ) -> None:
-        """Updates the weights of the tiles of a slice that it `applies_to`: now, or after the publish of a job in flight. `late` has for
-        each tile of the slice's full rows the block, and the position in the rows with the gradient's slot in host memory. The gradient,
-        [rows, columns], is of the full rows; its memory may be reused after the work that this call enqueues.
+        """Updates the weights of a slice that it `applies_to`: now, or after the publish of a job in flight. The gradient, [rows, columns],
+        is of the slice's full rows; its memory may be reused after the work that this call enqueues. `late` has for each of their tiles the
+        block, and the part of the rows with the gradient's slot.
         """
         step, schedule = context.number, context.schedule
         rows, h = self._rows[slice_index], context.inputs.groups[self._rank.partition.slices[slice_index].param_group]
@@ -108,10 +109,9 @@ class ProvisionalUpdate:
         whole = Update(step=step, weights=rows, gradient=gradient, factors=factors, beta1=h.beta1)
         of_tiles = []
         for block, _ in late:
-            if block.exact_for is None:
-                block.exact_for = step - 1
             # The age: gradients that the block's weights lack, this one included.
-            of_tiles.append((step - block.exact_for, block.is_overwritten))
+            age = step - self._exact_for.setdefault(block, step - 1)
+            of_tiles.append((age, block.is_overwritten))
         if len(set(of_tiles)) == 1 and not of_tiles[0][1]:
             self._apply(whole, of_tiles[0][0], schedule)
             return
@@ -131,8 +131,8 @@ class ProvisionalUpdate:
         its weights are exact for.
         """
         for block, last in last_steps.items():
-            block.exact_for = last
-            for update in block.kept:
+            self._exact_for[block] = last
+            for update in self._kept.pop(block, ()):
                 if update.step > last:
                     ready = update
                     if update.in_slot:
@@ -140,12 +140,11 @@ class ProvisionalUpdate:
                         ready = replace(update, gradient=runtime_of(self._rank.device).to_device(update.gradient))
                         self._rank.telemetry.h2d_bytes += update.gradient.nbytes
                     self._apply(ready, update.step - last, schedule)
-            block.kept = []
 
     def flushed(self) -> None:
         """Drops all kept updates: all weights are exact."""
-        for block in self._rank.blocks:
-            block.kept, block.exact_for = [], None
+        self._kept.clear()
+        self._exact_for.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Second moments, last clip coefficient and position in the rounding noise, on the CPU."""
@@ -179,7 +178,7 @@ class ProvisionalUpdate:
                 self._keeps_on_device[schedule] = runtime.has_room(n_bytes)
             update.in_slot = not self._keeps_on_device[schedule]
             update.gradient = slot if update.in_slot else update.gradient.clone()
-        block.kept.append(update)
+        self._kept.setdefault(block, []).append(update)
 
     def _moment(self, slice_index: int) -> SecondMoment:
         """The second moment of a slice; makes it, without any step in it."""

@@ -24,7 +24,6 @@ from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 
 if TYPE_CHECKING:
     from lightning_zenflow.offload.columns import ColumnSquaredNorms
-    from lightning_zenflow.offload.provisional_update import Update
 
 _MAX_VIEWS = 1 << 16
 """Of tiles in slots that are kept, some 50 MB: long windows of large models have more of them."""
@@ -64,13 +63,13 @@ class StepContext:
 
     @property
     def shows_exact_weights(self) -> bool:
-        """The step ends with weights that have all of its gradients, so that no provisional update is needed."""
+        """The step ends with weights that have all of its gradients."""
         return self.synchronous or self.schedule.is_immediate
 
 
 @dataclass(kw_only=True)
 class Window:
-    """Open window of one block: one gradient slot for each step that is not committed to the block's state."""
+    """Open window of one block: a gradient slot for each step that is not committed to the block's state."""
 
     first_step: int
     slots: list[int] = field(default_factory=list)
@@ -88,7 +87,7 @@ class Job:
     block: "Block"
     window: Window
     tentative: Tentative
-    """Whether the window's last gradient is applied to the published weights only, and stays in the next window."""
+    """Other than NONE, the window's last gradient is applied to the published weights only, and stays in the next window."""
     due_step: int
     """Step at whose end the weights are published."""
     buffer: int | None
@@ -107,22 +106,9 @@ class Job:
     """Whether copies of some of its weights into the model have been enqueued in backward."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Vectors:
-    """Small vectors of one block, see `VectorGradients`; all tensors are views of one."""
-
-    values: Tensor
-    """[n], contiguous, because blocks and slices ascend alike."""
-    tiles: list[tuple[int, Tensor]]
-    """Indexes into `Partition.tiles`, with the gradients of the tiles, [rows, width]."""
-    runs: list[tuple[int, Tensor]]
-    """First tile of each run of tiles that are adjacent in the partition, with the gradients of the run, flat."""
-    slices: set[int]
-
-
 @dataclass(kw_only=True, eq=False)
 class Block:
-    """Everything that is known of one block. Slot, window and jobs are changed within `RankState.records`."""
+    """What is under way with one block. Slot, window and jobs are changed within `RankState.records`."""
 
     number: int
     """Index into `Partition.blocks`."""
@@ -140,12 +126,6 @@ class Block:
     """Its open window; None: every gradient has been submitted."""
     jobs: deque[Job] = field(default_factory=deque)
     """Jobs that are not published yet, in the order of their submission."""
-    vectors: Vectors | None = None
-    """Its small vectors."""
-    exact_for: int | None = None
-    """Last step that its weights are exact for, not counting provisional updates; None: no gradient has been late since a flush."""
-    kept: "list[Update]" = field(default_factory=list)
-    """Provisional updates that are applied again after a publish."""
 
     def fill(self, step: int) -> Window:
         """Adds the gradient of the open step, which is in the block's slot, to its window; returns the window."""
@@ -162,12 +142,7 @@ class Block:
 
 
 class Blocks(list[Block]):
-    """All blocks of a partition, by their numbers.
-
-    Attributes:
-        of_tile: for each tile its block.
-        of_slice: for each slice the blocks that it has tiles in, ascending.
-    """
+    """All blocks of a partition, by their numbers; by tile; and for each slice those that it has tiles in, ascending."""
 
     def __init__(self, partition: Partition) -> None:
         for number, block in enumerate(partition.blocks):
@@ -181,10 +156,10 @@ class Blocks(list[Block]):
 
 
 class Transaction:
-    """Context of a change of several records. A change that an exception cuts is broken until `repaired`.
+    """Context of a change of several records, in which nothing waits. A change that an exception cuts is broken until `repaired`.
 
-    `KeyboardInterrupt` and the exceptions of other signal handlers may be raised between any two instructions. Records that belong together
-    are changed in one short context, and nothing waits in it. Outside of the context the records agree, whatever is raised there.
+    `KeyboardInterrupt` and the exceptions of other signal handlers may be raised between any two instructions. Outside of the context the
+    records agree, whatever is raised there.
     """
 
     def __init__(self) -> None:
@@ -211,8 +186,8 @@ class Transaction:
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """The model's weights, the optimizer state and the tools of one data-parallel rank. The record itself never changes. Ownership of the
-    memory behind `arena` is defined in ``protocol.h``; `weights` on the device are the training thread's, in the order of the streams.
+    """The model's weights, the optimizer state and the tools of one rank. Ownership of the memory behind `arena` is defined in
+    ``protocol.h``; `weights` on the device are the training thread's, in the order of the streams.
     """
 
     partition: Partition
@@ -227,7 +202,7 @@ class RankState:
     in_place: bool
     """Whether the weights are where the worker writes them: see `JobsInFlight`."""
     device: torch.device
-    """Training device: of gradients and of what is computed from them."""
+    """Of gradients and of what is computed from them."""
     kernels: Kernels
     telemetry: Telemetry
     d2h: SideStream
@@ -239,7 +214,7 @@ class RankState:
 
     @property
     def n_ranks(self) -> int:
-        """Data-parallel ranks."""
+        """Number of data-parallel ranks."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     @property
@@ -298,10 +273,6 @@ class SlotPool:
         """Takes a free slot, of which there must be one, for a block's gradient of the present or next step."""
         with self._rank.records:
             block.slot = self.free.pop()
-
-    def check_integrity(self, acquired: Iterable[int]) -> None:
-        """Asserts that all slots but those that blocks have acquired are free, each once."""
-        assert sorted([*acquired, *self.free]) == list(range(self.n_slots)), "each slot has one owner"
 
     def view(self, tile_index: int) -> Tensor:
         """Destination of a tile's gradient in the slot that its block has acquired: [rows, width], model dtype, host memory (page-locked

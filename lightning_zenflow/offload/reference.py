@@ -127,8 +127,6 @@ class SynchronousZenFlow:
         weights: initial weights, one tensor a parameter.
         blocks: for each parameter, the number of each element's block, int64.
         topk_ratio: share of the columns that the device owns; 0: the host owns all elements.
-        update_interval: S.
-        publish_lag: d.
         warm_up: applied steps at the start that are synchronous.
         max_norm: C; 0: no clipping.
 
@@ -168,16 +166,10 @@ class SynchronousZenFlow:
         self.shown = list(self.exact.weights)
 
     def step(self, gradients: Gradients, groups: Groups, predicted: Sequence[Tensor] | None = None) -> float:
-        """Step t.
+        """Step t with the gradients g_t, at the weights `shown`. Returns c_t, or NaN where the step changes nothing exact.
 
-        Args:
-            gradients: g_t, at the weights `shown`.
-            groups: hyperparameters.
-            predicted: with d = 0, for each parameter the factor that this step's job has at each element, float32; NaN: the job's weights
-                lack g_t. None: the job has the true factor.
-
-        Returns:
-            c_t, or NaN where the step changes nothing exact.
+        `predicted` has with d = 0 for each parameter the factor that this step's job has at each element, float32; NaN: the job's weights
+        lack g_t. None: the job has the true factor.
         """
         self.number += 1
         tentative = None if predicted is None else self._tentative(gradients, groups, predicted)

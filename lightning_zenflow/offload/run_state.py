@@ -56,21 +56,17 @@ CHECKPOINT_KEY = "zenflow"
 VERSION = 5
 """Number of the layout; a checkpoint of another one is refused."""
 
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Keys of AdamW's moments in the state of a flat partition."""
 
 
 class HostState:
-    """Replaces DeepSpeed's flat fp32 partitions and the optimizer's moments by views of the arena, so that DeepSpeed's checkpoint code
-    reads and writes the arena.
+    """Replaces DeepSpeed's flat fp32 partitions, the parameters of the user's `optimizer`, and its moments by views of the arena, so that
+    DeepSpeed's checkpoint code reads and writes the arena. The values of `flats`, of any type and on any device, are copied into it.
 
     Every reader of a checkpoint gets the moments as float32: with 16 bits the file has those of the arena and the call of `Tensor.float`.
     With moments in 8 bits, which DeepSpeed's code cannot read, the optimizer's state has NaN of the right length in their place.
-
-    The state of the user's `optimizer` is created here. `flats` are DeepSpeed's flat fp32 partitions, the optimizer's parameters in its
-    order; their values, of any type and on any device, are copied into the arena. `states` has the moments by key, and master weights
-    (None), of the whole partition.
+    `states` has the moments by key, and master weights (None), of the whole partition.
     """
 
     def __init__(self, optimizer: Optimizer, flats: Sequence[Tensor], *, partition: Partition, arena: Arena) -> None:
@@ -88,7 +84,7 @@ class HostState:
         self.write_count(0)
 
     def write_count(self, count: int) -> None:
-        """Writes the number of applied steps as AdamW's `step`, in the form that the user's optimizer has in checkpoints."""
+        """Writes the number of applied steps as AdamW's `step`, in the form that the optimizer has in checkpoints."""
         is_tensor = isinstance(self._optimizer, torch.optim.Adam | torch.optim.AdamW)
         for flat in self._flats:
             self._optimizer.state[flat]["step"] = (
@@ -103,8 +99,8 @@ class HostState:
             self._optimizer.state.pop(flat, None)
 
     def as_saved(self, state: Mapping[str, Any], copied: Sequence[Sequence[Tensor]] | None) -> dict[str, Any]:
-        """The result of the user's `Optimizer.state_dict`, as a checkpoint holds it. `copied` has for each flat partition copies, the
-        moments last; None: the arena's memory is shared.
+        """The `state_dict` of the user's optimizer, as a checkpoint holds it. `copied` has for each flat partition copies, the moments
+        last; None: the arena's memory is shared.
         """
         moments = copied or [
             [saved_as_float32(self.states[name].read(begin, flat.numel())) for name in MOMENTS]
@@ -117,8 +113,8 @@ class HostState:
         return {**state, "state": of_keys}
 
     def load(self, partitions: Sequence[Sequence[Tensor]], *, moments: bool) -> None:
-        """Copies for each flat partition master weights, perhaps without padding, and, with `moments`, moments of any type into the arena,
-        which rounds them to nearest where it has another type than float32.
+        """Copies for each flat partition master weights, perhaps without padding, and, with `moments`, moments of any type into the arena;
+        fewer bits are rounded to nearest.
         """
         for flat, begin, (master, *of_names) in zip(self._flats, self._begins, partitions, strict=True):
             flat.data.narrow(0, 0, master.numel()).copy_(master.detach())
@@ -128,14 +124,14 @@ class HostState:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Which parameters are trained between two changes of that, each list in the order in which `Slice.parameter` counts them. As under
-    plain torch, a frozen parameter and its moments do not change, and AdamW's step count is each parameter's own.
+    """Which parameters are trained between two changes of that, in the order of `Slice.parameter`. As under plain torch, a frozen parameter
+    and its moments do not change, and AdamW's step count is each parameter's own.
     """
 
     parameters: Mapping[str, Tensor]
     """Those that required gradients at setup, by name."""
     flags: list[bool]
-    """Whether it is trained."""
+    """Whether it is trained: its `requires_grad`, alike on every rank."""
     since: int
     """Applied steps of the run before."""
     counts: list[int]
@@ -145,10 +141,6 @@ class Trained:
     def n_missed(self) -> list[int | None]:
         """Applied steps of the run that AdamW's own count lacks; None of a frozen parameter, whose count stands still."""
         return [self.since - n if is_trained else None for is_trained, n in zip(self.flags, self.counts, strict=True)]
-
-    def present_flags(self) -> list[bool]:
-        """What `flags` should be by `requires_grad`, alike on every rank."""
-        return [p.requires_grad for p in self.parameters.values()]
 
     def counts_at(self, count: int) -> dict[str, int]:
         """AdamW's own count of each parameter by name, after `count` applied steps of the run."""
@@ -177,7 +169,7 @@ class StepParts:
     """Writes the number of applied steps to the user's optimizer, as checkpoints hold it."""
 
     def read_counters(self) -> Reading:
-        """Present values of all counters, without waiting for the device: those of the device are from an earlier step."""
+        """Present values of all counters; those of the device are from an earlier step."""
         telemetry, jobs = self.rank.telemetry, self.jobs
         return Reading(
             steps=telemetry.steps,

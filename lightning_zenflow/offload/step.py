@@ -32,11 +32,8 @@ class StepState(Enum):
 
 
 class ZenFlowStep:
-    """Runs the optimizer steps of one rank (ZenFlow, arXiv 2505.12242). In backward `receive` is phase *fill*; `step` then runs the phases
-    from *reduce* to *gather* (docs/how_it_works.md), which `torch.profiler` shows as "zenflow update" and so on.
-
-    A `flush` after an interruption gives the exact state of the steps that were sealed; WorkerError: the interruption has cut a change of
-    the records (`RankState.records`), which takes microseconds.
+    """Runs the optimizer steps of one rank. In backward `receive` is phase *fill*; `step` then runs the phases from *reduce* to *gather*
+    (docs/how_it_works.md), which `torch.profiler` shows as "zenflow update" and so on.
 
     `parameters` are those of `Trained`. `read_inputs` gives the present inputs and never waits for a device; `gather_weights` exchanges the
     ranks' updated weights.
@@ -110,13 +107,9 @@ class ZenFlowStep:
             self._opened()
 
     def receive(self, slice_index: int, gradient: Tensor, *, last: bool) -> None:
-        """Takes one slice's reduced gradient; called in backward, in stream order behind its reduction.
-
-        Args:
-            slice_index: index into `Partition.slices`.
-            gradient: [slice.numel], model dtype, on the device; may be changed in place, and is not read after the work that this call
-                enqueues.
-            last: whether this is the step's last micro-batch.
+        """Takes one slice's reduced gradient of a micro-batch, the step's last one or not; called in backward, in stream order behind its
+        reduction. `gradient`: [slice.numel], model dtype, on the device; may be changed in place, and is not read after the work that this
+        call enqueues.
         """
         if last:
             self._fill.receive(self._opened(), slice_index, gradient)
@@ -134,17 +127,15 @@ class ZenFlowStep:
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
-        """Phase *reduce*: norm of the step's whole gradient, without loss scale and before clipping, 0-D float32 on the device. The step
-        receives no more gradients. All ranks call it together.
-        """
+        """Phase *reduce*: `StepScale.norm` of the step, which receives no more gradients. All ranks call it together."""
         context = self._opened()
         squared_norm, loss_scale = self._reduce(context), context.inputs.loss_scale
         return step_scale(squared_norm, max_norm=0, loss_scale=loss_scale, count=self.count).norm
 
     @torch.no_grad()
     def step(self, *, copies_finite: bool = False) -> tuple[StepScale, AsyncHostCopy | None]:
-        """One optimizer step. Returns its scale; and with `copies_finite`, where the host will ask if the step was applied, the copy of
-        `StepScale.finite`, which has begun before the rest of the step was enqueued.
+        """One optimizer step. Returns its scale; and with `copies_finite` the copy of `StepScale.finite`, which has begun before the rest
+        of the step was enqueued.
         """
         context = self._opened()
         number = context.number
@@ -206,7 +197,7 @@ class ZenFlowStep:
 
     def follow_freezing(self) -> None:
         """Follows changes of `requires_grad`; between steps, alike on all ranks."""
-        flags = self._trained.present_flags()
+        flags = [p.requires_grad for p in self._trained.parameters.values()]
         if flags == self._trained.flags and not self._refreezing.is_broken:
             return
         self.flush()
@@ -219,10 +210,8 @@ class ZenFlowStep:
         self._silent_until = self.number + 16
 
     def flush(self) -> None:
-        """Makes arena and weights the exact state of all steps so far; drops the gradients of a step that is complete or interrupted.
-
-        Raises:
-            WorkerError: an exception has cut a change of the records, or the worker failed: the exact state is lost.
+        """Makes arena and weights the exact state of all steps that were sealed; drops the gradients of a step that is complete or
+        interrupted. WorkerError: an exception has cut a change of `RankState.records`, or the worker failed: the exact state is lost.
         """
         if self.is_complete:
             self.drop_gradients()
@@ -230,7 +219,7 @@ class ZenFlowStep:
             self._flush()
 
     def drop_gradients(self) -> None:
-        """Drops the gradients since the last step. If the step was complete, a flush undoes what has been done with them."""
+        """Drops the gradients since the last step; if the step was complete, by a flush."""
         self._fill.accumulation.pending.clear()
         if self.is_complete:
             self._flush()
@@ -293,7 +282,7 @@ class ZenFlowStep:
             self._telemetry.skipped.fill_(saved["skipped"])
             # Columns are restored for the parameters that were trained at the save; `follow_freezing` compares `requires_grad` with them.
             flags = flags if difference else saved["trained"]
-        self._rank.arena.resolved = (self.number, count)
+        self._rank.arena.continue_from(self.number, count)
         self._change_trained(flags, counts)
         self.start_over(count)
         if saved is not None and not difference:
@@ -359,9 +348,5 @@ class ZenFlowStep:
         add_over_ranks(norms.flat, self._rank.group)
         # The host waits; counted as stall.
         with self._telemetry.measure("select"):
-            selected = self._selector.select(norms, context.number, finite=finite)
-        if selected is None:
-            return None
-        columns, owned_norm_share = selected
-        self._selector.owned_norm_share.copy(owned_norm_share)
-        return [columns[s.parameter] for s in self._rank.partition.slices]
+            columns = self._selector.select(norms, context.number, finite=finite)
+        return None if columns is None else [columns[s.parameter] for s in self._rank.partition.slices]

@@ -1,7 +1,6 @@
 """Shared memory of the trainer and its worker: one memfd per rank, as tensors. ``csrc/common/protocol.h`` specifies the layout.
 
-A memfd has no name that could be left behind, does not count towards /dev/shm (which containers limit to 64 MB), and is freed with
-its last file descriptor and mapping.
+A memfd has no name that could be left behind, does not count towards /dev/shm, and is freed with its last file descriptor and mapping.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ WORD_BYTES = ctypes.sizeof(native.StepWord)
 
 @dataclass(frozen=True, kw_only=True)
 class ArenaSizes:
-    """Sizes of the arena that do not follow from the partition."""
+    """What of the arena's layout does not follow from the partition."""
 
     n_param_groups: int
     n_step_records: int
@@ -50,14 +49,9 @@ Touch = Callable[[int, int, int], None]
 
 
 class StepWords:
-    """A ring of ``StepWord``: by them the device tells the worker that the gradients of a step, or of a block in a step, have arrived.
-
-    Args:
-        rows: [n, at least `WORD_BYTES`] uint8, strided; each row begins with a word.
-
-    Attributes:
-        clip: [n] float32, strided; the factor on the gradient.
-        sequence: [n] int64, strided; the number of the step whose data has arrived.
+    """A ring of ``StepWord``: by them the device tells the worker that the gradients of a step, or of a block in a step, have arrived. Each
+    of the `rows`, [n, bytes] uint8, begins with a word: `clip`, float32, the factor on the gradient, and `sequence`, int64, the number of
+    the step.
     """
 
     def __init__(self, rows: Tensor) -> None:
@@ -77,24 +71,17 @@ class StepWords:
 
     def reset(self) -> None:
         """Makes all words those of no step. No copy of a word may be under way."""
-        # The check as well: a stale one would make a part of a repeated step's word a whole one.
+        # The check too: a stale one would make a part of a repeated step's word a whole one.
         self._words.zero_()
 
 
 class Arena:
-    """Owner of the shared memory. All tensors are views that keep it mapped.
-
-    Args:
-        partition: of the rank.
-        sizes: what does not follow from it.
-        device: of the model; where it runs behind the host, reserved memory that it copies from or to is page-locked.
-        cores: of the worker; page-locked memory is allocated on their NUMA nodes. Empty: on the caller's node.
+    """Owner of the shared memory. All tensors are views that keep it mapped. Where `device` runs behind the host, reserved memory that it
+    copies from or to is page-locked, on the NUMA nodes of the worker's `cores`; without any, on the caller's node.
 
     Attributes:
         fd: the memfd, for the worker to inherit; owned by the arena.
-        master: [partition.numel] float32, the exact weights.
-        exp_avg: first moments, of `moments_dtype`.
-        exp_avg_sq: second moments.
+        master: [partition.numel] float32, the exact weights; beside it the moments, `exp_avg` and `exp_avg_sq`.
         rounds: whether the worker rounds moments at the end of each job.
         slots: [n_slots, slot_numel]; each holds one block's gradient of one step.
         publish: [n_publish_buffers, slot_numel]; each holds one block's new weights.
@@ -152,9 +139,8 @@ class Arena:
 
     def reserve(self, *, n_slots: int, n_publish_buffers: int, touch: Touch | None = None) -> None:
         """Reserves all but the slots behind the first `n_slots` and the publish buffers behind the first `n_publish_buffers`, for good.
-
-        Page-locking allocates memory that has not been touched, on one thread. So the worker, which touches the states at its start, must
-        start before, and `touch` allocates all else first.
+        Page-locking allocates memory on one thread. So the worker, which touches the states at its start, must start before, and `touch`
+        allocates all else first.
         """
         header, row_bytes = self._header, self.slots.element_size() * self.slots.shape[1]
         for begin, end in (
@@ -200,18 +186,9 @@ class Arena:
         waits = f"waits for the word of step {h.awaited_step}{word}" if h.awaited_step else "waits for no word"
         return f"job {h.begun_job} begun, job {h.completed_job} completed, step {h.resolved_step} resolved; {waits}"
 
-    @property
-    def resolved(self) -> tuple[int, int]:
-        """The last step whose factor the worker has read, and the number of applied steps up to it. Only while no job is in flight."""
-        step = int(self._header.resolved_step)
-        count = int(self._counts[step % len(self.step_words)])
+    def continue_from(self, step: int, count: int) -> None:
+        """Sets the last step whose factor the worker has read, with the number of applied steps up to it; while no job is in flight."""
         assert step >= 0 and count >= 0, (step, count)
-        return step, count
-
-    @resolved.setter
-    def resolved(self, value: tuple[int, int]) -> None:
-        step, count = value
-        assert step >= 0 and count >= 0, value
         # Stale words of an earlier run must not match steps of this one.
         self.step_words.reset()
         self.block_words.reset()
@@ -250,14 +227,11 @@ class Arena:
         table[:] = ranges
 
     def close(self, *, keep_state: bool, take_weights: Callable[[], None] | None = None) -> None:
-        """Unlocks the memory, closes the file and frees memory that is not read any more, when the worker has ended. Idempotent.
+        """Unlocks the memory, closes the file and frees all memory but that of master weights and moments if `keep_state`, when the worker
+        has ended. Idempotent. Tensors remain readable, since the mapping lives as long as the last of them; freed memory reads as zeros.
 
-        Tensors remain readable, since the mapping lives as long as the last of them; freed memory reads as zeros.
-
-        Args:
-            keep_state: whether to keep master weights and moments; everything behind them is freed.
-            take_weights: copies weights that the publish buffers hold to memory of their own. It is called once, when the memory of the
-                slots, which are larger, has been freed.
+        `take_weights` copies weights that the publish buffers hold to memory of their own. It is called once, when the memory of the slots,
+        which are larger, has been freed.
         """
         if self.fd >= 0:
             os.close(self.fd)

@@ -71,7 +71,7 @@ def places_on_this_host(place: Place) -> tuple[list[Place], int]:
 
 @contextmanager
 def running_on(cores: Sequence[int]) -> Iterator[None]:
-    """Binds this thread to the given cores, if any, so that memory it touches first is allocated on their NUMA node."""
+    """Binds this thread to cores, if any are given, so that memory it touches first is allocated on their NUMA node."""
     before = os.sched_getaffinity(0)
     # None may be given, and the process may have lost them in the meantime; placement is an optimisation and not worth an error.
     with suppress(OSError):
@@ -107,9 +107,8 @@ def read_table(path: Path) -> dict[str, int]:
 
 
 def control_groups() -> Iterator[Path]:
-    """Folders of this process' control groups (version 2), each group before its ancestors.
-
-    In a container the kernel may report the host's path, of which only the root is visible: folders may not exist.
+    """Folders of this process' control groups (version 2), each before its ancestors. In a container the kernel may report the host's path,
+    of which only the root is visible: folders may not exist.
     """
     mount = _ROOT / "sys/fs/cgroup"
     for line in read_file(_ROOT / "proc/self/cgroup").splitlines():
@@ -140,17 +139,13 @@ def worker_cores(
        overlap divide them evenly.
     2. A control group's limit on CPU time bounds the share; the ranks of the host divide it evenly.
     3. The trainer keeps `reserved_share` of the rank's share; the worker gets the others, at least one. "auto" is a half, or where the
-       trainer has a GPU an eighth, two cores at least. The trainer is not pinned: its threads and data loaders find the free cores.
+       trainer has a GPU an eighth, two cores at least.
 
-    Args:
-        request: "auto"; or the number of cores, which may exceed the share: other allowed cores follow; or the cores of all ranks of the
-            host: rank r gets the r-th of equal parts of the list, or one core in turn if there are fewer cores than ranks.
-        places: of the host's ranks.
-        index: of the rank in `places`.
-        reserved_share: 0 to 1, or "auto".
+    `request`: "auto"; or the number of cores, which may exceed the share: other allowed cores follow; or the cores of all ranks of the
+    host: rank r gets the r-th of equal parts of the list, or one core in turn if there are fewer cores than ranks. The rank is that with
+    `index` among the `places` of the host's.
 
-    Raises:
-        ValueError: a requested core is not allowed or named twice, or there are fewer cores than requested.
+    ValueError: a requested core is not allowed or named twice, or there are fewer cores than requested.
     """
     place = places[index]
     allowed, candidates = place.allowed, _candidates(place)
@@ -193,11 +188,10 @@ HOST_MEMORY = "LIGHTNING_ZENFLOW_HOST_GIB"
 
 
 class FreeMemory(NamedTuple):
-    """Host memory that can still be allocated."""
+    """Host memory that can still be allocated, and the name of the limit, for messages."""
 
     n_bytes: float
     limit: str
-    """Name of the limit, for messages."""
 
 
 def free_host_memory() -> FreeMemory:

@@ -73,7 +73,7 @@ class _Entries(NamedTuple):
 
 
 class CodedMoments:
-    """Both moments in 8 bits, [numel] int8 and uint8, and their scales, [n_scales, 2] float32; operations are rounded as the worker's."""
+    """Both moments in 8 bits, [numel] int8 and uint8, and their scales, [n_scales, 2] float32. Operations are rounded as the worker's."""
 
     def __init__(self, exp_avg: Tensor, exp_avg_sq: Tensor, scales: Tensor, tiles: Sequence[Tile]) -> None:
         self.exp_avg, self.exp_avg_sq, self._scales = exp_avg, exp_avg_sq, scales

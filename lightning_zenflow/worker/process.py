@@ -94,11 +94,8 @@ class Worker:
     """Owner of the worker process and of the trainer's end of the socket. The start and every exchange raise WorkerError where the worker
     fails, exits, or cannot be started, WorkerKilled where a signal ends it, and WorkerTimeout.
 
-    Args:
-        arena: the shared memory.
-        cores: logical cores, each with one pinned thread.
-        timeout_s: limit of the start and of each wait for an answer, without the time in which the worker waits for a word.
-        word_timeout_s: limit of the worker's wait for a word, the device's or other ranks'; None: `timeout_s`.
+    Each of the `cores` has one pinned thread. `timeout_s` limits the start and each wait for an answer, without the time in which the
+    worker waits for a word of the device or of other ranks; that `word_timeout_s` limits, None: `timeout_s`.
     """
 
     def __init__(
@@ -142,9 +139,8 @@ class Worker:
         try:
             # The start takes as long as the system needs to allocate the states, 12 bytes a parameter.
             ready = self.wait()
-            assert isinstance(ready, native.Ready), "the worker's first message"
             # A worker of another release refuses the arena's version before.
-            assert (ready.version, ready.n_threads) == (native.VERSION, len(cores)), "one thread for each core"
+            assert isinstance(ready, native.Ready) and ready.n_threads == len(cores), "one thread for each core"
         except BaseException:
             self.kill()
             raise
@@ -152,7 +148,6 @@ class Worker:
         _log.debug("worker %d runs on cores %s", self._process.pid, list(cores))
 
     def __str__(self) -> str:
-        """Its name in messages."""
         return f"the ZenFlow worker (process {self.pid})"
 
     @property
@@ -231,8 +226,8 @@ class Worker:
     def _wait_for(self, condition: select.poll, failure: str) -> int:
         """Waits for an event of the socket and returns it; WorkerTimeout has `failure`, what the worker did not do.
 
-        The limit does not count the time in which the worker looks at a word that is missing. Device and other ranks decide on that word,
-        and the worker has a limit of its own for it. A worker that hangs or is stopped does not look.
+        The limit does not count the time in which the worker looks at a word that is missing. A worker that hangs or is stopped does not
+        look.
         """
         look_s = min(_LOOK_S, self._timeout_s / 20)
         left_s, n_looks = self._timeout_s, self._arena.n_looks

@@ -29,12 +29,9 @@ class Submission:
 class SupervisedWorker:
     """A worker that is restarted when a signal kills it: the kernel's out-of-memory killer, an operator, a fault of its own.
 
-    Recovery. All inputs and outputs of jobs are in the arena, which the trainer owns and which outlives workers. When the kernel has ended
-    all threads of the dead process, so that none of them writes any more, a new worker starts on the same arena and gets all jobs and
-    requests without an answer again, unchanged and in order. Jobs are idempotent: those up to a block's last completed job are acknowledged
-    without being applied again, the one that was in progress comes first and continues from the undo log (``csrc/worker/journal.h``,
-    ``csrc/adamw/tile_journal.h``), and all others have not changed anything. So every update is applied exactly once, and the run has the
-    same bits whenever the worker dies, in recovery too.
+    Recovery (docs/how_it_works.md, "Death of the worker"). When the kernel has ended all threads of the dead process, so that none of them
+    writes any more, a new worker starts on the same arena and gets all messages without an answer again, unchanged and in order. Jobs are
+    idempotent.
 
     Interruptions. An exception that comes from outside, such as `KeyboardInterrupt`, may cut an exchange with the worker between a system
     call and the record of it. The next exchange therefore recovers first, as after a death. A message is recorded before it is sent, so
@@ -51,10 +48,10 @@ class SupervisedWorker:
         self._telemetry = telemetry
         self._unanswered: deque[Submission] = deque()
         self._n_sent = 0  # of them, from the oldest on
+        # Whether an exchange is under way; outside of one, whether an exception has cut the last one.
         self._is_cut = False
-        """Whether an exchange is under way; outside of one, whether an exception has cut the last one."""
         self._failure: WorkerError | None = None
-        self._restart_times: deque[float] = deque()
+        self._restart_times: list[float] = []
         self._request_ids = count(1)
         self._worker = self._start()
 
@@ -64,26 +61,19 @@ class SupervisedWorker:
         return self._worker.pid
 
     def enqueue(self, message: JobMessage | Touch) -> Submission:
-        """Records a message, which `send` sends; no system call."""
-        submission = Submission(message=message)
-        self._unanswered.append(submission)
-        return submission
+        """Records a message, which `send` or a wait sends; no system call."""
+        self._unanswered.append(Submission(message=message))
+        return self._unanswered[-1]
 
     def send(self) -> None:
         """Sends what is enqueued; returns immediately unless the worker must be restarted."""
         while self._n_sent < len(self._unanswered):
             self._carry_out(self._send_next, "restart")
 
-    def submit(self, message: JobMessage | Touch) -> Submission:
-        """Enqueues and sends a job or a request."""
-        submission = self.enqueue(message)
-        self.send()
-        return submission
-
     def touch(self, offset: int, n_rows: int, row_bytes: int) -> None:
         """Allocates [offset, offset + n_rows * row_bytes) of the arena on the NUMA nodes of the worker's threads, and waits for it."""
         ids = {"type": MessageType.TOUCH, "request_id": next(self._request_ids)}
-        self.wait_for(self.submit(Touch(**ids, offset=offset, n_rows=n_rows, row_bytes=row_bytes)))
+        self.wait_for(self.enqueue(Touch(**ids, offset=offset, n_rows=n_rows, row_bytes=row_bytes)))
 
     def wait_for(self, *submissions: Submission) -> None:
         """Waits for one of the answers, across restarts."""
@@ -103,15 +93,14 @@ class SupervisedWorker:
         assert not self._unanswered, "restart requires a flush"
         self._is_cut = True
         self._worker.close()
-        self._worker = self._start()
-        self._is_cut = False
+        self._replace()
 
     def close(self) -> None:
-        """Lets the worker complete the submitted jobs and exit; kills it if it does not."""
+        """As `Worker.close`."""
         self._worker.close()
 
     def kill(self) -> None:
-        """Kills the worker. Idempotent."""
+        """As `Worker.kill`."""
         self._worker.kill()
 
     def _carry_out(self, exchange: Callable[[], None], cause: Cause | None) -> None:
@@ -120,14 +109,16 @@ class SupervisedWorker:
             raise WorkerError(str(self._failure)) from self._failure
         try:
             if self._is_cut:
-                self._replace(None)
+                _log.info("an exception interrupted an exchange with the ZenFlow worker; a new worker continues")
+                self._replace()
             try:
                 self._is_cut = True
                 exchange()
                 self._is_cut = False
             except WorkerKilled as death:
                 with nullcontext() if cause is None else self._telemetry.measure(cause):
-                    self._replace(death)
+                    self._count(death)
+                    self._replace()
         except WorkerTimeout as failure:
             records = f"{len(self._unanswered)} messages without an answer, {self._n_sent} of them sent"
             self._failure = WorkerTimeout(f"{failure}\nTrainer: {records}; {self.diagnosis()}")
@@ -152,13 +143,9 @@ class SupervisedWorker:
         self._unanswered.remove(submission)
         self._n_sent -= 1
 
-    def _replace(self, death: WorkerKilled | None) -> None:
-        """Starts another worker and resubmits what has no answer; `death` is None after an interruption."""
+    def _replace(self) -> None:
+        """Starts another worker and resubmits what has no answer."""
         while True:
-            if death is None:
-                _log.info("an exception interrupted an exchange with the ZenFlow worker; a new worker continues")
-            else:
-                self._count(death)
             self._worker.kill()
             self._worker = self._start()
             self._unanswered = deque(s for s in self._unanswered if not s.is_answered)
@@ -168,8 +155,8 @@ class SupervisedWorker:
                     self._send_next()
                 self._is_cut = False
                 return
-            except WorkerKilled as another:
-                death = another
+            except WorkerKilled as death:
+                self._count(death)
 
     def _start(self) -> Worker:
         while True:
@@ -181,8 +168,7 @@ class SupervisedWorker:
     def _count(self, death: WorkerKilled) -> None:
         """Counts a restart, unless that exceeds the limit."""
         now = time.monotonic()
-        while self._restart_times and now - self._restart_times[0] > RESTART_WINDOW_S:
-            self._restart_times.popleft()
+        self._restart_times = [before for before in self._restart_times if now - before <= RESTART_WINDOW_S]
         if len(self._restart_times) >= self._max_restarts:
             raise WorkerError(
                 f"{death}\nThe worker was restarted {len(self._restart_times)} times within {RESTART_WINDOW_S / 60:g} minutes, the limit"

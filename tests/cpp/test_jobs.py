@@ -15,6 +15,7 @@ import torch
 from cpp_build import VARIANTS, folder_of
 from lightning_zenflow.core.step_inputs import step_word
 from lightning_zenflow.native import Acknowledged, JournalEntry, MessageHeader, MessageType, Tentative, Touch
+from small_arena import resolved
 from worker_blocks import Blocks
 
 NAN = math.nan
@@ -74,7 +75,7 @@ def test_one_behind_shows_the_tentative_step_and_commits_the_true_one(
         for block in range(3) if step != 2 else ():
             job = blocks.submit(block, step, tentative=Tentative.CORRECTION, buffer=block, ahead=1.5 * block)
             blocks.check(job, factors[step - 1], is_true=True)
-    assert blocks.arena.resolved == (4, 3)
+    assert resolved(blocks.arena) == (4, 3)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_windows_that_are_submitted_before_their_words(make: Make, dtype: torch.
         blocks.expect(job, *(factors[job.first_step + i] for i in range(len(job.slots))))
     blocks.assert_as_expected()
     assert blocks.worker._process.wait(60) == 0
-    assert blocks.arena.resolved == (4, 3)
+    assert resolved(blocks.arena) == (4, 3)
 
 
 @pytest.mark.parametrize("moments", [torch.float32, torch.int8])
@@ -217,10 +218,10 @@ def test_it_says_which_word_it_waits_for(newest_first: bool, make: Make) -> None
             word.copy_(parts)
             blocks.submit(0, step)
             blocks.wait_for_look(f"the word of step {step}")
-            assert blocks.arena.resolved[0] == step - 1
+            assert resolved(blocks.arena)[0] == step - 1
             word.copy_(whole)
             blocks.done()
-    assert blocks.arena.resolved == (step, 8)
+    assert resolved(blocks.arena) == (step, 8)
     assert blocks.arena.worker_state().endswith("; waits for no word")
 
 
@@ -263,7 +264,7 @@ def test_it_exits_when_the_trainer_dies(when: str, make: Make) -> None:
     blocks.worker._socket.close()
     os.kill(blocks.worker.pid, signal.SIGCONT)
     assert blocks.worker._process.wait(60) == 0
-    assert blocks.arena.resolved[0] == (when == "waits")
+    assert resolved(blocks.arena)[0] == (when == "waits")
 
 
 def test_rows_of_a_touch_are_allocated(make: Make) -> None:

@@ -35,6 +35,12 @@ def make_arena(partition: Partition, *, n_slots: int = 16) -> Arena:
     return arena
 
 
+def resolved(arena: Arena) -> tuple[int, int]:
+    """The last step whose factor the worker has read, and the number of applied steps up to it."""
+    step = int(arena._header.resolved_step)
+    return step, int(arena._counts[step % len(arena.step_words)])
+
+
 def write_step(arena: Arena, step: int) -> None:
     arena.write_hyperparameters(step, GROUPS)
     arena.step_words[step].copy_(step_word(torch.ones((), dtype=torch.float32), step))

@@ -72,7 +72,7 @@ class Blocks:
             for moment in (self.arena.exp_avg, self.arena.exp_avg_sq)
         )
         if missed is not None:
-            self.arena.resolved = (0, 5)
+            self.arena.continue_from(0, 5)
             self.arena.write_trained(missed)
             self.expected.counts = [5 - missed[tile.slice] for tile in self.partition.tiles]
         self.padding, self.published = self.arena.master.clone(), self.arena.publish.clone()

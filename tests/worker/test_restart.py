@@ -32,7 +32,7 @@ from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 from processes import is_alive, leaves_no_file_open, wait_for
 from same_bits import assert_same_run
-from small_arena import fill_slot, make_arena, write_step
+from small_arena import fill_slot, make_arena, resolved, write_step
 from worker_killer import KillsWorker, optimizer_of
 
 # Large enough that the worker computes for a good part of the time in which it may be killed.
@@ -77,6 +77,12 @@ def kill(worker: SupervisedWorker, number: int = signal.SIGKILL) -> None:
     pid = worker.pid
     os.kill(pid, number)
     wait_for(lambda: not is_alive(pid))
+
+
+def submit(worker: SupervisedWorker, message: JobMessage) -> Submission:
+    submission = worker.enqueue(message)
+    worker.send()
+    return submission
 
 
 class Start:
@@ -130,7 +136,7 @@ def expected(partition: Partition) -> Iterator[list[Tensor]]:
     arena = make_arena(partition)
     worker, _ = supervised(Start(arena))
     for job in jobs_of(arena, partition, steps=3):
-        worker.submit(job)
+        submit(worker, job)
     worker.close()
     yield state(arena)
     arena.close(keep_state=False)
@@ -141,11 +147,11 @@ def test_a_core_that_the_host_has_taken_away(arena: Arena, partition: Partition,
     start = Start(arena)
     worker, _ = supervised(start)
     first, *rest = jobs_of(arena, partition, steps=3)
-    worker.wait_for(worker.submit(first))
+    worker.wait_for(submit(worker, first))
     start.cores = [4000]
     kill(worker)
     for job in rest:
-        worker.submit(job)
+        submit(worker, job)
     worker.close()
     assert all(map(torch.equal, state(arena), expected))
 
@@ -162,7 +168,7 @@ def test_unread_acknowledgements_do_not_repeat_work(
     kills = 0
     while todo or unread:
         if todo and (not unread or rng.random() < 0.5):
-            unread.append(worker.submit(todo.pop(0)))
+            unread.append(submit(worker, todo.pop(0)))
         elif rng.random() < 0.4:
             worker.wait_for(unread.popleft())
         else:
@@ -170,7 +176,7 @@ def test_unread_acknowledgements_do_not_repeat_work(
             kills += 1
     worker.close()
     assert kills and stalls.worker_restarts
-    assert arena.resolved == (3, 3)
+    assert resolved(arena) == (3, 3)
     assert all(map(torch.equal, state(arena), expected))
 
 
@@ -179,7 +185,7 @@ def test_killed_at_its_start(arena: Arena, partition: Partition, caplog: pytest.
     with caplog.at_level(logging.WARNING), leaves_no_file_open():
         worker, stalls = supervised(start)
         os.kill(worker.pid, signal.SIGKILL)
-        worker.wait_for(worker.submit(jobs_of(arena, partition)[0]))
+        worker.wait_for(submit(worker, jobs_of(arena, partition)[0]))
         worker.close()
     assert start.n == 4
     assert stalls.worker_restarts == 3
@@ -192,10 +198,10 @@ def test_the_last_words_of_one_that_dies_too_often(arena: Arena, partition: Part
     (job, *_) = jobs_of(arena, partition)
     arena.step_words.reset()
     with pytest.raises(WorkerError, match="(?s)was killed by signal 6.*restarted 2 times.*max_worker_restarts=2"):
-        worker.submit(job)
+        submit(worker, job)
         for _ in range(3):
             kill(worker, signal.SIGABRT)
-            worker.submit(job)
+            submit(worker, job)
     worker.kill()
     assert start.n == 3
 
@@ -204,7 +210,7 @@ def test_one_that_reports_an_error_is_not_replaced(arena: Arena) -> None:
     worker, stalls = supervised(Start(arena))
     job = JobMessage(job_id=1, block=77, first_step=1, slots=[], publish_buffer=0)
     with pytest.raises(WorkerError, match="failed: invalid input: check: job.block < "):
-        worker.wait_for(worker.submit(job))
+        worker.wait_for(submit(worker, job))
     worker.close()
     assert stalls.worker_restarts == 0
 
@@ -218,7 +224,7 @@ def test_an_answer_to_nothing_is_an_error(
     answer: Done | Acknowledged, arena: Arena, partition: Partition, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, _ = supervised(Start(arena))
-    job = worker.submit(jobs_of(arena, partition)[0])
+    job = submit(worker, jobs_of(arena, partition)[0])
     with monkeypatch.context() as patch, pytest.raises(WorkerError, match="answered what it was not asked"):
         patch.setattr(worker._worker, "wait", lambda: answer)
         worker.wait_for(job)
@@ -231,7 +237,7 @@ def test_one_that_is_stopped_is_waited_for(arena: Arena, partition: Partition) -
     worker._worker._timeout_s = 0.3
     pid = worker.pid
     os.kill(pid, signal.SIGSTOP)
-    job = worker.submit(jobs_of(arena, partition)[0])
+    job = submit(worker, jobs_of(arena, partition)[0])
     with pytest.raises(WorkerError, match="did not answer within 0.3 s; raise `worker_timeout`") as error:
         worker.wait_for(job)
     assert "Worker: job 0 begun, job 0 completed, step 0 resolved; waits for no word" in str(error.value)
@@ -250,9 +256,9 @@ def test_one_that_waits_for_other_ranks_is_waited_for(arena: Arena, partition: P
     arena.step_words.reset()
     arrival = threading.Timer(0.7, write_step, (arena, 1))
     arrival.start()
-    worker.wait_for(worker.submit(job))
+    worker.wait_for(submit(worker, job))
     arrival.join()
-    missing = worker.submit(dataclasses.replace(job, job_id=2, first_step=2))
+    missing = submit(worker, dataclasses.replace(job, job_id=2, first_step=2))
     looks = arena.n_looks
     wait_for(lambda: arena.n_looks > looks)
     os.kill(worker.pid, signal.SIGSTOP)
