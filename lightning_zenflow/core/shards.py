@@ -9,8 +9,10 @@ from torch.distributed.tensor import DTensor
 
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, in its memory; other tensors as they are."""
+    if not isinstance(tensor, DTensor):
+        return tensor
     with torch.no_grad():  # autograd would make a view of the shard
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return tensor.to_local()
 
 
 def as_shard(local: Tensor, parameter: Tensor) -> Tensor:
@@ -21,4 +23,4 @@ def as_shard(local: Tensor, parameter: Tensor) -> Tensor:
     spec = parameter._spec
     assert spec.tensor_meta is not None, "parameters have one"
     spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
-    return DTensor(local, spec, requires_grad=False)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch's
