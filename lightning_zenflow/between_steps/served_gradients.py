@@ -5,10 +5,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map  # private: torch's own way to look at arguments of `__torch_dispatch__`
+from torch.utils._pytree import (
+    tree_leaves,
+    tree_map,
+)  # private: torch's own way to look at arguments of `__torch_dispatch__`
 from typing_extensions import Self, override
 
 from lightning_zenflow.core.errors import Calls, MisconfigurationException
+from lightning_zenflow.core.shards import as_shard, local_part
 
 _aten = torch.ops.aten
 
@@ -38,11 +42,11 @@ class ServedGradient(Tensor):
     _index: int
 
     @staticmethod
-    def __new__(cls, parameter: Tensor, owner: "ServedGradients", index: int) -> Self:
-        """The one of a parameter, whose slice has this number."""
+    def __new__(cls, like: Tensor, owner: "ServedGradients", index: int) -> Self:
+        """The one of a parameter or its local shard, `like`, whose slice has this number."""
         # Private: torch's constructor of tensors without memory that see operations.
         served: Self = Tensor._make_wrapper_subclass(
-            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
         served._owner, served._index = owner, index
         return served
@@ -67,21 +71,26 @@ class ServedGradient(Tensor):
             return first._owner.norm(first._index)
         if operation is _aten._foreach_norm and _is_whole_norm(args[1:], kwargs):
             return [g._owner.norm(g._index) if isinstance(g, cls) else torch.linalg.vector_norm(g) for g in served]
-        if operation in (_aten.mul_, _aten._foreach_mul_, _aten.div_, _aten._foreach_div_) and ours:
+        if operation in (_aten.mul_, _aten._foreach_mul_, _aten.div_, _aten._foreach_div_):
             inverse = operation in (_aten.div_, _aten._foreach_div_)
             factors = args[1] if isinstance(args[1], list | tuple) else [args[1]] * len(served)
             for gradient, factor in zip(served, factors, strict=True):
-                gradient._owner.scale(gradient._index, factor, inverse=inverse)
+                if isinstance(gradient, cls):
+                    gradient._owner.scale(gradient._index, factor, inverse=inverse)
+                else:  # of another optimizer, or an empty shard
+                    (gradient.div_ if inverse else gradient.mul_)(factor)
             return first if operation in (_aten.mul_, _aten.div_) else None
-        if operation is _aten._amp_foreach_non_finite_check_and_unscale_ and ours:
+        if operation is _aten._amp_foreach_non_finite_check_and_unscale_:
             _, found_inf, inverse_scale = args
-            for gradient in served:
+            func([g for g in served if not isinstance(g, cls)], found_inf, inverse_scale)
+            for gradient in (g for g in served if isinstance(g, cls)):
                 is_infinite = ~gradient._owner.norm(gradient._index).isfinite()
                 found_inf.copy_(torch.maximum(found_inf, is_infinite.to(found_inf)))
                 gradient._owner.scale(gradient._index, inverse_scale)
             return None
         if func._schema.is_mutable:
-            raise first._owner.error(f"`{func}` would change it")
+            (some, *_) = (g for g in tree_leaves((args, kwargs)) if isinstance(g, cls))
+            raise some._owner.error(f"`{func}` would change it")
         args, kwargs = tree_map(lambda value: value.read() if isinstance(value, cls) else value, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -117,7 +126,7 @@ def _is_whole_norm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 class ServedGradients:
-    """`ServedGradient` in the parameters of a model, and the factors that the user's code has put on all of them.
+    """`ServedGradient` in the parameters of a model, of a DTensor as its local shard, and the factors that the user's code has put on all.
 
     Args:
         names: of all parameters that are trained.
@@ -131,7 +140,10 @@ class ServedGradients:
     ) -> None:
         self.source = source
         self._names, self._calls = names, calls
-        self._of_parameter = {p: ServedGradient(p, self, index) for p, index in slice_of.items()}
+        self._slice_of = slice_of
+        self._of_parameter = {
+            p: as_shard(ServedGradient(local_part(p), self, index), p) for p, index in slice_of.items()
+        }
         self._put: dict[Tensor, None] = {}
         self._norms = dict[int, Tensor]()
         self._factors: list[tuple[Tensor, set[int]]] = []
@@ -146,6 +158,10 @@ class ServedGradients:
         """Puts the stand-in into a parameter whose gradient has been received."""
         self._put[parameter] = None
         parameter.grad = self._of_parameter[parameter]
+
+    def stands_in(self, parameter: Tensor) -> bool:
+        """Whether `grad` of a parameter is the stand-in."""
+        return parameter.grad is not None and parameter.grad is self._of_parameter.get(parameter)
 
     def begin_pass(self) -> None:
         """Before a backward pass: autograd adds to what is there.
@@ -164,7 +180,7 @@ class ServedGradients:
     def clear(self) -> None:
         """Removes the gradients of a step that is dropped, or whose `grad` the user resets."""
         for p in self._put:
-            if isinstance(p.grad, ServedGradient):
+            if self.stands_in(p):
                 p.grad = None
         self._put.clear()
         self.forget_step()
@@ -177,7 +193,7 @@ class ServedGradients:
 
     def are_dropped(self, *, pending: bool) -> bool:
         """Whether the user's code has removed them, by `module.zero_grad()`; refuses others, and some while a step is `pending`."""
-        replaced = {self._names[p]: p.grad for p in self._put if not isinstance(p.grad, ServedGradient)}
+        replaced = {self._names[p]: p.grad for p in self._put if not self.stands_in(p)}
         in_part = 0 < len(replaced) < len(self._put)
         if (pending and in_part) or any(gradient is not None for gradient in replaced.values()):
             raise self.error(f"`grad` of {', '.join(replaced)} must not be assigned between backward and step")
@@ -185,7 +201,7 @@ class ServedGradients:
 
     def refuse_accumulation(self) -> None:
         """Refuses gradients of the step before, to which torch would add."""
-        if self._is_used and any(isinstance(p.grad, ServedGradient) for p in self._put):
+        if self._is_used and any(map(self.stands_in, self._put)):
             raise MisconfigurationException(
                 f"`optimizer.zero_grad()` must come before the first backward pass of each step: {self._calls.front} does not keep"
                 f" gradients of a step that is done; to accumulate them before it, {self._calls.accumulate}"
@@ -247,7 +263,7 @@ class ServedGradients:
         Raises:
             MisconfigurationException: a factor is on some gradients only.
         """
-        all_indices = {self._of_parameter[p]._index for p in self._put}
+        all_indices = {self._slice_of[p] for p in self._put}
         product = None
         for factor, indices in self._factors:
             if indices != all_indices:

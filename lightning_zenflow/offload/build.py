@@ -124,10 +124,16 @@ class RankResources:
 
 
 def rank_resources(
-    config: ZenFlowConfig, device: torch.device, *, ranks_on_host: int, world_size: int, timeout: timedelta | None
+    config: ZenFlowConfig,
+    device: torch.device,
+    *,
+    ranks_on_host: int | None,
+    world_size: int,
+    timeout: timedelta | None,
 ) -> RankResources:
-    """Chooses the worker's cores; all ranks call it together. `timeout` is that of collectives; None: torch's default. ValueError: this or
-    another rank may not use the cores that `worker_cores` asks for, or its `HOST_MEMORY` is wrong.
+    """Chooses the worker's cores; all ranks call it together. `ranks_on_host`: None: as the ranks find out. `timeout` is that of
+    collectives; None: torch's default. ValueError: this or another rank may not use the cores that `worker_cores` asks for, or its
+    `HOST_MEMORY` is wrong.
     """
     places, index = places_on_this_host(read_place(device))
     with raising_together(ValueError):
@@ -139,7 +145,7 @@ def rank_resources(
     collective_s = (timeout or default_pg_timeout).total_seconds() if world_size > 1 else 0.0
     # Less than the 32 bits of milliseconds that `worker_timeout` has too.
     word_timeout_s = max(config.worker_timeout, min(collective_s, 1e6))
-    return RankResources(cores=cores, ranks_on_host=ranks_on_host, word_timeout_s=word_timeout_s)
+    return RankResources(cores=cores, ranks_on_host=ranks_on_host or len(places), word_timeout_s=word_timeout_s)
 
 
 def _arena_sizes(

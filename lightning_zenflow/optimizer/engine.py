@@ -4,21 +4,26 @@ import math
 import os
 import weakref
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_zenflow.between_steps.served_gradients import ServedGradient, ServedGradients
+from lightning_zenflow.between_steps.served_gradients import ServedGradients
 from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.errors import Calls, MisconfigurationException
+from lightning_zenflow.core.process import raising_together, world_size
+from lightning_zenflow.core.shards import as_shard, local_part
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, read_hyperparameters
 from lightning_zenflow.offload.build import rank_resources
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY, MOMENTS
 from lightning_zenflow.optimizer.last_pass import LastPass
-from lightning_zenflow.optimizer.parameters import rank_part, refuse_unsupported, trained_parameters
+from lightning_zenflow.optimizer.parameters import Trained, rank_part, refuse_unsupported, trained_parameters
 from lightning_zenflow.training import Training
 
 # As Lightning does when it is imported: messages are those of one rank, which nobody else may have said.
@@ -46,11 +51,13 @@ class OptimizerEngine:
     def __init__(self, optimizer: Optimizer, config: ZenFlowConfig, signs: LastPass) -> None:
         self._optimizer, self._signs = weakref.ref(optimizer), signs
         self._trained, frozen = trained_parameters(optimizer.param_groups)
-        refuse_unsupported(self._trained)
+        is_divided = any(isinstance(of.parameter, DTensor) for of in self._trained)
+        with raising_together(MisconfigurationException) if is_divided else nullcontext():
+            refuse_unsupported(self._trained)
         part = rank_part(self._trained)
         self._addresses = [w.data_ptr() for w in part.weights]
         self._inner, self._n_groups = part.optimizer, len(self._trained)
-        resources = rank_resources(config, part.device, ranks_on_host=1, world_size=1, timeout=None)
+        resources = rank_resources(config, part.device, ranks_on_host=None, world_size=world_size(), timeout=None)
         self.training = Training(config, resources, CALLS, frozen)
         self.training.start(part, self, serves=self)
         assert isinstance(self.training.taken, ServedGradients), "as `serves` says"
@@ -61,14 +68,21 @@ class OptimizerEngine:
     def arrived(self, parameter: Tensor) -> None:
         """Takes the gradient of a parameter, in its hook in backward."""
         gradient = parameter.grad
-        if isinstance(gradient, ServedGradient) or gradient is None:
-            return  # autograd has added to it
+        if self._gradients.stands_in(parameter) or gradient is None:
+            return  # autograd, or FSDP2, has added to it
         if gradient.requires_grad:
             raise MisconfigurationException("OffloadAdamW: `backward` must be called without create_graph=True")
+        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]  # a DTensor too
+            raise MisconfigurationException(
+                f"OffloadAdamW: gradients must be divided as their parameters, got {gradient.placements}"
+            )
         parameter.grad = None
         if (index := self.training.slice_of.get(parameter)) is not None:
-            self.add_gradient(index, gradient)
+            self.add_gradient(index, local_part(gradient))
             self._gradients.put(parameter)
+        elif isinstance(parameter, DTensor):
+            # An empty shard is in collectives over gradients, such as norms; FSDP2's own keeps the memory of all gradients beside it.
+            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
 
     def add_gradient(self, slice_index: int, gradient: Tensor) -> None:
         """See `GradientSource`."""
@@ -96,10 +110,13 @@ class OptimizerEngine:
         last = self._signs.is_last(steps.micro_batches + 1)
         self.training.before_backward(last=last)
         self._task, self._knows_last = task, last
+        self._stream = runtime_of(self.training.parts.rank.device).current_stream()
         # Private: what runs behind a backward pass, as of torch's own FSDP and DDP.
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
+        # FSDP2 calls hooks on the stream of its reductions, which is behind the training stream at each of them.
+        runtime_of(self.training.parts.rank.device).current_stream().wait_stream(self._stream)
         self.training.end_backward()
         self.training.parts.rank.d2h.join()
 
@@ -124,15 +141,15 @@ class OptimizerEngine:
 
     def _refuse_moved(self) -> None:
         for of, address in zip(self._trained, self._addresses, strict=True):
-            if of.parameter.data_ptr() != address:
+            if local_part(of.parameter).data_ptr() != address:
                 raise MisconfigurationException(
                     f"OffloadAdamW: {of.name} must keep its memory from the first backward pass on, got another one: move the model, or"
                     " assign `data`, before it"
                 )
 
     def state(self) -> dict[int, dict[str, Any]]:
-        """State by the numbers of the parameters, as `torch.optim.AdamW.state_dict` has it."""
-        full, steps = self.training.full_state, self.training.steps
+        """State by the numbers of the parameters, as `torch.optim.AdamW.state_dict` has it; no collective."""
+        steps = self.training.steps
         if steps.is_complete:
             raise RuntimeError(
                 "OffloadAdamW: state_dict must be called between steps, got a call between backward and step: call `optimizer.step()`, or"
@@ -140,19 +157,27 @@ class OptimizerEngine:
             )
         self.training.flush()
         counts = steps.state_dict()["counts"]
-        if not any(counts.values()):
-            return {}
         keys: dict[str, str | None] = {key: key for key in MOMENTS}
         if self.training.parts.rank.dtype != torch.float32:
             keys["master"] = None
         numbers = {id(p): n for n, p in enumerate(self._parameters())}
         state = {}
         for of in self._trained:
-            memory = {key: full.in_memory(of.name, which) for key, which in keys.items()}
-            tensors = {key: full.read(of.name, keys[key]).cpu() if t is None else t for key, t in memory.items()}
+            tensors = {key: as_shard(self._state_of(of, which), of.parameter) for key, which in keys.items()}
             count = torch.tensor(float(counts[of.name]), dtype=torch.float32, device="cpu")
             state[numbers[id(of.parameter)]] = {"step": count, **tensors}
         return state
+
+    def _state_of(self, of: Trained, key: str | None) -> Tensor:
+        """A parameter's moment or, with None, its master weights, of this rank: [*shape of its part] float32 on the CPU."""
+        training = self.training
+        if (in_memory := training.full_state.in_memory(of.name, key)) is not None:
+            return in_memory
+        shape = training.full_state.shapes[of.name]
+        if (index := training.slice_of.get(of.parameter)) is None:
+            return torch.empty(shape, dtype=torch.float32, device="cpu")
+        s = training.parts.rank.partition.slices[index]
+        return training.host_state.states[key].read(s.begin, s.numel).to(torch.float32, copy=True).view(shape)
 
     def load(self, indices: list[Any], state: Mapping[Any, Mapping[str, Any]], run_state: Any) -> None:
         """Continues from a state by the numbers of the parameters, which are `indices` in their order, and from `Training.state_dict`."""
@@ -162,8 +187,8 @@ class OptimizerEngine:
         of_parameter = {id(p): state.get(i, {}) for p, i in zip(self._parameters(), indices, strict=True)}
         saved = {of.name: of_parameter[id(of.parameter)] for of in self._trained}
         counts = {name: int(values.get("step", 0)) for name, values in saved.items()}
-        weights = {of.name: saved[of.name].get("master", of.parameter.detach()) for of in self._trained}
-        moments = {key: {name: v[key] for name, v in saved.items() if key in v} for key in MOMENTS}
+        weights = {of.name: local_part(saved[of.name].get("master", of.parameter.detach())) for of in self._trained}
+        moments = {key: {name: local_part(v[key]) for name, v in saved.items() if key in v} for key in MOMENTS}
         run = {"count": max(counts.values()), "counts": counts, "groups": [{}] * self._n_groups, "moments": moments}
         run[CHECKPOINT_KEY] = run_state
         training.load(weights, run)
@@ -201,6 +226,6 @@ class OptimizerEngine:
             )
 
     def _nothing(self) -> None:
-        """There are no other ranks, streams or places of weights."""
+        """Weights are where FSDP2 looks for them, and have no other streams or places."""
 
     gather_weights = take_weights = join_reads = refuse_other_backward = has_ended = _nothing

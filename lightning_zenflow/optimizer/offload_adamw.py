@@ -7,6 +7,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
@@ -41,7 +42,8 @@ class OffloadAdamW(Optimizer):
     clipped, nearly all of the update hides.
 
     Args:
-        params, lr, betas, eps, weight_decay: as of `torch.optim.AdamW`. Parameters must be of one type and on one device.
+        params, lr, betas, eps, weight_decay: as of `torch.optim.AdamW`. Parameters must be of one type and on one device; with several
+            ranks, all must be those of `torch.distributed.fsdp.fully_shard` over all ranks, which make the optimizer together.
         accumulation_steps: backward passes of a step; None: as many as the first step has, or the last one inside of `step(closure)`.
             Steps with fewer are exact, and hide nothing.
         moments_dtype: type of the moments in host memory.
@@ -82,11 +84,12 @@ class OffloadAdamW(Optimizer):
         weakref.finalize(self, _remove, self._hooks)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **_OF_TORCH})
         read_hyperparameters(self)
-        if any(p.device.type != "cpu" for p in self._hooks):
+        if any(p.device.type != "cpu" or isinstance(p, DTensor) for p in self._hooks):
             self._started()
 
     def _started(self) -> OptimizerEngine:
-        """The training, which begins with the first use on a CPU: parameters may be moved to a device before.
+        """The training. On a CPU it begins with the first use, as parameters may be moved to a device before; for DTensors at once, as all
+        ranks begin together.
 
         Raises:
             MisconfigurationException: parameters cannot be trained like this.
@@ -99,6 +102,9 @@ class OffloadAdamW(Optimizer):
                     )
             self._engine = OptimizerEngine(self, self._config, self._signs)
             weakref.finalize(self, self._engine.training.end, keep_state=False)
+            # For those who make state by a step with zero gradients where there is none, as torch.distributed.checkpoint. Without tensors:
+            # Lightning would move them to the device.
+            self.state.update({p: {} for p in self._hooks})
         return self._engine
 
     @contextmanager
@@ -125,6 +131,8 @@ class OffloadAdamW(Optimizer):
         if closure is not None:
             with self._signs.in_closure(), torch.enable_grad():
                 loss = closure()
+        if self._engine is None and any(p.grad is not None for p in self._hooks):
+            self._started()
         if self._engine is not None:
             self._engine.step(in_closure=closure is not None)
         return loss
@@ -144,7 +152,8 @@ class OffloadAdamW(Optimizer):
     @override
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim.AdamW`'s, which can load it, with "master" beside the moments where weights are of fewer than 32 bits: float32
-        weights. Tensors are on the CPU and, like torch's, the state itself where that is float32: the next step changes them.
+        weights. Tensors are on the CPU and, like torch's, the state itself where that is float32: the next step changes them. Those of
+        DTensors are DTensors.
 
         Raises:
             RuntimeError: between the last backward pass of a step and the step.

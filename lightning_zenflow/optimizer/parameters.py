@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.partition import Slice, align
+from lightning_zenflow.core.process import world_size
+from lightning_zenflow.core.shards import local_part
 from lightning_zenflow.offload.build import RankPart
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,10 +47,9 @@ def refuse_unsupported(trained: Sequence[Trained]) -> None:
         raise MisconfigurationException("OffloadAdamW: some parameter must require gradients, got none that does")
     first = trained[0].parameter
     for of in trained:
-        p = of.parameter
-        problem = ""
-        if isinstance(p, DTensor):
-            problem = "it must be whole on its device, got a DTensor: use `ZenFlowStrategy` or DeepSpeed's ZeRO for several devices"
+        p, problem = local_part(of.parameter), _problem_of_placement(of.parameter, first)
+        if problem:
+            pass
         elif p.layout != torch.strided or p.dtype not in _TYPES:
             problem = f"it must be dense and of {', '.join(map(str, _TYPES))}, got {p.layout}, {p.dtype}"
         elif p.dtype != first.dtype or p.device != first.device:
@@ -58,34 +58,57 @@ def refuse_unsupported(trained: Sequence[Trained]) -> None:
             problem = f"its memory must be contiguous, got strides {p.stride()}"
         if problem:
             raise MisconfigurationException(f"OffloadAdamW: {of.name}: {problem}")
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if not isinstance(first, DTensor) and world_size() > 1:
         raise MisconfigurationException(
-            "OffloadAdamW: parameters must be those of one process, got several ranks: under DistributedDataParallel a gradient is there"
-            " before the ranks have added it; train by `ZenFlowStrategy`, whose ranks divide the optimizer's state"
+            "OffloadAdamW: with several ranks parameters must be divided by `torch.distributed.fsdp.fully_shard`, got those of one process:"
+            " under DistributedDataParallel a gradient is there before the ranks have added it; `fully_shard(module,"
+            " reshard_after_forward=False)` is in its place, or train by `ZenFlowStrategy`"
+        )
+    if not any(local_part(of.parameter).numel() for of in trained):
+        raise MisconfigurationException(
+            "OffloadAdamW: each rank must have elements of some parameter: train on fewer ranks"
         )
 
 
+def _problem_of_placement(p: Tensor, first: Tensor) -> str:
+    """Why a parameter cannot be trained because of where the ranks have it; empty if it can."""
+    if isinstance(p, DTensor) != isinstance(first, DTensor):
+        return "all parameters must be DTensors, or none, got some of both"
+    if not isinstance(p, DTensor) or not isinstance(first, DTensor):
+        return ""
+    mesh = p.device_mesh
+    if mesh.ndim > 1 or mesh.size() != world_size() or mesh != first.device_mesh:
+        return (
+            f"all parameters must be divided over one mesh, of one dimension, of all {world_size()} ranks, got {mesh}"
+        )
+    if type(p.placements[0]) is not Shard:
+        return f"it must be divided by `fully_shard`, got the placement {p.placements[0]}"
+    if p.device.type != mesh.device_type:
+        return f"it must be on its mesh's {mesh.device_type}, got {p.device}: leave out `CPUOffloadPolicy`"
+    return ""
+
+
 def rank_part(trained: Sequence[Trained]) -> RankPart:
-    """The part of one rank that has all of the parameters, each a partition of its own, in the parameter's memory.
+    """The part of a rank, each parameter or local shard a partition of its own, in the parameter's memory. Shapes are those of the shards.
 
     The optimizer of the part is AdamW of torch over float32 copies, whose memory the arena replaces; its groups are the single parameters.
     """
     # Not `detach`: a flush in backward writes the same bits again, which is no write of the user's.
-    weights = [of.parameter.data.view(-1) for of in trained]
+    locals_ = [local_part(of.parameter).data for of in trained]
+    weights = [w.view(-1) for w in locals_]
     masters = [nn.Parameter(w.to("cpu", torch.float32, copy=True)) for w in weights]
     slices, begin = [], 0
-    for number, (of, w) in enumerate(zip(trained, weights, strict=True)):
+    for number, (shape, w) in enumerate(zip((w.shape for w in locals_), weights, strict=True)):
         if w.numel():
-            shape = of.parameter.shape
             slices.append(Slice.of(shape, parameter=number, param_group=number, begin=begin, start=0, numel=w.numel()))
         begin = align(begin + w.numel())
     return RankPart(
         optimizer=torch.optim.AdamW([{"params": [master]} for master in masters]),
         groups=[{of.name: of.parameter for of in trained}],
-        shapes={of.name: of.parameter.shape for of in trained},
+        shapes={of.name: w.shape for of, w in zip(trained, locals_, strict=True)},
         masters=masters,
         slices=slices,
         weights=weights,
         device=weights[0].device,
-        group=None,
+        group=first.device_mesh.get_group() if isinstance(first := trained[0].parameter, DTensor) else None,
     )

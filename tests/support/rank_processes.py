@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -93,6 +93,40 @@ def status_of_fork(act: Callable[..., object], *arguments: object) -> int | None
     return process.exitcode
 
 
+def run_functions(
+    functions: Mapping[str, Callable[[], object]], folder: Path, *, ranks: int = 2
+) -> dict[str, list[Any]]:
+    """What functions of a module return on each rank (gloo), called one after the other; `folder` is for their files. A function that
+    raises ends its rank: its traceback takes the place of what it returns, and of later ones there is None.
+    """
+    port = free_port()
+    processes = [_FORKS.Process(target=_call, args=(functions, folder, rank, ranks, port)) for rank in range(ranks)]
+    _start_and_join(processes, time.monotonic() + _TIMEOUT_S)
+
+    def result(name: str, rank: int) -> Any:
+        path = folder / f"{name}.{rank}.pt"
+        return torch.load(path, weights_only=False) if path.exists() else None
+
+    return {name: [result(name, rank) for rank in range(ranks)] for name in functions}
+
+
+def _call(functions: Mapping[str, Callable[[], object]], folder: Path, rank: int, ranks: int, port: int) -> None:
+    torch.set_num_threads(1)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(ranks))
+    os.chdir(folder)
+    torch.distributed.init_process_group("gloo")
+    for name, function in functions.items():
+        try:
+            result = function()
+        except BaseException:
+            result = traceback.format_exc()
+        torch.save(result, f"{name}.{rank}.pt")
+        if isinstance(result, str):
+            sys.exit(_FAILED)
+    torch.distributed.destroy_process_group()
+
+
 def _run_here(case: Case) -> Run:
     try:
         return run_here(case)
@@ -127,6 +161,11 @@ def _start(*processes: Any) -> None:
 def _start_and_wait(cases: dict[str, Case], folder: Path, ranks: int, deadline: float) -> None:
     port = free_port()
     processes = [_FORKS.Process(target=_run_rank, args=(cases, folder, rank, ranks, port)) for rank in range(ranks)]
+    _start_and_join(processes, deadline)
+
+
+def _start_and_join(processes: Sequence[Any], deadline: float) -> None:
+    """Starts the ranks and waits; kills what is left at the end, or some time behind the first that has failed."""
     _start(*processes)
     try:
         while (left := deadline - time.monotonic()) > 0 and (
