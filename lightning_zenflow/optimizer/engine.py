@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_zenflow.between_steps.served_gradients import ServedGradient, ServedGradients
 from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.errors import Calls, MisconfigurationException
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, read_hyperparameters
 from lightning_zenflow.offload.build import rank_resources
@@ -48,6 +49,8 @@ class OptimizerEngine:
         self._trained, frozen = trained_parameters(optimizer.param_groups)
         refuse_unsupported(self._trained)
         part = rank_part(self._trained)
+        self._runtime = runtime_of(part.device)
+        self._stream = self._runtime.current_stream()
         self._addresses = [w.data_ptr() for w in part.weights]
         self._inner, self._n_groups = part.optimizer, len(self._trained)
         resources = rank_resources(config, part.device, ranks_on_host=1, world_size=1, timeout=None)
@@ -76,6 +79,7 @@ class OptimizerEngine:
         task = torch._C._current_graph_task_id()
         if task == -1:
             raise self._gradients.error("something other than a backward pass would change it")
+        self._follow_stream()
         if not self.training.in_backward:
             self._begin_backward(task)
         elif task != self._task:
@@ -83,6 +87,8 @@ class OptimizerEngine:
                 "OffloadAdamW: a backward pass must not run inside of another one, nor behind one that an exception has interrupted: use"
                 " `checkpoint(use_reentrant=False)`, or call `optimizer.zero_grad()` behind the exception"
             )
+        # Its memory may be of another stream, and is freed behind this call.
+        self._runtime.keep_for(self._stream, gradient)
         self.training.receive(slice_index, gradient.detach().reshape(-1), last=self._knows_last)
 
     def _begin_backward(self, task: int) -> None:
@@ -100,12 +106,20 @@ class OptimizerEngine:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
+        self._follow_stream()
         self.training.end_backward()
-        self.training.parts.rank.d2h.join()
+
+    def _follow_stream(self) -> None:
+        """Orders the current stream behind the last one that was worked on: hooks run on autograd's streams, and FSDP2's on its own."""
+        current = self._runtime.current_stream()
+        if current != self._stream:
+            current.wait_stream(self._stream)
+            self._stream = current
 
     def step(self, *, in_closure: bool) -> None:
         """One step."""
         training, gradients = self.training, self._gradients
+        self._follow_stream()
         training.in_update.end()
         self._refuse_moved()
         n_passes, was_known = training.steps.micro_batches, training.steps.is_complete
