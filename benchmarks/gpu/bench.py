@@ -44,7 +44,7 @@ class Case:
 
 
 _BILLION = "1.5e9 parameters, {} x 1024 tokens"
-_FIRST = ("none", "zenflow_exact", "zero_offload", "zenflow_exact_half", "zenflow")
+_FIRST = ("none", "zenflow_exact", "zenflow_adamw", "offload_adamw", "zero_offload", "zenflow_exact_half", "zenflow")
 _OTHERS = ("deepspeed_zenflow", "zenflow_auto", "torchao", "fsdp2", "zenflow_no_provisional")
 CASES: dict[str, dict[str, Case]] = {
     "cuda": {
@@ -84,7 +84,7 @@ CASES: dict[str, dict[str, Case]] = {
     "cpu": {
         "narrow_1x16": Case(
             title="all tensors but few weights, 1 x 16 tokens, activation checkpointing",
-            methods=("floor", "zenflow"),
+            methods=("floor", "zenflow", "offload_adamw"),
             spec={"params": 25e6, "narrow": True, "recompute": True},
             steps=4,
             warm_up=4,

@@ -14,7 +14,7 @@ from benchmarks.peers.deepspeed_zenflow import DeepSpeedZenFlow
 from benchmarks.peers.fsdp2 import Fsdp2Offload
 from benchmarks.peers.module_order import ModuleOrder
 from benchmarks.peers.zero_offload import Floor, NoOffload, ZeroOffload
-from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow import OffloadAdamW, ZenFlowStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,10 @@ def _torchao(*args: Any, **kwargs: Any) -> Optimizer:
     return HostAdamW(*args, **kwargs)
 
 
+def _one_device() -> SingleDeviceStrategy:
+    return SingleDeviceStrategy(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+
+
 _FUSED = partial(torch.optim.AdamW, fused=True)
 _NEEDS_CUDA = "its optimizer only supports CUDA and XPU"
 
@@ -121,6 +125,11 @@ METHODS = {
     "zenflow_auto": _zenflow("auto"),
     "zenflow_at_once": _zenflow("S=1, d=0, no clipping", max_norm=None, **_AT_ONCE),
     "zenflow_adamw": _zenflow("S=1, d=0, no predicted factor, every step clips", clip_prediction=False, **_AT_ONCE),
+    "offload_adamw": StepMethod(
+        make_strategy=_one_device,
+        title="OffloadAdamW without DeepSpeed, every step clips",
+        optimizer=OffloadAdamW,
+    ),
     "zenflow_adamw_5_percent": replace(
         _zenflow(
             "S=1, d=0, no predicted factor, 5 % of the steps clip", max_norm=10, clip_prediction=False, **_AT_ONCE

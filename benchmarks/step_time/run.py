@@ -23,10 +23,11 @@ from benchmarks.step_time import links
 from benchmarks.step_time.copied_bytes import CopyMeter
 from benchmarks.step_time.methods import METHODS
 from benchmarks.step_time.models import COLUMNS, ROWS, SimulatedAccelerator, TimedGpt, TimedModule
-from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow import OffloadAdamW, ZenFlowStrategy
 from lightning_zenflow.deepspeed.config import offloads_parameters
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.users_module import whole_shape
+from lightning_zenflow.optimizer.engine import OptimizerEngine
 
 Device = Literal["simulated", "cpu", "cuda"]
 
@@ -130,19 +131,21 @@ def results_of(written: Mapping[str, Any]) -> list[list[StepResult]]:
     ]
 
 
-def _zenflow_optimizer(trainer: pl.Trainer) -> ZenFlowOptimizer | None:
-    strategy = trainer.strategy
+def _zenflow_optimizer(trainer: pl.Trainer) -> ZenFlowOptimizer | OptimizerEngine | None:
+    strategy, optimizer = trainer.strategy, trainer.optimizers[0]
+    if isinstance(optimizer, OffloadAdamW):
+        return optimizer._engine
     return strategy.zenflow_optimizer if isinstance(strategy, ZenFlowStrategy) else None
 
 
-def _clocks(optimizer: ZenFlowOptimizer | None) -> tuple[float, float, float]:
+def _clocks(optimizer: ZenFlowOptimizer | OptimizerEngine | None) -> tuple[float, float, float]:
     if optimizer is None:
         return time.perf_counter(), 0.0, 0.0
     stalls = optimizer.training.telemetry
     return time.perf_counter(), stalls.device_s, stalls.worker_busy_s
 
 
-def _counted(optimizer: ZenFlowOptimizer, link: links.HostLink) -> tuple[int, int]:
+def _counted(optimizer: ZenFlowOptimizer | OptimizerEngine, link: links.HostLink) -> tuple[int, int]:
     return optimizer.training.telemetry.d2h_bytes, optimizer.training.telemetry.h2d_bytes + link.n_bytes
 
 
@@ -207,7 +210,7 @@ class StepTimer(pl.Callback):
         for name in ("arena_bytes", "page_locked_bytes"):
             setattr(self._result, name, sum(getattr(result, name) for result in of_ranks))
 
-    def _read_zenflow(self, optimizer: ZenFlowOptimizer) -> None:
+    def _read_zenflow(self, optimizer: ZenFlowOptimizer | OptimizerEngine) -> None:
         schedule = optimizer.training.parts.jobs.schedule
         self._result.schedule = [schedule.update_interval, schedule.publish_lag]
         rank = optimizer.training.parts.rank

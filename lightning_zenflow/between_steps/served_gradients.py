@@ -147,6 +147,7 @@ class ServedGradients:
         self._put: dict[Tensor, None] = {}
         self._norms = dict[int, Tensor]()
         self._factors: list[tuple[Tensor, set[int]]] = []
+        self._given: list[tuple[Tensor, bool]] = []  # for each factor what it was made of, and whether it divides
         self._is_used = False
 
     @property
@@ -190,6 +191,7 @@ class ServedGradients:
         """Forgets norms and factors, before the gradients of another step."""
         self._norms.clear()
         self._factors.clear()
+        self._given.clear()
 
     def are_dropped(self, *, pending: bool) -> bool:
         """Whether the user's code has removed them, by `module.zero_grad()`; refuses others, and some while a step is `pending`."""
@@ -249,13 +251,14 @@ class ServedGradients:
         number = torch.as_tensor(factor, dtype=torch.float32).detach()
         if number.numel() != 1:
             raise self.error("all of it must be multiplied by one number")
-        number = (number.reciprocal() if inverse else number).view(())
         # One object, or one value, stands for one factor on many gradients.
-        same = next((of for of in self._factors if slice_index not in of[1] and self._is_same(of[0], number)), None)
-        if same is None:
-            self._factors.append((number, {slice_index}))
-        else:
-            same[1].add(slice_index)
+        given = (factor if isinstance(factor, Tensor) else number), inverse
+        for of, (_, indices) in zip(self._given, self._factors, strict=True):
+            if slice_index not in indices and of[1] == inverse and self._is_same(of[0], given[0]):
+                indices.add(slice_index)
+                return
+        self._given.append(given)
+        self._factors.append(((number.reciprocal() if inverse else number).view(()), {slice_index}))
 
     def factor(self) -> Tensor | None:
         """Product of the factors, 0-D float32; None: there is none.

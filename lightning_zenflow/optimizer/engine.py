@@ -55,6 +55,8 @@ class OptimizerEngine:
         with raising_together(MisconfigurationException) if is_divided else nullcontext():
             refuse_unsupported(self._trained)
         part = rank_part(self._trained)
+        self._runtime = runtime_of(part.device)
+        self._stream = self._runtime.current_stream()
         self._addresses = [w.data_ptr() for w in part.weights]
         self._inner, self._n_groups = part.optimizer, len(self._trained)
         resources = rank_resources(config, part.device, ranks_on_host=None, world_size=world_size(), timeout=None)
@@ -90,6 +92,7 @@ class OptimizerEngine:
         task = torch._C._current_graph_task_id()
         if task == -1:
             raise self._gradients.error("something other than a backward pass would change it")
+        self._follow_stream()
         if not self.training.in_backward:
             self._begin_backward(task)
         elif task != self._task:
@@ -97,6 +100,8 @@ class OptimizerEngine:
                 "OffloadAdamW: a backward pass must not run inside of another one, nor behind one that an exception has interrupted: use"
                 " `checkpoint(use_reentrant=False)`, or call `optimizer.zero_grad()` behind the exception"
             )
+        # Its memory may be of another stream, and is freed behind this call.
+        self._runtime.keep_for(self._stream, gradient)
         self.training.receive(slice_index, gradient.detach().reshape(-1), last=self._knows_last)
 
     def _begin_backward(self, task: int) -> None:
@@ -110,19 +115,24 @@ class OptimizerEngine:
         last = self._signs.is_last(steps.micro_batches + 1)
         self.training.before_backward(last=last)
         self._task, self._knows_last = task, last
-        self._stream = runtime_of(self.training.parts.rank.device).current_stream()
         # Private: what runs behind a backward pass, as of torch's own FSDP and DDP.
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        # FSDP2 calls hooks on the stream of its reductions, which is behind the training stream at each of them.
-        runtime_of(self.training.parts.rank.device).current_stream().wait_stream(self._stream)
+        self._follow_stream()
         self.training.end_backward()
-        self.training.parts.rank.d2h.join()
+
+    def _follow_stream(self) -> None:
+        """Orders the current stream behind the last one that was worked on: hooks run on autograd's streams, and FSDP2's on its own."""
+        current = self._runtime.current_stream()
+        if current != self._stream:
+            current.wait_stream(self._stream)
+            self._stream = current
 
     def step(self, *, in_closure: bool) -> None:
         """One step."""
         training, gradients = self.training, self._gradients
+        self._follow_stream()
         training.in_update.end()
         self._refuse_moved()
         n_passes, was_known = training.steps.micro_batches, training.steps.is_complete

@@ -113,13 +113,6 @@ FAST = (
 """Each finds waits that the others do not need."""
 
 
-def waits(device: RecordedDevice) -> list[str]:
-    """Where the host waits between the fourth step and the last."""
-    operations = device.order.operations
-    ends = [i for i, o in enumerate(operations) if o.kind == "step"]
-    return [o.place for o in operations[ends[3] : ends[-1]] if o.kind == "host wait"]
-
-
 def record(case: Case, *, events_are_reached: bool = False) -> RecordedDevice:
     with recorded_device(events_are_reached=events_are_reached) as device:
         run_here(case, callbacks=[device.step_ends()])
@@ -155,13 +148,13 @@ def test_fetches_are_ordered_without_a_wait_of_the_host() -> None:
     device = record(ON_HOST)
     assert not device.order.races
     # DeepSpeed's bound of the gradients under way.
-    assert {*waits(device)} == {"stage3.__reduce_and_partition_ipg_grads"}
+    assert {*device.waits()} == {"stage3.__reduce_and_partition_ipg_grads"}
 
 
 def test_one_rank_uses_its_pieces_without_a_wait_of_the_host() -> None:
     device = record(CASES["stage 3"])
     assert not device.order.races
-    assert not [place for place in waits(device) if place.startswith(("fetch", "partition_parameters"))]
+    assert not [place for place in device.waits() if place.startswith(("fetch", "partition_parameters"))]
 
 
 def test_weights_in_host_memory_are_fetched_anew_in_each_step() -> None:
@@ -214,7 +207,7 @@ def test_whole_gradients_that_are_read_have_arrived() -> None:
 @pytest.mark.parametrize("name", [pytest.param("fixed gradients", marks=pytest.mark.slow), "submitted in backward"])
 def test_a_step_does_not_wait(name: str) -> None:
     """Neither selecting nor synchronous; a flush and a selection are waited for."""
-    assert not any(waits(record(CASES[name].with_keys(select_interval=0))))
+    assert not any(record(CASES[name].with_keys(select_interval=0)).waits())
 
 
 @pytest.fixture
@@ -249,7 +242,7 @@ def test_a_clipped_step_waits_for_the_worker_alone(
     case = replace(CASES["true factors"], max_norm=1e-2, flush_after=(), steps=6)
     device = record(case.with_keys(select_interval=0))
     assert not device.order.races
-    assert not any(waits(device))
+    assert not any(device.waits())
 
 
 def produce_on_two_streams(trainer: pl.Trainer) -> None:

@@ -158,6 +158,12 @@ class RecordedDevice:
         """Marks the ends of steps among the operations."""
         return At("on_train_batch_end", lambda trainer: self.note("step", HOST, event=trainer.global_step))
 
+    def waits(self) -> list[str]:
+        """Where the host waits between the fourth step and the last."""
+        operations = self.order.operations
+        ends = [i for i, o in enumerate(operations) if o.kind == "step"]
+        return [o.place for o in operations[ends[3] : ends[-1]] if o.kind == "host wait"]
+
     def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Page-locked memory of its own, known as such until it is freed."""
         memory = torch.empty(shape, dtype=dtype)

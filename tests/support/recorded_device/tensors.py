@@ -14,6 +14,9 @@ from unittest.mock import patch
 import torch
 from deepspeed.runtime.zero import partition_parameters
 from torch import Tensor
+from torch.nn.utils import clip_grad
+
+from lightning_zenflow.between_steps.served_gradients import ServedGradient
 
 DEVICE, CPU = torch.device("cpu", 0), torch.device("cpu")
 
@@ -89,6 +92,7 @@ class Transfer:
 
 _device = Tensor.device.__get__  # a descriptor
 _to, _numpy, _tolist, _tensor = Tensor.to, Tensor.numpy, Tensor.tolist, torch.tensor
+_wrapper = Tensor._make_wrapper_subclass
 
 
 def tell_apart(is_on_device: Callable[[Tensor], bool], stack: ExitStack) -> None:
@@ -101,6 +105,8 @@ def tell_apart(is_on_device: Callable[[Tensor], bool], stack: ExitStack) -> None
 
     def device(tensor: Tensor) -> torch.device:
         real: torch.device = _device(tensor)
+        if isinstance(tensor, ServedGradient):
+            return DEVICE
         return DEVICE if real.type == "cpu" and is_on_device(tensor) else real
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -133,6 +139,21 @@ def tell_apart(is_on_device: Callable[[Tensor], bool], stack: ExitStack) -> None
         made = _tensor(data, **kwargs)
         return made if device is None else made.to(device)
 
+    def wrapper_subclass(cls: type[Tensor], *args: Any, **kwargs: Any) -> Any:
+        # Without index, as the parameter really is, whose `grad` it becomes.
+        return _wrapper(cls, *args, **{**kwargs, "device": CPU})
+
+    def grouped(lists: Sequence[list[Tensor]]) -> dict[tuple[torch.device, torch.dtype], Any]:
+        of_keys: dict[tuple[torch.device, torch.dtype], Any] = {}
+        for number, tensor in enumerate(lists[0]):
+            tensors, numbers = of_keys.setdefault((tensor.device, tensor.dtype), ([[]], []))
+            tensors[0].append(tensor)
+            numbers.append(number)
+        return of_keys
+
+    stack.enter_context(patch.object(Tensor, "_make_wrapper_subclass", wrapper_subclass))
+    # Private: torch's groups by what the devices really are.
+    stack.enter_context(patch.object(clip_grad, "_group_tensors_by_device_and_dtype", grouped))
     stack.enter_context(patch.object(torch, "tensor", tensor))
     # Private: what DeepSpeed puts in the place of `torch.tensor` behind the division of a model.
     stack.enter_context(patch.object(partition_parameters, "_orig_torch_tensor", tensor))

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_zenflow import ZenFlowStrategy, native
 from lightning_zenflow.between_steps import uses
+from lightning_zenflow.between_steps.served_gradients import ServedGradient
 from lightning_zenflow.core.device import RUNTIMES
 from lightning_zenflow.deepspeed import environment
 from lightning_zenflow.native import Tentative
@@ -39,7 +40,18 @@ from recorded_device.device import (
 from recorded_device.tensors import DEVICE, Transfer, tell_apart
 
 _VIEWS = {
-    *("view", "_unsafe_view", "_reshape_alias", "as_strided", "alias", "detach", "set_", "lift_fresh", "is_pinned"),
+    *(
+        "view",
+        "view_as",
+        "_unsafe_view",
+        "_reshape_alias",
+        "as_strided",
+        "alias",
+        "detach",
+        "set_",
+        "lift_fresh",
+        "is_pinned",
+    ),
     *("expand", "permute", "slice", "select", "narrow", "t", "transpose", "unsqueeze", "squeeze", "unbind", "split"),
     *("unsafe_split", "split_with_sizes"),
 }
@@ -71,6 +83,8 @@ class Watch(TorchDispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, ServedGradient) for t in types):
+            return NotImplemented  # its own operations, in the place of this one, are seen
         kwargs = kwargs or {}
         packet = func.overloadpacket.__name__
         if func.namespace == "c10d" and packet != "barrier":

@@ -1,0 +1,202 @@
+"""`OffloadAdamW` in plain loops beside `torch.optim.AdamW`; on the CPU too."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from plain_loops import Who, batch, groups_of, make_model, make_optimizer
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda":
+        request.getfixturevalue("needs_cuda")
+    return str(request.param)
+
+
+class Loop:
+    """A training of some steps on a device, which it does not wait for before its end; by hand with float32 masters where it is torch's
+    and of fewer bits.
+    """
+
+    def __init__(self, who: Who, device: str, dtype: torch.dtype = torch.float32, **keys: Any) -> None:
+        self.who, self.device, self.model = who, device, make_model(dtype).to(device)
+        groups = groups_of(self.model)
+        self.trained = [p for group in groups for p in group["params"]]
+        self.masters: list[Tensor] = []
+        if who == "torch" and dtype != torch.float32:
+            self.masters = [p.detach().float().requires_grad_() for p in self.trained]
+            of_groups = iter(self.masters)
+            groups = [{**group, "params": [next(of_groups) for _ in group["params"]]} for group in groups]
+        self.optimizer = make_optimizer(who, groups, **keys)
+        self.scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=3, enabled=False)
+        self.autocast: torch.dtype | None = None
+        self.steps = 0
+        self._losses: list[Tensor] = []
+
+    def loss(self, number: int) -> Tensor:
+        """Of a batch."""
+        tokens = batch(number).to(self.device)
+        with torch.autocast(self.device, self.autocast, enabled=self.autocast is not None):
+            scores = self.model(tokens[:, :-1])
+        return nn.functional.cross_entropy(scores.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    def train(
+        self,
+        steps: int,
+        *,
+        max_norm: Callable[[int], float | None] = lambda _: None,
+        micro_batches: int = 1,
+        infinite_in: tuple[int, ...] = (),
+    ) -> "Loop":
+        """Goes on."""
+        for step in range(self.steps, self.steps + steps):
+            for micro in range(micro_batches):
+                loss = self.loss(100 * step + micro) / micro_batches
+                self._losses.append(loss.detach())
+                self.scaler.scale(loss * float("inf") if step in infinite_in else loss).backward()
+            for master, p in zip(self.masters, self.trained, strict=bool(self.masters)):
+                assert p.grad is not None
+                master.grad, p.grad = p.grad.float(), None
+            if self.scaler.is_enabled():
+                self.scaler.unscale_(self.optimizer)
+            if (bound := max_norm(step)) is not None and step not in infinite_in:
+                clip_grad_norm_(self.masters or self.trained, bound)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+            for master, p in zip(self.masters, self.trained, strict=bool(self.masters)):
+                p.data.copy_(master.detach())
+        self.steps += steps
+        return self
+
+    def losses(self) -> list[float]:
+        """So far."""
+        return torch.stack(self._losses).tolist()
+
+
+@pytest.fixture
+def make(device: str) -> Iterator[Callable[..., Loop]]:
+    """Makes trainings, which are closed at the end."""
+    made: list[Loop] = []
+
+    def new(who: Who, **keys: Any) -> Loop:
+        made.append(Loop(who, device, **keys))
+        return made[-1]
+
+    yield new
+    for loop in made:
+        if loop.who == "ours":
+            loop.optimizer.close()  # type: ignore[attr-defined]  # ours
+
+
+def assert_near(ours: Loop, theirs: Loop, *, rtol: float = 3e-6) -> None:
+    torch.testing.assert_close(ours.losses(), theirs.losses(), rtol=rtol, atol=0)
+
+
+def seldom(step: int) -> float:
+    return 50.0 if step % 4 else 1.0
+
+
+@pytest.mark.parametrize(
+    ("keys", "options"),
+    [
+        ({"accumulation_steps": 1}, {}),
+        ({"accumulation_steps": 1}, {"max_norm": seldom}),
+        ({}, {"max_norm": lambda _: 0.5}),
+        ({"accumulate_on": "device"}, {"micro_batches": 3, "max_norm": seldom}),
+        ({"accumulate_on": "host"}, {"micro_batches": 3}),
+    ],
+    ids=["plain", "seldom clipped", "always clipped", "on the device", "on the host"],
+)
+def test_losses(make: Callable[..., Loop], keys: dict[str, Any], options: dict[str, Any]) -> None:
+    assert_near(*(make(who, **keys).train(8, **options) for who in ("ours", "torch")))
+
+
+def test_bfloat16(make: Callable[..., Loop]) -> None:
+    """Beside float32 masters: weights are the same bits but for a rounding now and then."""
+    loops = [make(who, dtype=torch.bfloat16).train(4, max_norm=lambda _: 0.5) for who in ("ours", "torch")]
+    assert_near(*loops, rtol=1e-3)
+    assert loops[0].losses()[:2] == loops[1].losses()[:2]
+
+
+@pytest.mark.parametrize(("first", "second"), [("ours", "torch"), ("torch", "ours")])
+def test_state_of_the_other(make: Callable[..., Loop], first: Who, second: Who) -> None:
+    loop = make(first).train(4)
+    model, optimizer = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
+    other = make(second)
+    other.model.load_state_dict(model)
+    other.optimizer.load_state_dict(optimizer)
+    other.steps = 4
+    other.train(4)
+    torch.testing.assert_close(other.losses(), loop.train(4).losses()[4:], rtol=3e-6, atol=0)
+
+
+def test_loss_scaler(make: Callable[..., Loop], device: str) -> None:
+    """Half precision by autocast: unscaled, clipped, and without a step whose gradients are infinite."""
+    loops = []
+    for who in ("ours", "torch"):
+        loop = make(who)
+        loop.autocast = torch.float16 if device == "cuda" else torch.bfloat16
+        loop.scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=3)
+        loops.append(loop.train(7, max_norm=lambda _: 1.0, infinite_in=(3,)))
+    # The same losses until a half's rounding differs.
+    assert_near(*loops, rtol=1e-3)
+    assert loops[0].scaler.get_scale() == loops[1].scaler.get_scale()
+
+
+def test_divided_by_a_tensor(make: Callable[..., Loop]) -> None:
+    """Gradient by gradient."""
+    loops = [make(who, accumulation_steps=1) for who in ("ours", "torch")]
+    for loop in loops:
+        divisor = torch.full((), 4.0, device=loop.device, dtype=torch.bfloat16)
+        for step in range(3):
+            loss = loop.loss(step)
+            loop._losses.append(loss.detach())
+            loss.backward()
+            for p in loop.trained:
+                assert p.grad is not None
+                p.grad.div_(divisor)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    assert_near(*loops)
+
+
+def test_on_another_stream(make: Callable[..., Loop], device: str) -> None:
+    """The last layer's forward pass, hence its backward pass and hooks."""
+    if device == "cpu":
+        pytest.skip("has no streams")
+    ours, theirs = make("ours", accumulation_steps=1), make("torch")
+    main, second = torch.cuda.current_stream(), torch.cuda.Stream()
+    layer = ours.model[-2]
+    forward = layer.forward
+
+    def elsewhere(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        second.wait_stream(main)
+        with torch.cuda.stream(second):
+            torch.cuda._sleep(1_000_000)
+            out: Tensor = forward(hidden, *args, **kwargs)
+        main.wait_stream(second)
+        out.record_stream(main)
+        return out
+
+    layer.forward = elsewhere
+    assert_near(ours.train(8, max_norm=seldom), theirs.train(8, max_norm=seldom))
+
+
+def test_memory_does_not_grow(make: Callable[..., Loop], device: str) -> None:
+    """Neither what is allocated between steps, nor what the allocator has taken for the peak."""
+    loop = make("ours")
+    seen: list[tuple[int, int]] = []
+    for _ in range(5):
+        loop.train(10, max_norm=seldom)
+        loop._losses.clear()
+        if device == "cuda":
+            torch.cuda.synchronize()
+            seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert len({*seen[1:]}) <= 1, seen
