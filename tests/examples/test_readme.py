@@ -45,6 +45,8 @@ OF_THE_HUB = "Qwen/Qwen3-1.7B"
 """In the README's snippet; the test has a tiny model in a folder."""
 RAY = "import ray.train"
 """In the snippet that `test_ray.py` runs, where Ray is installed."""
+FSDP = "fully_shard"
+"""Of a snippet that runs in tests/optimizer/test_fsdp.py, on two ranks."""
 HUGGING_FACE = ("lightning_zenflow.accelerate", "lightning_zenflow.transformers")
 """In snippets that `tests/huggingface/test_transformers.py` runs."""
 
@@ -147,7 +149,7 @@ def test_command(document: str, command: str, capsys: pytest.CaptureFixture[str]
         (short(d), number)
         for d in GUIDES
         for number, snippet in enumerate(blocks(d, "python"))
-        if not any(text in snippet for text in (SEVERAL_PROCESSES, RAY, *HUGGING_FACE))
+        if not any(text in snippet for text in (SEVERAL_PROCESSES, RAY, FSDP, *HUGGING_FACE))
     ],
 )
 def test_snippet(document: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ CASES = [
     fsdp_runs.written,
     fsdp_runs.bfloat16,
     fsdp_runs.gradients,
+    fsdp_runs.recipe,
     fsdp_runs.checkpoints,
     fsdp_runs.checkpoints_of_bfloat16,
     fsdp_runs.refused,
@@ -63,6 +64,11 @@ def test_gradients(results: Results) -> None:
     """`full_tensor` between backward and step."""
     for ours, theirs in of_ranks(results, "gradients"):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
+
+
+def test_recipe(results: Results) -> None:
+    """The snippet of docs/recipes.md takes its steps."""
+    assert of_ranks(results, "recipe") == [3, 3]
 
 
 @pytest.mark.parametrize("first", ["ours", "torch"])

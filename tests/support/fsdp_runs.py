@@ -1,8 +1,10 @@
 """A small transformer under `fully_shard` on two ranks, by `OffloadAdamW` or torch's AdamW: functions of a rank, for `run_functions`."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -29,6 +31,8 @@ from typing_extensions import override
 from lightning_zenflow import OffloadAdamW
 from lightning_zenflow.core.errors import MisconfigurationException
 from plain_loops import Who, batch, close, groups_of, loss_of, make_model, make_optimizer, reading_of
+
+RECIPES = Path(__file__).parents[2] / "docs" / "recipes.md"
 
 
 class Scaled(nn.Module):
@@ -189,6 +193,31 @@ def bfloat16() -> Any:
     theirs.train(5)
     close(ours)  # type: ignore[arg-type]  # it has an optimizer
     return {"losses": (ours.losses, theirs.losses), "equal": float(equal), "masters": (masters, copies)}
+
+
+class Language(nn.Module):
+    """As a model of transformers: its layers, and a loss in its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_model(torch.bfloat16, layers=2)
+
+    @override
+    def forward(self, tokens: Tensor) -> SimpleNamespace:
+        logits = self.layers(tokens[:, :-1]).flatten(0, 1).float()
+        return SimpleNamespace(loss=nn.functional.cross_entropy(logits, tokens[:, 1:].flatten()))
+
+
+def recipe() -> Any:
+    """The snippet of docs/recipes.md; its steps."""
+    found = re.findall(r"```python\n(.*?)```", RECIPES.read_text(), re.DOTALL)
+    (snippet,) = (block for block in found if "fully_shard" in block)
+    names: dict[str, Any] = {"model": Language(), "loader": [batch(number) for number in range(3)]}
+    exec(compile(snippet, RECIPES.name, "exec"), names)
+    optimizer = names["optimizer"]
+    steps = reading_of(optimizer).steps
+    optimizer.close()
+    return steps
 
 
 def gradients() -> Any:
