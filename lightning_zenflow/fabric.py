@@ -56,9 +56,8 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     All micro-batches of a step but the last run under `fabric.no_backward_sync(model)`. Weights are exact after `fabric.save`,
     `model.state_dict()`, `optimizer.state_dict()`, a forward pass in evaluation mode and `flush`, which all ranks call together.
 
-    Fabric does not call `teardown`. All ranks call it together behind `flush` or `fabric.save`: the modules are then as they were before
-    `fabric.setup`, with their present weights. Without it, the worker ends with the process, or when nothing refers to model, optimizer
-    and Fabric any more; a LightningModule refers to its Fabric.
+    Fabric does not call `teardown`. All ranks call it together behind `flush` or `fabric.save`: the modules are then as before
+    `fabric.setup`, with their present weights. Without it the worker ends with the last reference to model, optimizer and Fabric.
 
     Args:
         config: source of the keys that are not given as keywords: a `ZenFlowConfig`, an OmegaConf YAML file or DictConfig, or a DeepSpeed
