@@ -142,12 +142,22 @@ class OptimizerEngine:
         finally:
             training.factor = None
         if done is None:
+            self._refuse_assigned()
             return
         if is_scaled:
             # From now on backward passes do not rely on a factor of 1.
             training.max_norm = math.inf
         gradients.use()
         self._signs.end_step(n_passes, in_closure=in_closure, was_known=was_known)
+
+    def _refuse_assigned(self) -> None:
+        """Refuses gradients of no backward pass, but for zeros, with which torch.distributed.checkpoint makes state."""
+        for of in self._trained:
+            gradient = of.parameter.grad
+            if gradient is not None and not self._gradients.stands_in(of.parameter) and local_part(gradient).any():
+                raise MisconfigurationException(
+                    f"OffloadAdamW: gradients must come from `loss.backward()`, got one that was assigned to `grad` of {of.name}"
+                )
 
     def _refuse_moved(self) -> None:
         for of, address in zip(self._trained, self._addresses, strict=True):

@@ -20,6 +20,7 @@ from lightning_zenflow.optimizer.engine import OptimizerEngine
 from lightning_zenflow.optimizer.last_pass import LastPass
 from lightning_zenflow.optimizer.parameters import trained_parameters
 from lightning_zenflow.telemetry import Reading
+from lightning_zenflow.training import Training
 
 _OF_TORCH = {
     "amsgrad": False,
@@ -101,7 +102,7 @@ class OffloadAdamW(Optimizer):
                         f"OffloadAdamW: {of.name}.requires_grad must be True when the optimizer gets it, got False: freeze it behind that"
                     )
             self._engine = OptimizerEngine(self, self._config, self._signs)
-            weakref.finalize(self, self._engine.training.end, keep_state=False)
+            weakref.finalize(self, _end, self._engine.training)
             # For those who make state by a step with zero gradients where there is none, as torch.distributed.checkpoint. Without tensors:
             # Lightning would move them to the device.
             self.state.update({p: {} for p in self._hooks})
@@ -208,12 +209,18 @@ class OffloadAdamW(Optimizer):
         """Ends the worker, and frees the state; weights stay."""
         if self._engine is not None:
             self._engine.training.flush()
-            self._engine.training.end(keep_state=False)
+            _end(self._engine.training)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
             "OffloadAdamW has a process of its own and cannot be pickled or copied: save its `state_dict()`"
         )
+
+
+def _end(training: Training) -> None:
+    # A fork's copy of the object ends nothing.
+    if not training.is_elsewhere:
+        training.end(keep_state=False)
 
 
 def _remove(hooks: Mapping[Tensor, Any]) -> None:

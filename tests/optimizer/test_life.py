@@ -66,6 +66,20 @@ def test_ends_with_the_object() -> None:
     assert type(parameter.grad) is torch.Tensor
 
 
+def test_forks() -> None:
+    """A child that drops its copy ends neither the worker nor the training."""
+    loop, other = make_loop("ours").train(2), make_loop("ours").train(4)
+    child = os.fork()
+    if child == 0:
+        loop.optimizer.__dict__.clear()
+        del loop
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert loop.train(2).losses == other.losses
+    close(loop, other)
+
+
 def test_closed() -> None:
     """The weights stay, and a further step is refused."""
     loop = make_loop("ours").train(2)
@@ -195,6 +209,21 @@ def test_refused_in_training() -> None:
     loss_of(loop.model, 1).backward()
     with pytest.raises(MisconfigurationException, match="must keep its memory"):
         loop.optimizer.step()
+    close(loop)
+
+
+def test_assigned_gradients() -> None:
+    """Before the first backward pass, and between two steps."""
+    loop = make_loop("ours")
+    for _ in range(2):
+        weight = loop.model[-1].weight
+        weight.grad = torch.ones_like(weight)
+        with pytest.raises(
+            MisconfigurationException, match=r"must come from `loss.backward\(\)`, got one that was assigned"
+        ):
+            loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        loop.train(1)
     close(loop)
 
 
