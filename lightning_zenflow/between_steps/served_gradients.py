@@ -11,7 +11,7 @@ from torch.utils._pytree import (
 )  # private: torch's own way to look at arguments of `__torch_dispatch__`
 from typing_extensions import Self, override
 
-from lightning_zenflow.core.errors import Calls, MisconfigurationException
+from lightning_zenflow.core.errors import Calls, MisconfigurationException, kept_gradients, second_step
 from lightning_zenflow.core.shards import as_shard, local_part
 
 _aten = torch.ops.aten
@@ -150,11 +150,6 @@ class ServedGradients:
         self._given: list[tuple[Tensor, bool]] = []  # for each factor what it was made of, and whether it divides
         self._is_used = False
 
-    @property
-    def has_factors(self) -> bool:
-        """Whether gradients of this step have been scaled."""
-        return bool(self._factors)
-
     def put(self, parameter: Tensor) -> None:
         """Puts the stand-in into a parameter whose gradient has been received."""
         self._put[parameter] = None
@@ -204,17 +199,12 @@ class ServedGradients:
     def refuse_accumulation(self) -> None:
         """Refuses gradients of the step before, to which torch would add."""
         if self._is_used and any(map(self.stands_in, self._put)):
-            raise MisconfigurationException(
-                f"`optimizer.zero_grad()` must come before the first backward pass of each step: {self._calls.front} does not keep"
-                f" gradients of a step that is done; to accumulate them before it, {self._calls.accumulate}"
-            )
+            raise kept_gradients(self._calls)
 
     def refuse_second_step(self) -> None:
         """Refuses a step by gradients that a step before has used."""
         if self._is_used:
-            raise MisconfigurationException(
-                f"{self._calls.front}: a step must have a backward pass of its own, got a second call of `optimizer.step` behind one"
-            )
+            raise second_step(self._calls)
 
     def use(self) -> None:
         """Notes that a step has used the gradients, which are there no longer."""

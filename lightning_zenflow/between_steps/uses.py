@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves  # private: torch's own way to look 
 from typing_extensions import Self, override
 
 from lightning_zenflow.core.device import AsyncHostCopy
-from lightning_zenflow.core.errors import Calls, MisconfigurationException
+from lightning_zenflow.core.errors import Calls, MisconfigurationException, kept_gradients, second_step
 from lightning_zenflow.offload.build import RankPart
 from lightning_zenflow.offload.run_state import StepParts
 from lightning_zenflow.offload.step import ZenFlowStep
@@ -279,17 +279,12 @@ class TakenGradients:
     def refuse_accumulation(self) -> None:
         """Refuses gradients that were there before a step's first backward pass, to which torch would add."""
         if any(isinstance(p.grad, TakenGradient) for p in self._names):
-            raise MisconfigurationException(
-                f"`optimizer.zero_grad()` must come before the first backward pass of each step: {self._calls.front} does not keep"
-                f" gradients of a step that is done; to accumulate them before it, {self._calls.accumulate}"
-            )
+            raise kept_gradients(self._calls)
 
     def refuse_second_step(self) -> None:
         """Refuses a step by gradients that a step before has used."""
         if self._are_put:
-            raise MisconfigurationException(
-                f"{self._calls.front}: a step must have a backward pass of its own, got a second call of `optimizer.step` behind one"
-            )
+            raise second_step(self._calls)
 
 
 # Private: torch's documented way to see each operation, and its stack of those who do. Neither has a public name.

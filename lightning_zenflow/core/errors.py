@@ -43,6 +43,21 @@ def other_backward(calls: Calls) -> MisconfigurationException:
     )
 
 
+def kept_gradients(calls: Calls) -> MisconfigurationException:
+    """The error for a backward pass that would add to the gradients of a step that is done."""
+    return MisconfigurationException(
+        f"`optimizer.zero_grad()` must come before the first backward pass of each step: {calls.front} does not keep"
+        f" gradients of a step that is done; to accumulate them before it, {calls.accumulate}"
+    )
+
+
+def second_step(calls: Calls) -> MisconfigurationException:
+    """The error for a step by gradients that a step before has used."""
+    return MisconfigurationException(
+        f"{calls.front}: a step must have a backward pass of its own, got a second call of `optimizer.step` behind one"
+    )
+
+
 def raise_late_read(error: RuntimeError) -> None:
     """Raises an error of ours for torch's, which has no class of its own, of a backward pass that uses what has been written in place."""
     if "modified by an inplace operation" in str(error):

@@ -136,7 +136,7 @@ class OptimizerEngine:
         training.in_update.end()
         self._refuse_moved()
         n_passes, was_known = training.steps.micro_batches, training.steps.is_complete
-        is_scaled, training.factor = gradients.has_factors, gradients.factor()
+        factor = training.factor = gradients.factor()
         try:
             done = training.step(asks_finite=False, refuses_unused=True)
         finally:
@@ -144,7 +144,7 @@ class OptimizerEngine:
         if done is None:
             self._refuse_assigned()
             return
-        if is_scaled:
+        if factor is not None:
             # From now on backward passes do not rely on a factor of 1.
             training.max_norm = math.inf
         gradients.use()
