@@ -98,10 +98,11 @@ def costs(setup: argparse.Namespace, config: ZenFlowConfig) -> dict[UpdateSchedu
         weights = min(weights, _GATHERED + (0 if on_host else numel + frozen))
     in_backward, state_bytes = config.submits_in_backward, 4 + _MOMENTS_BYTES[config.moments_dtype]
     n_blocks = blocks_wanted(config.update_intervals, in_backward=in_backward, numel=numel, awaited_singly=on_host)
+    hosted, resident_bytes = config.offload_ratio, (1 - config.offload_ratio) * numel * (STATE_BYTES + b)
     found = {}
     for schedule in candidates_of(config.update_intervals, config.publish_lags):
         s, d = schedule.update_interval, schedule.publish_lag
-        owned = 0.0 if schedule.is_immediate else config.topk_ratio * numel
+        owned = 0.0 if schedule.is_immediate else config.topk_ratio * hosted * numel
         kept = schedule.kept_share if config.compensation.updates_provisionally else 0.0
         gradients = 2 * bucket_size(math.ceil(setup.params)) + numel * ((setup.accumulate_grad_batches > 1) + kept)
         staggered = StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=in_backward, in_place=on_host)
@@ -109,13 +110,13 @@ def costs(setup: argparse.Namespace, config: ZenFlowConfig) -> dict[UpdateSchedu
         # A job reads and writes the states, reads S gradients, one more with d = 0 in backward, and writes weights; copies are beside.
         job_bytes = 2 * state_bytes + b * (s + (in_backward and d == 0) + 1) + b * (s + 1)
         # Parameters in host memory are fetched by forward and backward of each micro-batch.
-        fetched = 2 * setup.accumulate_grad_batches * (numel + frozen) if on_host else numel / s
+        fetched = 2 * setup.accumulate_grad_batches * (numel + frozen) if on_host else hosted * numel / s
         found[schedule] = Cost(
-            device_bytes=b * (weights + gradients + owned) + STATE_BYTES * owned,
+            device_bytes=b * (weights + gradients + owned) + STATE_BYTES * owned + resident_bytes,
             host_bytes=ranks * (numel * (state_bytes + b * buffers) + b * frozen * on_host),
-            d2h_bytes=b * numel,
+            d2h_bytes=b * hosted * numel,
             h2d_bytes=b * fetched,
-            cpu_s=numel * job_bytes * ranks / (setup.cpu_bw * 1e9) / s,
+            cpu_s=hosted * numel * job_bytes * ranks / (setup.cpu_bw * 1e9) / s,
         )
     return found
 

@@ -107,6 +107,10 @@ class ZenFlowConfig(BaseModel):
     """Step size of the device's provisional update of host-owned weights during backward; 0 disables it. "auto" takes the size of the
     update that AdamW would have made of the gradient by then; see `lightning_zenflow.core.schedule`."""
 
+    offload_ratio: _Share = _key(1.0, unit="fraction of the optimizer states")
+    """Share of the optimizer states in host memory. The device holds and updates the others, 12 bytes a parameter and the gradient's: those
+    of the layers whose gradients arrive last, which are never late. Their weights are AdamW's, with the same bits."""
+
     auto_ratio: Annotated[_Share, AfterValidator(_without_effect)] = _key(0.99, changes_numbers=False)
     """A key of DeepSpeed's ZenFlow without effect: measured times choose S, and max_update_interval bounds it."""
 
@@ -188,6 +192,11 @@ class ZenFlowConfig(BaseModel):
                     f"ZenFlowConfig: {name} must be {value!r} or 'auto' where parameters are in host memory, got {given!r}; leave it out:"
                     " every step then ends with AdamW's weights, and nothing is approximated"
                 )
+        if self.offload_ratio != 1:
+            raise ValueError(
+                f"ZenFlowConfig: offload_ratio must be 1 where parameters are in host memory, got {self.offload_ratio!r}; leave it out:"
+                " new weights would need a second way down"
+            )
         not_late |= dict.fromkeys(_OF_LATE_WEIGHTS, 0)
         return self.model_copy(update={**not_late, "clip_prediction": self.clip_prediction is True})
 
@@ -204,6 +213,8 @@ class ZenFlowConfig(BaseModel):
             "max_update_interval": intervals[-1],
             "publish_lag": lags[0] if len(lags) == 1 else "auto",
             "clip_prediction": self.predicts_clipping and self.submits_in_backward,
+            # Where no weight is late and all factors are true, no bit depends on the owner.
+            "offload_ratio": 1.0 if self.is_immediate and not self.predicts_clipping else self.offload_ratio,
             **asdict(self.compensation),
         }
 

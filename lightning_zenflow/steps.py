@@ -199,7 +199,8 @@ class LoopSteps:
         if not self.engine.module.training:
             self._trained.optimizer.sleep.refuse(reads=["lp_params"])
             self.meter.pause()
-            self.flush()
+            self.make_exact(lays_down=False)
+            self._check_saves()
         elif torch.is_grad_enabled() and not self._training.in_update.is_active:
             self.meter.resume()
             self._training.before_forward()
@@ -209,15 +210,15 @@ class LoopSteps:
         self.make_exact()
         self._check_saves()
 
-    def make_exact(self) -> None:
-        """As `flush`, before a save, which raises errors of the one before."""
+    def make_exact(self, *, lays_down: bool = True) -> None:
+        """As `flush`, before a save, which raises errors of the one before, or, without `lays_down`, before weights are read."""
         step = self._training.steps
         if step.is_complete and not (self.was_interrupted or step.was_interrupted):
             raise RuntimeError(
                 f"weights are read between {self._calls.backward} and optimizer.step: call `optimizer.step()` before, or"
                 " `optimizer.zero_grad()` to drop the gradients"
             )
-        self._trained.flush()
+        self._trained.flush(lays_down=lays_down)
 
     @contextmanager
     def backward(self, module: Module | None) -> Iterator[None]:

@@ -127,7 +127,8 @@ class TrainerCheckpoints:
             callbacks.insert(0, self._callback)
 
     def _flush_before(self, *_: Any) -> None:
-        self.flush()
+        self._make_exact(lays_down=False)
+        self._checkpoints.check()
 
     def _save_after(self, *_: Any) -> None:
         self.saves.end_batch()
@@ -204,7 +205,7 @@ class TrainerCheckpoints:
         self._make_exact()
         self._checkpoints.check()
 
-    def _make_exact(self) -> None:
+    def _make_exact(self, *, lays_down: bool = True) -> None:
         if (trained := self._checkpoints.trained) is None:
             return
         if trained.training.steps.has_gradients and self.saves.in_batch and not self.ends_with_error:
@@ -213,7 +214,7 @@ class TrainerCheckpoints:
                 " drop: call it in `on_train_batch_end`, or behind `optimizer.step` in manual optimization"
             )
         with self.saves.undisturbed():
-            trained.flush()
+            trained.flush(lays_down=lays_down)
 
     def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any, *, as_file: bool) -> None:
         """Saves the exact state after the last step (`Checkpoints.save`), as one file or DeepSpeed's folder; where it must wait, later."""

@@ -103,7 +103,7 @@ class Training:
         self._engine.refuse_use()
         # What is written between two backward passes of a step is for the next of them, and may be put back before `complete`.
         if self.steps.micro_batches == 0 and self.written.look():
-            self.flush()
+            self.flush(lays_down=False)
         if self.steps.was_interrupted and not self.closed:
             self.flush()  # on this rank alone, perhaps: then a later collective of the ranks times out
         if self.steps.micro_batches == 0:
@@ -148,7 +148,7 @@ class Training:
         """`ZenFlowStep.complete`: updates begin. What is still written then is taken over before."""
         if self.steps.micro_batches and not self.steps.is_complete:
             if self.written.look():
-                self.flush()
+                self.flush(lays_down=False)
             self.steps.complete()
 
     def gradient_norm(self) -> Tensor:
@@ -183,7 +183,7 @@ class Training:
             self.telemetry.followed_steps += 1
             if self.telemetry.followed_steps == FOLLOWED + 1:
                 rank_zero_info("ZenFlow: weights are written in place time and again: each step waits for its updates")
-            self.flush()
+            self.flush(lays_down=False)
         self.written.note(behind_step=True)
         return StepResult(scale.norm, finite)
 
@@ -198,9 +198,10 @@ class Training:
         self.in_update.end()
         self.taken.clear()
 
-    def flush(self) -> None:
-        """Makes arena and weights the exact state of all steps so far; drops the gradients of a step that is complete. WorkerError if the
-        exact state is lost: the worker has ended, or an interrupted step has been submitted to it.
+    def flush(self, *, lays_down: bool = True) -> None:
+        """Makes arena and weights the exact state of all steps so far; drops the gradients of a step that is complete. Without `lays_down`
+        the arena may lack what the device owns: for who only reads weights. WorkerError if the exact state is lost: the worker has ended,
+        or an interrupted step has been submitted to it.
         """
         if self.is_elsewhere:
             raise RuntimeError(
@@ -215,11 +216,11 @@ class Training:
         self._engine.join_reads()
         self.in_update.end()
         # A flush leaves writes to exact weights as they are: the next forward pass looks for them.
-        if changes := not self.steps.is_exact:
+        if changes := not self.steps.is_flushed:
             self.written.look()
             self.written.begin_updates()
         try:
-            self.steps.flush()
+            self.steps.flush(lays_down=False)
         except WorkerError:
             # The caller may end with another error, and nothing else would end the worker.
             self.end(keep_state=False)
@@ -229,6 +230,8 @@ class Training:
             self.steps.state_written()
         if changes or has_written:
             self.written.note()
+        if lays_down:
+            self.steps.flush()
 
     def state_dict(self) -> dict[str, Any]:
         """State of the run besides AdamW's (`ZenFlowStep.state_dict`); right after a flush."""
@@ -281,6 +284,8 @@ class Training:
                 self.written.note()
                 with suppress(RuntimeError):
                     self.flush()
+            if worker is not None and self.steps.is_flushed:
+                self.steps.flush()
             keep_state = self.steps.is_exact
         if self._worker is not None:
             if keep_state:
@@ -290,6 +295,7 @@ class Training:
             self._worker = None
         if not keep_state:
             self.host_state.clear()
+        self.parts.residents.close()
         rank.arena.close(keep_state=keep_state, take_weights=self._engine.take_weights)
         if worker is not None:
             self._engine.has_ended()

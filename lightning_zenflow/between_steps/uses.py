@@ -40,7 +40,7 @@ class WrittenWeights:
         self._calls, self._piece_of = calls, part.piece_of
         self._names, self._parameters = list(part.parameters), list(part.parameters.values())
         self._numels = [shape.numel() for shape in part.shapes.values()]
-        self._slices = {s.parameter: s for s in parts.rank.partition.slices}
+        self._slices = {s.parameter: index for index, s in enumerate(parts.rank.partition.slices)}
         self._followed_until, self._found = 0, False
         self._kept = dict[int, Tensor]()
         self._compared: tuple[AsyncHostCopy, set[int]] | None = None
@@ -113,7 +113,7 @@ class WrittenWeights:
         schedule = self._jobs.schedule
         # Whether the weights were those of all steps before. Behind a change of the schedule, gradients may be late from before it.
         nothing_late = self._jobs.shows_exact and (schedule.update_interval, schedule.publish_lag) == (1, 0)
-        if found and not (self._steps.is_exact or nothing_late):
+        if found and not (self._steps.is_flushed or nothing_late):
             self._refuse(
                 found,
                 "in place while updates of it are pending: call the strategy's `flush()` before the first write, or set"
@@ -131,11 +131,14 @@ class WrittenWeights:
     @torch.no_grad()
     def take_over(self) -> bool:
         """Makes what `look` has found the model's weights and, where elements differ, the master weights; right after a flush."""
-        for number, theirs in self._kept.items():
-            s = self._slices[number]
-            master = self._rank.arena.master.narrow(0, s.begin, s.numel)
-            master.copy_(torch.where(theirs == master.to(theirs.dtype), master, theirs.to(master.dtype)))
-            self._weights(number).copy_(theirs)
+        if self._kept:
+            self._steps.write_by_owners()
+        for number, written in self._kept.items():
+            masters = list(self._rank.masters_of(self._slices[number]))
+            for master, part in zip(masters, torch.split(written, list(map(len, masters))), strict=True):
+                theirs = part.to(master.device)
+                master.copy_(torch.where(theirs == master.to(theirs.dtype), master, theirs.to(master.dtype)))
+            self._weights(number).copy_(written)
         found, self._found, self._kept = self._found, False, {}
         return found
 
@@ -181,7 +184,7 @@ class WrittenWeights:
         return {number for number, other in zip(self._slices, differs.tolist(), strict=True) if other}
 
     def _weights(self, number: int) -> Tensor:
-        s = self._slices[number]
+        s = self._rank.partition.slices[self._slices[number]]
         return self._rank.weights_at(s.param_group, s.begin, s.numel)
 
     def _sum(self) -> Tensor:

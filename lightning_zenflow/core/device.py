@@ -6,6 +6,7 @@ tests add one that records the order of all operations.
 
 import functools
 import logging
+import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -93,9 +94,13 @@ class HostRuntime:
     def forget_peak(self) -> None:
         """Lets the peak of the device's memory begin anew."""
 
+    def room(self) -> float:
+        """Bytes that the device has had free at the peak since `forget_peak`, but for a reserve."""
+        return math.inf
+
     def has_room(self, n_bytes: float) -> bool:
         """Whether the device has had `n_bytes` free at the peak since `forget_peak`. To be asked when a step has had its peak."""
-        return True
+        return self.room() >= n_bytes
 
     def pci_address(self) -> str | None:
         """For example "0000:3b:00.0"; None: not known."""
@@ -165,10 +170,10 @@ class CudaRuntime(HostRuntime):
         torch.cuda.reset_peak_memory_stats(self.device)
 
     @override
-    def has_room(self, n_bytes: float) -> bool:
+    def room(self) -> float:
         free, total = torch.cuda.mem_get_info(self.device)
         at_peak = free + torch.cuda.memory_reserved(self.device) - torch.cuda.max_memory_allocated(self.device)
-        return at_peak >= n_bytes + _RESERVE * total
+        return at_peak - _RESERVE * total
 
     @override
     def pci_address(self) -> str | None:

@@ -165,6 +165,13 @@ def _split(content: dict[str, Any], origin: str) -> tuple[dict[str, Any], dict[s
     # DeepSpeed's own result; all other keys of its ZenFlow are those of `ZenFlowConfig`.
     keys = {key: value for key, value in (block or {}).items() if key != "steps_per_epoch"}
     check_keys(keys, KEYS, where)
+    # DeepSpeed's key for the same share, under stage 3 only.
+    ratio = _flat(content).get("zero_optimization.offload_optimizer.ratio")
+    if ratio is not None and keys.setdefault("offload_ratio", ratio) != ratio:
+        raise MisconfigurationException(
+            f"{origin}: zero_optimization.offload_optimizer.ratio must be absent beside zero_optimization.zenflow.offload_ratio,"
+            f" got {ratio!r} and {keys['offload_ratio']!r}"
+        )
     return keys, content
 
 

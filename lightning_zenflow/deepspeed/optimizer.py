@@ -87,6 +87,7 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
         part = RankPart(
             optimizer=self.optimizer,
             groups=groups,
+            module_order=list(self.param_names.values()),
             shapes=shapes,
             slices=slices_of(self.layouts, shapes, dist.get_rank(group=self.dp_process_group)),
             # Under stage 3 that on which parameters are gathered, and not that of a piece.

@@ -50,6 +50,9 @@ class Sleep:
         parts = self._training.parts
         if new and new == self.away and (sums := parts.fill.accumulation.release()) is not None:
             self._copy(sums, pin_memory=pin_memory)
+        if new & {OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params}:
+            parts.residents.release()
+            self._undo.append(parts.residents.load)
         if OffloadStateTypeEnum.lp_params in new:
             ownership = parts.ownership
             # Without values, which are the arena's.

@@ -187,10 +187,10 @@ class TrainedEngine:
         self.ending.callback(self.optimizer.destroy)
         self.ending.enter_context(pickled_as_before([*model.modules(), *model.parameters()]))
 
-    def flush(self) -> None:
-        """Makes weights and optimizer states exact; nothing when training has ended. All ranks call it together."""
+    def flush(self, *, lays_down: bool = True) -> None:
+        """Makes weights and optimizer states exact (`Training.flush`); nothing when training has ended. All ranks call it together."""
         if not self.training.closed:
-            self.training.flush()
+            self.training.flush(lays_down=lays_down)
 
     def give_back(self) -> None:
         """Gives the user's optimizer back, behind the end of the worker; saves go on with what it had in training."""

@@ -93,6 +93,9 @@ class Destination:
 ColumnWrite = tuple[Tensor, Selection]
 """A matrix, [rows, width], contiguous, model dtype, and what is written to it; the entries are read at each write."""
 
+Once = tuple[Tensor, int]
+"""Words of `Kernels.words_of_adamw`, and the number of a step, from 1: a pass that finds the number in its word has been made before."""
+
 Copies = AbstractContextManager[None]
 """Context in which slots are written, on a stream of its own if the device has streams."""
 
@@ -227,8 +230,22 @@ class Kernels:
         values = torch.sub(weights.float(), torch.where(factors.finite, update, 0.0), out=update)
         round_stochastically_(weights, values, noise)
 
+    adamw_is_repeatable = False
+    """Whether `adamw_` heeds `once`; by torch's operations an exception may cut it."""
+
+    def words_of_adamw(self, numel: int, device: torch.device) -> Tensor:
+        """New words for `adamw_` on `numel` elements: int32, on the device."""
+        return torch.zeros(1, dtype=torch.int32, device=device)
+
     def adamw_(
-        self, state: Tensor, gradient: Tensor, weights: Tensor, h: GroupHyperparameters, scale: StepScale
+        self,
+        state: Tensor,
+        gradient: Tensor,
+        weights: Tensor,
+        h: GroupHyperparameters,
+        scale: StepScale,
+        *,
+        once: Once | None = None,
     ) -> None:
         """Applies one exact step in place; the device itself decides whether the step is applied.
 
@@ -237,7 +254,7 @@ class Kernels:
         w <- (1 - lr weight_decay) w - lr / (1 - beta1^s) * m / (sqrt(v / (1 - beta2^s)) + eps).
 
         `state` is [3, n] float32: master weights, first and second moments. Gradient and weights are [n], model dtype. The weights receive
-        the rounded master weights, and may be the gradient.
+        the rounded master weights, and may be the gradient. With `once` a second call for the same step changes nothing.
         """
         (master, exp_avg, exp_avg_sq), finite = state, scale.finite
         one = torch.ones_like(scale.count)
@@ -307,9 +324,18 @@ class CpuKernels(Kernels):
         columns = torch.linalg.vector_norm(gradient, dim=0, keepdim=True, dtype=torch.float32)
         return SquaredNorms(parts=total, per_axis=(squared_norms, columns.square_()))
 
+    adamw_is_repeatable = True
+
     @override
     def adamw_(
-        self, state: Tensor, gradient: Tensor, weights: Tensor, h: GroupHyperparameters, scale: StepScale
+        self,
+        state: Tensor,
+        gradient: Tensor,
+        weights: Tensor,
+        h: GroupHyperparameters,
+        scale: StepScale,
+        *,
+        once: Once | None = None,
     ) -> None:
         if not scale.finite:
             weights.copy_(state[0])
@@ -320,6 +346,7 @@ class CpuKernels(Kernels):
             *(_address(gradient, dtype), _address(weights, dtype, n), n),
             *(ctypes.pointer(Hyperparameters(**vars(h))), int(scale.count), float(scale.factor)),
             *(DATA_TYPES[dtype], _n_threads(n, n)),
+            *((None, 0) if once is None else (once[0].data_ptr(), once[1])),
         )
 
 
@@ -333,7 +360,8 @@ def _library() -> ctypes.CDLL:
     pointer, int64, uint32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
     library.zenflow_route.argtypes = [pointer, int64, int64, pointer, pointer, uint32, int64]
     tensors, hyperparameters = [pointer] * 5, ctypes.POINTER(Hyperparameters)
-    library.zenflow_adamw.argtypes = [*tensors, int64, hyperparameters, int64, ctypes.c_float, uint32, int64]
+    coefficients = hyperparameters, int64, ctypes.c_float
+    library.zenflow_adamw.argtypes = [*tensors, int64, *coefficients, uint32, int64, pointer, ctypes.c_int32]
     return library
 
 

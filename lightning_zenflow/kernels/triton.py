@@ -24,6 +24,7 @@ from lightning_zenflow.kernels.base import (
     Destination,
     Factors,
     Kernels,
+    Once,
     RoundingNoise,
     SecondMoment,
     Selection,
@@ -119,9 +120,22 @@ class TritonKernels(Kernels):
             enable_fp_fusion=False,
         )  # fmt: skip
 
+    adamw_is_repeatable = True
+
+    @override
+    def words_of_adamw(self, numel: int, device: torch.device) -> Tensor:
+        return torch.zeros(_adamw_programs(numel), dtype=torch.int32, device=device)
+
     @override
     def adamw_(
-        self, state: Tensor, gradient: Tensor, weights: Tensor, h: GroupHyperparameters, scale: StepScale
+        self,
+        state: Tensor,
+        gradient: Tensor,
+        weights: Tensor,
+        h: GroupHyperparameters,
+        scale: StepScale,
+        *,
+        once: Once | None = None,
     ) -> None:
         if h.weight_decay == 0:
             decay, decay_factor = device.NO_DECAY, 0.0
@@ -130,10 +144,10 @@ class TritonKernels(Kernels):
         else:
             decay, decay_factor = device.DECAY_OF_GRADIENT, h.weight_decay
         step_size, inv_sqrt_bias_correction2 = scale.coefficients(h)
-        device.adamw[(triton.cdiv(gradient.numel(), device.BLOCK.value),)](
+        device.adamw[(_adamw_programs(gradient.numel()),)](
             *state, gradient, weights, gradient.numel(),
             scale.factor, scale.finite, step_size, inv_sqrt_bias_correction2,
-            h.beta1, 1 - h.beta1, h.beta2, 1 - h.beta2, h.eps, decay_factor,
+            h.beta1, 1 - h.beta1, h.beta2, 1 - h.beta2, h.eps, decay_factor, *(once or (None, 0)),
             decay=decay.value, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -182,6 +196,10 @@ def _tables(writes: Sequence[ColumnWrite]) -> tuple[Tensor, Tensor]:
     return torch.tensor(rows, dtype=torch.int64, device="cpu"), programs
 
 
+def _adamw_programs(numel: int) -> int:
+    return int(triton.cdiv(numel, device.BLOCK.value))
+
+
 def _copy_programs(n_rows: int, n_selected: int) -> int:
     return int(triton.cdiv(n_rows, device.COPY_ROWS.value) * triton.cdiv(n_selected, device.COPY_COLUMNS.value))
 
@@ -201,7 +219,9 @@ def kernels_that_run(device: torch.device) -> TritonKernels:
     kernels.column_writer([(matrix, selection)])()
     h = GroupHyperparameters(lr=0.0, beta1=0.5, beta2=0.5, eps=1.0, weight_decay=0.0, decoupled=True)
     scale = StepScale(factor=one, finite=one.bool(), norm=one, count=one.double())
-    kernels.adamw_(torch.zeros(3, 4, dtype=torch.float32, device=device), matrix.view(-1), matrix.view(-1), h, scale)
+    state, weights = torch.zeros(3, 4, dtype=torch.float32, device=device), matrix.view(-1)
+    for once in (None, (kernels.words_of_adamw(4, device), 1)):
+        kernels.adamw_(state, weights, weights, h, scale, once=once)
     norms_so_far = GradientNorms(1, device)
     norms_so_far.open(1, max_norm=1.0, loss_scale=1.0)
     kernels.block_word(norms_so_far, 0)

@@ -178,16 +178,18 @@ def provisional_update(
     tl.store(weights + begin + offsets, new, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"])
 def adamw(
     master, exp_avg, exp_avg_sq, gradient, weights, n,
     factor, finite, step_size, inv_sqrt_bias_correction2,
-    beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay_factor,
+    beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay_factor, done, step,
     decay: tl.constexpr,
 ):  # fmt: skip
-    """`Kernels.adamw_`, for adjacent elements."""
+    """`Kernels.adamw_`, for adjacent elements; `done` has an int32 for each program, or is None."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside, applies = i < n, tl.load(finite)
+    if done is not None:
+        inside = inside & (tl.load(done + tl.program_id(0)) != step)
     old_w = tl.load(master + i, mask=inside, other=0.0)
     old_m = tl.load(exp_avg + i, mask=inside, other=0.0)
     old_v = tl.load(exp_avg_sq + i, mask=inside, other=0.0)
@@ -205,6 +207,10 @@ def adamw(
     tl.store(exp_avg + i, tl.where(applies, m, old_m), mask=inside)
     tl.store(exp_avg_sq + i, tl.where(applies, v, old_v), mask=inside)
     tl.store(weights + i, w.to(weights.dtype.element_ty), mask=inside)
+    if done is not None:
+        # Several threads may have read what one of them writes.
+        tl.debug_barrier()
+        tl.store(done + tl.program_id(0), step)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Construction of a rank's components; what the engine around a training gives and is asked for."""
 
 import gc
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.device import PAGE_BYTES, SideStream
+from lightning_zenflow.core.device import PAGE_BYTES, SideStream, runtime_of
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.core.partition import Partition, Slice, build_partition, row_length
+from lightning_zenflow.core.partition import STATE_BYTES, Partition, Slice, build_partition, row_length
 from lightning_zenflow.core.process import in_common, raise_together, raising_together
 from lightning_zenflow.core.schedule import (
     StaggeredSchedule,
@@ -36,6 +37,7 @@ from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.plan import Planner, ScheduleControl, SchedulePolicy
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
 from lightning_zenflow.offload.rank_state import Blocks, RankState
+from lightning_zenflow.offload.resident import Residents, last_arrivals
 from lightning_zenflow.offload.run_state import HostState, StepParts
 from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
@@ -77,6 +79,14 @@ class RankPart:
     """In place: frees the memory of the model's weights, when the arena has master weights and before the rest of it takes memory."""
     group: dist.ProcessGroup | None
     """Data-parallel ranks; None: this one alone, without `torch.distributed`."""
+    module_order: Sequence[str] | None = None
+    """Names of parameters, these among others, in the order of the module, which backward reverses; None: that of `groups`."""
+
+    @property
+    def positions(self) -> list[int]:
+        """Place of each parameter, as `Slice.parameter` counts, in the module's order."""
+        places = {name: place for place, name in enumerate(self.module_order or self.parameters)}
+        return [places[name] for name in self.parameters]
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -191,10 +201,13 @@ def build(config: ZenFlowConfig, part: RankPart, resources: RankResources) -> tu
     policy = _agree(config, candidates, lambda some: arena_bytes(partition, sizes_for(some)), resources.ranks_on_host)
     # For every schedule that the configuration allows: what is not used takes no memory.
     sizes = sizes_for(candidates)
+    n_residents = round((1 - config.offload_ratio) * len(partition.blocks))
+    order = last_arrivals(partition, part.positions, n_residents)
+    _refuse_lack_of_device_memory(config, partition, order, part)
     # Outermost, so that ranks that have built their parts release them if another one has not.
     with ExitStack() as undo:
         with raising_together(RuntimeError):
-            parts, host_state = _make(config, part, resources, partition, sizes, policy, undo)
+            parts, host_state = _make(config, part, resources, partition, sizes, policy, order, undo)
         undo.pop_all()
     rank_zero_info(_description(config, parts.rank, policy.schedule, resources.cores))
     return parts, host_state
@@ -225,6 +238,27 @@ def _agree(
     return policy
 
 
+def _refuse_lack_of_device_memory(
+    config: ZenFlowConfig, partition: Partition, residents: Sequence[int], part: RankPart
+) -> None:
+    """Raises MisconfigurationException on all ranks if the device of one has no memory for its `residents`, numbers of blocks in order."""
+    runtime = runtime_of(part.device)
+    # That of the engine's start.
+    runtime.forget_peak()
+    room, n_bytes, sizes = max(0.0, runtime.room()), STATE_BYTES + part.weights[0].dtype.itemsize, [0]
+    for block in map(partition.blocks.__getitem__, residents):
+        sizes.append(sizes[-1] + (block.end - block.begin) * n_bytes)
+    problem = None
+    if sizes[-1] > room:
+        n_fitting = max(n for n, size in enumerate(sizes) if size <= room)
+        least = math.ceil(100 * (1 - n_fitting / len(partition.blocks))) / 100
+        problem = MisconfigurationException(
+            f"offload_ratio must be at least {least:g} here, where {room / 2**30:.1f} GiB of device memory are free before the first step,"
+            f" got {config.offload_ratio:g}, which takes {sizes[-1] / 2**30:.1f} GiB; leave room for activations as well"
+        )
+    raise_together(problem, MisconfigurationException)
+
+
 def _make(
     config: ZenFlowConfig,
     part: RankPart,
@@ -232,9 +266,10 @@ def _make(
     partition: Partition,
     sizes: ArenaSizes,
     policy: SchedulePolicy,
+    residents: Sequence[int],
     undo: ExitStack,
 ) -> tuple[StepParts, HostState]:
-    """Makes the components, in the order in which one needs another; `undo` releases them."""
+    """Makes the components, in the order in which one needs another; `undo` releases them. `residents` are numbers of blocks."""
     cores = resources.cores.cores
     arena = Arena(partition, sizes, device=part.device, cores=cores)
     undo.callback(arena.close, keep_state=False)
@@ -273,6 +308,8 @@ def _make(
         in_backward=config.submits_in_backward,
         verifies=config.submits_in_backward and not config.predicts_clipping,
     )
+    on_device = Residents(rank, residents)
+    jobs.follow_owners()
     if part.in_place:
         # Their memory has been reserved by now.
         for of_group, begin in zip(weights, partition.group_begins, strict=True):
@@ -304,6 +341,7 @@ def _make(
         rank=rank,
         jobs=jobs,
         ownership=ownership,
+        residents=on_device,
         provisional=provisional,
         fill=fill,
         selector=selector,

@@ -173,7 +173,8 @@ class DeviceColumns:
         self._tiles: dict[int, OwnedTile] = {}  # by number
         for number, tile in enumerate(partition.tiles):
             of_tile, k = _within(columns[tile.slice], tile, partition.slices[tile.slice].columns)
-            if tile.slice in kinds and k > 0:
+            # All of a resident block is updated at once.
+            if tile.slice in kinds and k > 0 and rank.blocks.of_tile[number].resident is None:
                 group = self._groups.index(kinds[tile.slice])
                 self._tiles[number] = OwnedTile(tile=tile, group=group, begin=numels[group], columns=of_tile, k=k)
                 numels[group] += tile.rows * k

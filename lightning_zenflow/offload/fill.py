@@ -53,7 +53,7 @@ class Accumulation:
                 self._jobs.acquire(self._rank.blocks.of_slice[slice_index], step)
             for begin, slot in self._jobs.slots.views_of_slice(slice_index):
                 slot.copy_(gradient.narrow(0, begin, slot.numel()), non_blocking=True)
-                self._rank.telemetry.d2h_bytes += slot.nbytes
+            self._rank.telemetry.d2h_bytes += self._host_bytes(slice_index)
         elif slice_index in self.pending:
             self.sum(slice_index).add_(gradient)
         else:
@@ -82,8 +82,11 @@ class Accumulation:
         total = torch.empty(s.numel, dtype=rank.dtype, device=rank.device)
         for begin, slot in self._jobs.slots.views_of_slice(slice_index):
             total.narrow(0, begin, slot.numel()).copy_(slot, non_blocking=True)
-            rank.telemetry.h2d_bytes += slot.nbytes
+        rank.telemetry.h2d_bytes += self._host_bytes(slice_index)
         return total
+
+    def _host_bytes(self, slice_index: int) -> int:
+        return self._rank.host_bytes(self._rank.partition.tiles_by_slice[slice_index])
 
 
 class Vectors(NamedTuple):
@@ -146,7 +149,7 @@ class VectorGradients:
         runs = [run for block in blocks for run in block.runs]
         slots = [self._slots.view(first).as_strided((of_run.numel(),), (1,)) for first, of_run in runs]
         torch._foreach_copy_(slots, [of_run for _, of_run in runs], non_blocking=True)
-        self._rank.telemetry.d2h_bytes += values.nbytes
+        self._rank.telemetry.d2h_bytes += self._rank.host_bytes(tile for block in blocks for tile, _ in block.tiles)
         targets, sources = [], []
         for block in blocks:
             for tile, gradient in block.tiles:
@@ -296,7 +299,7 @@ class Fill:
             return self._vectors.of_slice[slice_index]
         # The copies to the slots.
         runtime_of(self._rank.device).synchronize()
-        return torch.cat([slot for _, slot in self._jobs.slots.views_of_slice(slice_index)])
+        return torch.cat([slot.to(self._rank.device) for _, slot in self._jobs.slots.views_of_slice(slice_index)])
 
     def squared_norm(self, slice_index: int) -> Tensor:
         """Squared norm of `gradient`: 0-D float64 on the device. Waits for nothing where the gradient is on the device or was measured."""
@@ -332,12 +335,13 @@ class Fill:
             destinations = self._destinations(parts)
             late = []
             if may_be_late and rows > 1:
-                late = list(zip((self._rank.blocks.of_tile[tile] for tile, _ in parts), destinations, strict=True))
+                of_tiles = zip((self._rank.blocks.of_tile[tile] for tile, _ in parts), destinations, strict=True)
+                late = [(block, destination) for block, destination in of_tiles if block.resident is None]
             per_axis = column_norms is not None or bool(late)
             norms = self._rank.kernels.route(
                 matrix, destinations, per_axis=per_axis, copies=self._rank.d2h.behind(reads=matrix)
             )
-            self._rank.telemetry.d2h_bytes += matrix.nbytes
+            self._rank.telemetry.d2h_bytes += self._rank.host_bytes(tile for tile, _ in parts)
             parts_of_norm.append(norms.parts)
             if column_norms is not None:
                 column_norms.of_parameter[s.parameter].narrow(0, first_column, width).add_(norms.columns)
@@ -381,6 +385,8 @@ class Fill:
         knows_factor = self._jobs.verification.may_speculate if self._speculates else self.norms.knows_last
         has_factor = inputs.max_norm == 0 or knows_factor
         for block in blocks:
+            if block.resident is not None:
+                continue
             if submits := has_factor and self._jobs.can_submit_in_backward(block, context.number):
                 self._jobs.acquire([block], context.number)
                 self.norms.add(self._vectors.fill([block], self.arrived))

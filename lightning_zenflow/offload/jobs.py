@@ -74,8 +74,7 @@ class JobQueue:
         self.schedule = StaggeredSchedule.of(
             schedule, n_blocks=len(rank.blocks), in_backward=self._in_backward, in_place=rank.in_place
         )
-        blocks, phases = rank.blocks, range(schedule.update_interval)
-        self._closing = [[blocks[number] for number in self.schedule.closing_blocks(phase)] for phase in phases]
+        self.follow_owners()
         self._prediction_steps = lru_cache(partial(self._compensation.prediction_steps, schedule))  # by beta1
         # Windows of the S before may still be open, and jobs of the d before in flight.
         self._longest = max(self._longest, schedule.update_interval)
@@ -87,6 +86,12 @@ class JobQueue:
             rank.arena.reserve(n_slots=n_slots, n_publish_buffers=n_buffers, touch=self._worker.touch)
         self.slots.grow(n_slots)
         self.in_flight.grow_buffers(n_buffers)
+
+    def follow_owners(self) -> None:
+        """Gives jobs to the blocks that the host owns, from the next submission on; right after a flush, or where no owner has changed."""
+        self._hosted = [block for block in self._rank.blocks if block.resident is None]
+        of_phases = map(self.schedule.closing_blocks, range(self.schedule.update_interval))
+        self._closing = [[block for block in self._hosted if block.number in numbers] for numbers in of_phases]
 
     def open(self, step: int) -> None:
         """Phase *open*."""
@@ -101,7 +106,7 @@ class JobQueue:
         submission. So of the collectives that jobs wait for, the first is enqueued on every rank.
         """
         for block in blocks:
-            if block.slot is None:
+            if block.slot is None and block.resident is None:
                 while not self.slots.free:
                     if not self.in_flight.read_answer("slot"):
                         self._commit_early(step)
@@ -125,7 +130,7 @@ class JobQueue:
         closing, due_step, self._ahead = self._closing_at(step), self._due_step(step), self._steps_ahead(groups)
         if context.synchronous:
             # All windows close, and are published exactly in this step.
-            closing, due_step, self._ahead = self._rank.blocks, step, 0.0
+            closing, due_step, self._ahead = self._hosted, step, 0.0
         again: Sequence[Block] = ()
         if self._verifies:
             as_shown, is_awaited = groups == context.inputs.groups, bool(closing) and due_step == step
@@ -189,7 +194,7 @@ class JobQueue:
         self.in_flight.forget_overwritable()
         if self._rank.in_place:
             self._wait_for_readers()
-        for block in self._rank.blocks:
+        for block in self._hosted:
             self._submit(block, due_step=step, cause="flush")
         self.in_flight.publish(step, "flush", due_only=False)
         self.verification.end()

@@ -98,7 +98,7 @@ class ProvisionalUpdate:
     ) -> None:
         """Updates the weights of a slice that it `applies_to`: now, or after the publish of a job in flight. The gradient, [rows, columns],
         is of the slice's full rows; its memory may be reused after the work that this call enqueues. `late` has for each of their tiles the
-        block, and the part of the rows with the gradient's slot.
+        block, and the part of the rows with the gradient's slot, but for resident blocks.
         """
         step, schedule = context.number, context.schedule
         rows, h = self._rows[slice_index], context.inputs.groups[self._rank.partition.slices[slice_index].param_group]
@@ -112,7 +112,8 @@ class ProvisionalUpdate:
             # The age: gradients that the block's weights lack, this one included.
             age = step - self._exact_for.setdefault(block, step - 1)
             of_tiles.append((age, block.is_overwritten))
-        if len(set(of_tiles)) == 1 and not of_tiles[0][1]:
+        is_whole = sum(place.slot.numel() for _, place in late) == rows.numel()
+        if is_whole and len(set(of_tiles)) == 1 and not of_tiles[0][1]:
             self._apply(whole, of_tiles[0][0], schedule)
             return
         for (block, place), (age, is_overwritten) in zip(late, of_tiles, strict=True):

@@ -3,7 +3,7 @@ and the inputs of the open step.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 
 if TYPE_CHECKING:
     from lightning_zenflow.offload.columns import ColumnSquaredNorms
+    from lightning_zenflow.offload.resident import ResidentBlock
 
 _MAX_VIEWS = 1 << 16
 """Of tiles in slots that are kept, some 50 MB: long windows of large models have more of them."""
@@ -126,6 +127,8 @@ class Block:
     """Its open window; None: every gradient has been submitted."""
     jobs: deque[Job] = field(default_factory=deque)
     """Jobs that are not published yet, in the order of their submission."""
+    resident: "ResidentBlock | None" = None
+    """Owner of its state, on the device: then it has no slot, window or job. None: the host is, in the arena. `Residents` changes it."""
 
     def fill(self, step: int) -> Window:
         """Adds the gradient of the open step, which is in the block's slot, to its window; returns the window."""
@@ -227,6 +230,20 @@ class RankState:
         for weights in self.weights:
             weights.data = weights.new_empty(0)
 
+    def host_bytes(self, tiles: Iterable[int]) -> int:
+        """Bytes of a gradient of those of the tiles whose blocks the host owns."""
+        hosted = (tile for tile in tiles if self.blocks.of_tile[tile].resident is None)
+        return sum(self.partition.tiles[tile].numel for tile in hosted) * self.dtype.itemsize
+
+    def masters_of(self, slice_index: int) -> Iterator[Tensor]:
+        """Master weights of a slice in its owners' memory, as views whose concatenation is the slice's, float32."""
+        for block in self.blocks.of_slice[slice_index]:
+            _, begin, end = block.slices[slice_index]
+            if block.resident is None:
+                yield self.arena.master[begin:end]
+            else:
+                yield block.resident.state[0, begin - block.begin : end - block.begin]
+
     def weights_at(self, param_group: int, begin: int, numel: int) -> Tensor:
         """View [numel] of the model's weights, all of one parameter group; `begin` is counted over the partition."""
         return self.weights[param_group].narrow(0, begin - self.partition.group_begins[param_group], numel)
@@ -276,10 +293,12 @@ class SlotPool:
 
     def view(self, tile_index: int) -> Tensor:
         """Destination of a tile's gradient in the slot that its block has acquired: [rows, width], model dtype, host memory (page-locked
-        for a CUDA device); to be written in stream order.
+        for a CUDA device), or on the device where the block is resident; to be written in stream order.
         """
         # Views are cached: every step asks for as many as there are tiles, and a new one takes six times as long.
         block = self._rank.blocks.of_tile[tile_index]
+        if block.resident is not None:
+            return block.resident.slot(tile_index, self._rank.partition.tiles[tile_index])
         assert block.slot is not None, "`acquire` comes before"
         slot = block.slot
         view = self._views.get((tile_index, slot))

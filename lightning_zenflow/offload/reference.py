@@ -6,8 +6,9 @@ every step, for each parameter group. Source: ZenFlow, arXiv 2505.12242, section
 
 **The shown weights.** ZenFlow decides only which step's exact weight the model shows, for each element:
 
-* *Device-owned* elements show w_t after each step t. In a matrix, viewed as [out, rest], these are the columns of the largest importance,
-  the squared norm of the column's gradient: the share `topk_ratio` of them, at least one. Vectors are device-owned as a whole.
+* *Device-owned* elements show w_t after each step t. These are all elements of *resident* blocks; of the others in a matrix, viewed as
+  [out, rest], the columns of the largest importance, the squared norm of the column's gradient: the share `topk_ratio` of them, at least
+  one. Vectors are device-owned as a whole.
 * *Host-owned* elements are all others. All elements are divided into blocks. The window of block b closes in the steps t with t = b modulo
   S, and becomes a *job*, which applies the window's S gradients, to device-owned elements too. The job is published at the end of step
   t + d: the block's host-owned elements show w_t until its next job is published.
@@ -129,6 +130,7 @@ class SynchronousZenFlow:
         topk_ratio: share of the columns that the device owns; 0: the host owns all elements.
         warm_up: applied steps at the start that are synchronous.
         max_norm: C; 0: no clipping.
+        resident: for each parameter, the elements of resident blocks, bool; empty: there are none.
 
     Attributes:
         number: t, the last step.
@@ -144,6 +146,7 @@ class SynchronousZenFlow:
     publish_lag: int
     warm_up: int = 0
     max_norm: float = 0.0
+    resident: Sequence[Tensor] = ()
 
     def __post_init__(self, weights: Sequence[Tensor]) -> None:
         self.number = 0
@@ -187,8 +190,9 @@ class SynchronousZenFlow:
             is_new = self.blocks[i] % self.update_interval == closed % self.update_interval
             self.shown[i] = torch.where(is_new, weights, self.shown[i])
         # update
-        for i, owned in enumerate(self.owned):
-            self.shown[i] = torch.where(owned, self.exact.weights[i], self.shown[i])
+        for of_parameters in (self.owned, self.resident):
+            for i, owned in enumerate(of_parameters):
+                self.shown[i] = torch.where(owned, self.exact.weights[i], self.shown[i])
         return factor
 
     def _tentative(self, gradients: Gradients, groups: Groups, predicted: Sequence[Tensor]) -> list[Tensor]:

@@ -46,6 +46,7 @@ from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.plan import Planner
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
 from lightning_zenflow.offload.rank_state import RankState
+from lightning_zenflow.offload.resident import Residents
 from lightning_zenflow.telemetry import Reading
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.moments import Moment
@@ -160,6 +161,7 @@ class StepParts:
     rank: RankState
     jobs: JobQueue
     ownership: Ownership
+    residents: Residents
     provisional: ProvisionalUpdate | None
     """None where no weight is ever late, or none is updated provisionally."""
     fill: Fill
@@ -225,7 +227,8 @@ def difference_of(saved: Mapping[str, Any], present: Mapping[str, Any], n_blocks
     layout = saved["layout"]
     if layout["world_size"] != present["world_size"]:
         return f"it was saved by {layout['world_size']} ranks, these are {present['world_size']}"
-    theirs, ours = layout["config"], present["config"]
+    # Earlier checkpoints have no such key.
+    theirs, ours = {"offload_ratio": 1.0, **layout["config"]}, present["config"]
     for key in {**ours, **theirs}:
         if key not in ours:
             return f"it was saved with {key}={theirs[key]!r}, a key that no longer exists"

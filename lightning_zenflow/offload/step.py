@@ -64,7 +64,12 @@ class ZenFlowStep:
         self._read_inputs = read_inputs
         self._gather_weights = gather_weights
         self._rank, self._telemetry = parts.rank, parts.rank.telemetry
-        self._jobs, self._fill, self._ownership = parts.jobs, parts.fill, parts.ownership
+        self._jobs, self._fill, self._ownership, self._residents = (
+            parts.jobs,
+            parts.fill,
+            parts.ownership,
+            parts.residents,
+        )
         self._planner, self._selector, self._provisional = parts.planner, parts.selector, parts.provisional
         self.count = torch.zeros((), dtype=torch.float64, device=parts.rank.device)
         self._state = StepState.IDLE
@@ -77,10 +82,15 @@ class ZenFlowStep:
         self.start_over(count=0)
 
     @property
-    def is_exact(self) -> bool:
-        """Whether the arena is the exact state of all steps so far."""
+    def is_flushed(self) -> bool:
+        """Whether each owner's state, and what the model shows, is exact after all steps so far."""
         is_flushed = self._flushed_number == self.number and not self._jobs.submitted_in_backward
         return is_flushed and not self.was_interrupted
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the arena is the exact state of all steps so far."""
+        return self.is_flushed and self._residents.in_arena
 
     @property
     def is_complete(self) -> bool:
@@ -122,8 +132,13 @@ class ZenFlowStep:
         return self._state is StepState.OPEN and not self.was_interrupted
 
     def state_written(self) -> None:
-        """Notes that the arena's exact state has been changed from outside, right after a flush."""
+        """Notes that the arena's exact state has been changed from outside, while it `is_exact`."""
         self._state_written = True
+
+    def write_by_owners(self) -> None:
+        """Before master weights are changed by `RankState.masters_of`, right after a flush: the arena no longer has the residents'."""
+        self._take_written()
+        self._residents.written()
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
@@ -159,11 +174,13 @@ class ZenFlowStep:
         with self._rank.records:
             # From here on a flush applies the step; after an exception before, it drops it.
             self.number, self.count = number, scale.count
+            self._residents.seal(number, groups, scale)
             self._telemetry.skipped.add_(~scale.finite)
         # update
         with record_function("zenflow update"):
             if self._ownership.current is not None:
                 self._ownership.current.step(groups, scale)
+            self._residents.step()
         if self._provisional is not None:
             self._provisional.end_step(scale, loss_scale)
         # select
@@ -209,14 +226,18 @@ class ZenFlowStep:
             )
         self._silent_until = self.number + 16
 
-    def flush(self) -> None:
-        """Makes arena and weights the exact state of all steps that were sealed; drops the gradients of a step that is complete or
-        interrupted. WorkerError: an exception has cut a change of `RankState.records`, or the worker failed: the exact state is lost.
+    def flush(self, *, lays_down: bool = True) -> None:
+        """Makes weights and arena the exact state of all steps that were sealed; drops the gradients of a step that is complete or
+        interrupted. Without `lays_down` the state of resident blocks may stay on the device, if nobody reads the arena. WorkerError: an
+        exception has cut a change of `RankState.records`, or the worker failed: the exact state is lost.
         """
         if self.is_complete:
             self.drop_gradients()
-        elif not self.is_exact:
+        elif not self.is_flushed:
             self._flush()
+        if lays_down:
+            with torch.no_grad():
+                self._residents.lay_down()
 
     def drop_gradients(self) -> None:
         """Drops the gradients since the last step; if the step was complete, by a flush."""
@@ -241,6 +262,7 @@ class ZenFlowStep:
             )
         with torch.no_grad(), self._flushing:
             self._jobs.flush(self.number)
+            self._residents.step()
             if self._provisional is not None:
                 self._provisional.flushed()
             self._ownership.reload()
@@ -283,6 +305,7 @@ class ZenFlowStep:
             # Columns are restored for the parameters that were trained at the save; `follow_freezing` compares `requires_grad` with them.
             flags = flags if difference else saved["trained"]
         self._rank.arena.continue_from(self.number, count)
+        self._residents.load()
         self._change_trained(flags, counts)
         self.start_over(count)
         if saved is not None and not difference:
@@ -303,6 +326,7 @@ class ZenFlowStep:
                 self._jobs.change_trained(slices)
                 self._fill.trained = frozenset(slices)
                 self._ownership.follow(slices)
+                self._residents.follow(slices)
                 # Those who freeze in turns do so in each step, behind the forward pass perhaps, whose weights the flush must not change.
                 self.start_over(trained.since, shows_exact=True)
             self._trained = trained
@@ -329,15 +353,21 @@ class ZenFlowStep:
         if not self.is_complete:
             inputs = self._read_inputs()
             self._state = StepState.UNDER_WAY
-            if self._state_written:
-                self._state_written = False
-                with torch.no_grad():
-                    self._ownership.reload()
+            self._take_written()
             self._context = self._planner.plan(self.number + 1, inputs)
             self._fill.open(self._context)
             self._state = StepState.OPEN
         assert self._context is not None
         return self._context
+
+    @torch.no_grad()
+    def _take_written(self) -> None:
+        """Follows `state_written`."""
+        if self._state_written:
+            self._state_written = False
+            if self._residents.in_arena:
+                self._residents.load()
+            self._ownership.reload()
 
     def _select(self, context: StepContext, finite: Tensor) -> list[Tensor | None] | None:
         """Selects columns where that is due; returns those of each slice, None for all."""

@@ -50,6 +50,7 @@ class OffloadAdamW(Optimizer):
         moments_dtype: type of the moments in host memory.
         worker_cores: number of the CPU's cores for updates, or their numbers.
         accumulate_on: where sums over micro-batches are.
+        offload_ratio: share of the states in host memory; the device holds and updates the others, of the first layers.
 
     Raises:
         ValueError: a value is out of range.
@@ -68,6 +69,7 @@ class OffloadAdamW(Optimizer):
         moments_dtype: Literal["float32", "bfloat16", "int8"] = "float32",
         worker_cores: int | tuple[int, ...] | Literal["auto"] = "auto",
         accumulate_on: Literal["auto", "device", "host"] = "auto",
+        offload_ratio: float = 1.0,
     ) -> None:
         if accumulation_steps is not None and accumulation_steps < 1:
             raise ValueError(f"accumulation_steps must be an integer >= 1 or None, got {accumulation_steps!r}")
@@ -78,6 +80,7 @@ class OffloadAdamW(Optimizer):
             moments_dtype=moments_dtype,
             worker_cores=worker_cores,
             accumulate_on=accumulate_on,
+            offload_ratio=offload_ratio,
         )
         self._engine: OptimizerEngine | None = None
         self._signs = LastPass(accumulation_steps)

@@ -48,8 +48,22 @@ def seldom(step: int) -> float:
         ({}, {"micro_batches": lambda step: 1 if step == 5 else 3}, 6),
         ({"accumulate_on": "host"}, {"micro_batches": lambda _: 3}, 7),
         ({"betas": (0.8, 0.9), "weight_decay": 0.3}, {}, 7),
+        ({"offload_ratio": 0.5}, {"max_norm": seldom}, 6),
+        ({"offload_ratio": 0.0}, {"micro_batches": lambda _: 3, "max_norm": lambda _: 0.5}, 0),
     ],
-    ids=["plain", "known", "unclipped", "seldom", "always", "micro-batches", "fewer", "on the host", "betas"],
+    ids=[
+        "plain",
+        "known",
+        "unclipped",
+        "seldom",
+        "always",
+        "micro-batches",
+        "fewer",
+        "on the host",
+        "betas",
+        "half",
+        "none",
+    ],
 )
 def test_losses(both: Any, keys: dict[str, Any], options: dict[str, Any], in_backward: int) -> None:
     """Of eight steps, and how many of them were submitted in backward."""

@@ -161,6 +161,11 @@ def compare_with_oracle(
     if case.publish_lag == 0 and case.strategy_options.get("overlap_step", True):
         n_blocks = blocks_wanted([case.update_interval], in_backward=True, numel=0)
         oracle.zenflow.blocks = oracle.places(n_blocks)[0]
+    if (ratio := case.strategy_options.get("offload_ratio", 1.0)) < 1:
+        assert case.loop == "direct", "the first blocks are resident"
+        of_parameters = oracle.zenflow.blocks
+        n_blocks = 1 + max(int(b.max()) for b in of_parameters)
+        oracle.zenflow.resident = [b < round((1 - ratio) * n_blocks) for b in of_parameters]
     follows, different = case.dtype != torch.float32, 0
     for step in range(case.steps):
         if follows:

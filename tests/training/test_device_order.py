@@ -19,6 +19,7 @@ from harness import AUTO, EVERYTHING, Case, optimizer_of, run_here
 from lightning_zenflow.core.device import HostRuntime, SideStream, runtime_of
 from lightning_zenflow.deepspeed.fetch import FetchCoordinator
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
+from lightning_zenflow.offload.resident import Residents
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from networks import TiedNet
 from rank_processes import run_on_ranks
@@ -97,6 +98,11 @@ CASES = {
     "stage 3, submitted in backward": replace(
         NETWORK, stage=3, update_interval=1, publish_lag=0, flush_after=(5,)
     ).with_keys(overlap_comm=True),
+    "half resident": replace(NETWORK, update_interval=1, publish_lag=0, flush_after=(5,)).with_keys(offload_ratio=0.5),
+    "half resident, late, sums in slots": replace(NETWORK, accumulate=2).with_keys(
+        offload_ratio=0.5, accumulate_on="host"
+    ),
+    "all resident": replace(NETWORK, stage=3, flush_after=(5,)).with_keys(overlap_comm=True, offload_ratio=0),
 }
 
 
@@ -109,6 +115,7 @@ FAST = (
     "stage 3",
     "a layer of the first micro-batch",
     "in host memory",
+    "half resident",
 )
 """Each finds waits that the others do not need."""
 
@@ -316,6 +323,18 @@ def without(owner: type, method: str) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setattr(owner, method, lambda *_: None)
 
 
+def updated_too_early(patch: pytest.MonkeyPatch) -> None:
+    """Resident blocks are updated without a wait for the copies of their gradients."""
+    step = Residents.step
+
+    def early(residents: Residents) -> None:
+        with pytest.MonkeyPatch.context() as unordered:
+            unordered.setattr(SideStream, "join", lambda self: None)
+            step(residents)
+
+    patch.setattr(Residents, "step", early)
+
+
 def event_elsewhere(patch: pytest.MonkeyPatch) -> None:
     """Events of the stream of copies to the host are recorded on the current stream."""
     patch.setattr(SideStream, "record_event", lambda self: self._runtime.record_event())
@@ -327,6 +346,7 @@ PLANTED = {
     # Its job's word does not wait for the copies from it.
     "a buffer reused too early in backward": (without(SideStream, "wait_for"), CASES["submitted in backward"]),
     "a buffer reused too early": (without(RecordedEvent, "synchronize"), replace(NETWORK, flush_after=(5, 6))),
+    "resident blocks updated too early": (updated_too_early, CASES["half resident"]),
     "memory reused too early": (memory_is_not_kept, CASES["accumulated on the host"]),
 }
 

@@ -41,6 +41,8 @@ DIRECT: dict[str, dict[str, Any]] = {
     "selecting": {**CASES["S=4, d=1"], "select_interval": 3},
     "true factors": {**CASES["S=1, d=0"], "clip_prediction": False},
     "in place": {"in_place": True},
+    "half resident": {**CASES["S=1, d=0"], "offload_ratio": 0.5},
+    "half resident, S=4, d=1": {**CASES["S=4, d=1"], "offload_ratio": 0.5},
 }
 """Where DeepSpeed has no part."""
 EXACT = {"update_interval": 1, "publish_lag": 0, "overlap_step": False, "topk_ratio": 0.0}

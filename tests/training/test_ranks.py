@@ -146,6 +146,8 @@ OF_ADAMW = {
         accumulate_on="host"
     ),
     **{f"stage 3: {name}": replace(case, stage=3) for name, case in OF_STAGE_3.items()},
+    "half resident": replace(CLIPPED, update_interval=1, publish_lag=0).with_keys(offload_ratio=0.5),
+    "half resident, stage 3, everything": replace(OF_STAGE_3["everything"], stage=3).with_keys(offload_ratio=0.5),
 }
 STEP_BY_STEP = {
     **{

@@ -31,6 +31,7 @@ CASES = {
     for name, case in {"S=1, d=0": IN_BACKWARD, "S=4, d=1": LATE}.items()
     for stage in (2, 3)
 }
+CASES["half resident, stage 2"] = IN_BACKWARD.with_keys(offload_ratio=0.5)
 
 
 @pytest.mark.parametrize("name", CASES)

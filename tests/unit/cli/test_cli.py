@@ -43,6 +43,12 @@ def test_by_hand() -> None:
         exact = cost(ZenFlowConfig(update_interval=1, publish_lag=0, moments_dtype=moments))
         assert exact.cpu_s == pytest.approx(n_bytes * PARTITION / 100e9)
     assert exact.host_bytes < 9.1 * 4 * PARTITION
+    # A quarter of the states in host memory; the rest with its gradients on the device.
+    quarter, whole = (cost(EXACT.model_copy(update={"offload_ratio": ratio})) for ratio in (0.25, 1.0))
+    assert quarter.device_bytes == pytest.approx(whole.device_bytes + 14 * 0.75 * PARTITION)
+    assert quarter.host_bytes == whole.host_bytes
+    for ours, of_all in zip(quarter[2:], whole[2:], strict=True):
+        assert ours == pytest.approx(of_all / 4)
     # Ranks of one host share its memory's bandwidth.
     assert cost(gpus=8, gpus_per_host=1).cpu_s == pytest.approx(cost(gpus=8).cpu_s / 8)
 

@@ -1,0 +1,180 @@
+"""Blocks whose state is on the device (`offload_ratio`): the exact state has the same bits whoever owns what, and so has the trajectory
+where no weight is late and all factors are true.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param, safe_set_full_optimizer_state
+from typing_extensions import override
+
+from direct_step import direct_step
+from harness import APPROXIMATE, EVERYTHING, Case, fit, optimizer_of, run_here
+from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.core.device import HostRuntime
+from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.partition import Slice, build_partition
+from lightning_zenflow.offload.resident import last_arrivals
+from recorded_device.watch import recorded_device
+from same_bits import assert_is_adamw, assert_same_run, assert_same_state, assert_same_tensors, compare_with_oracle
+
+NETWORK = Case(model="SmallNet", update_interval=1, publish_lag=0, steps=6, loop="direct")
+IMMEDIATE = {
+    "nothing clips": NETWORK,
+    "bf16": replace(NETWORK, precision="bf16-true"),
+    "true factors": replace(NETWORK, max_norm=0.5).with_keys(clip_prediction=False),
+    "sums in slots, flushes": replace(NETWORK, accumulate=3, flush_after=(2, 3)).with_keys(accumulate_on="host"),
+    "freezing": replace(
+        NETWORK, model="LinearLossModule", steps=9, model_options={"frozen_in": {0: (3, 6), 3: (4, 9)}}
+    ),
+    "Trainer": replace(NETWORK, loop="trainer", flush_after=(3,)),
+    "stage 3": replace(NETWORK, loop="trainer", stage=3),
+}
+
+
+@pytest.mark.parametrize("name", IMMEDIATE)
+def test_no_bit_depends_on_the_owner(name: str) -> None:
+    case = IMMEDIATE[name]
+    alone = run_here(case)
+    for ratio in (0.6, 0.0):
+        assert_same_run(run_here(case.with_keys(offload_ratio=ratio)), alone)
+
+
+LATE = Case(steps=11, topk_ratio=0.3, max_norm=1.0, precision="bf16-true", loop="direct")
+STATES: dict[str, Case] = {
+    "S=4, d=1, everything": replace(LATE, flush_after=(5,)).with_keys(**EVERYTHING),
+    "S=2, d=0": replace(LATE, update_interval=2, publish_lag=0).with_keys(**APPROXIMATE),
+    "S=1, d=0, predicted factors": replace(LATE, update_interval=1, publish_lag=0),
+}
+
+
+@pytest.mark.parametrize("ratio", [0.6, 0.3, 0.0])
+@pytest.mark.parametrize("name", STATES)
+def test_the_state_is_adamws(name: str, ratio: float) -> None:
+    case = STATES[name].with_keys(offload_ratio=ratio)
+    assert_is_adamw(case, run_here(case), shown=ratio == 0)
+
+
+FROZEN = {"frozen_in": {0: (4, 8), 2: (0, 5), 3: (6, 12), 4: (6, 20)}}
+STEP_BY_STEP = {
+    "S=7, d=1": replace(NETWORK, topk_ratio=0.5, update_interval=7, publish_lag=1, steps=14, flush_after=(9,)),
+    "in backward": replace(NETWORK, topk_ratio=0.3, update_interval=2, steps=14),
+    "frozen and thawed": replace(
+        NETWORK, model="LinearLossModule", model_options=FROZEN, update_interval=4, publish_lag=1, steps=14
+    ),
+}
+
+
+@pytest.mark.parametrize("ratio", [0.6, 0.3])
+@pytest.mark.parametrize("name", STEP_BY_STEP)
+def test_every_step_is_the_oracles(name: str, ratio: float) -> None:
+    """What is resident is never late, whatever the schedule of the rest."""
+    case = STEP_BY_STEP[name].with_keys(offload_ratio=ratio)
+    compare_with_oracle(case, [run_here(case)])
+
+
+TRUE = replace(NETWORK, loop="trainer", max_norm=0.5, steps=6).with_keys(clip_prediction=False)
+
+
+@pytest.mark.parametrize("checkpoint_format", ["lightning", "deepspeed"])
+def test_checkpoints_know_no_owner(checkpoint_format: str, tmp_path: Path) -> None:
+    """Files have the same bytes for every share, and are continued at another one with the same bits."""
+    case, whole = TRUE.with_keys(checkpoint_format=checkpoint_format), run_here(TRUE)
+    contents = []
+    for ratio in (1.0, 0.5, 0.0):
+        path = tmp_path / str(ratio) / "saved"
+        saving = replace(case, save_at=3, checkpoint=str(path)).with_keys(offload_ratio=ratio)
+        run_here(saving)
+        files = sorted(path.rglob("*")) if path.is_dir() else [path]
+        contents.append({file.relative_to(path): file.read_bytes() for file in files if file.is_file()})
+        resumed = run_here(replace(saving, save_at=0).with_keys(offload_ratio=1 - ratio))
+        assert_same_tensors(resumed.weights, whole.weights)
+        assert_same_state(resumed, whole)
+    assert contents[0] == contents[1] == contents[2]
+
+
+class Clamps(pl.Callback):
+    """Writes weights in place behind each step, and one of them through DeepSpeed's functions behind the third."""
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        with torch.no_grad():
+            for p in pl_module.parameters():
+                p.clamp_(-0.1, 0.1)
+        if trainer.global_step == 3:
+            for p in list(pl_module.parameters())[:3]:
+                safe_set_full_fp32_param(p, safe_get_full_fp32_param(p) * 0.5)
+                safe_set_full_optimizer_state(p, torch.ones(p.shape), "exp_avg_sq")
+                with torch.no_grad():
+                    p.mul_(0.5)
+
+
+@pytest.mark.parametrize("moments_dtype", ["float32", "int8"])
+def test_what_users_write_reaches_the_owner(moments_dtype: str) -> None:
+    case = replace(TRUE, callbacks=(Clamps(),)).with_keys(moments_dtype=moments_dtype)
+    runs = [run_here(case.with_keys(offload_ratio=ratio)) for ratio in (1.0, 0.5)]
+    if moments_dtype == "float32":
+        assert_same_run(runs[1], runs[0])
+    for ours, theirs in zip(runs[1].weights, runs[0].weights, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-3)
+
+
+def test_the_state_stays_readable_and_its_device_memory_is_freed() -> None:
+    with recorded_device() as device:
+        trainer = fit(TRUE.make_model(), TRUE.with_keys(offload_ratio=0.25).make_strategy(), steps=3)
+        optimizer = optimizer_of(trainer)
+        assert not optimizer.training.parts.residents.n_bytes
+        assert any(flat.detach().any() for flat in optimizer.single_partition_of_fp32_groups)
+    assert not device.order.races
+
+
+def test_moments_in_8_bits_are_rounded_where_they_are_laid_down(tmp_path: Path) -> None:
+    """So that a resumed run has the bits of the one that saved."""
+    case = replace(TRUE, save_at=3, checkpoint=str(tmp_path / "saved")).with_keys(
+        moments_dtype="int8", offload_ratio=0.5
+    )
+    saved, resumed = run_here(case), run_here(replace(case, save_at=0))
+    assert_same_tensors(resumed.weights, saved.weights)
+    assert_same_state(resumed, saved)
+
+
+def test_a_share_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of 8 blocks of about 470 elements with 16 bytes two fit.
+    monkeypatch.setattr(HostRuntime, "room", lambda _: 2.5 * 470 * 16)
+    weights = [torch.zeros(94, 40)]
+    with direct_step([weights], offload_ratio=0.75):
+        pass
+    with (
+        pytest.raises(MisconfigurationException, match=r"offload_ratio must be at least 0\.75 here, .*, got 0\.5"),
+        direct_step([weights], offload_ratio=0.5),
+    ):
+        pass
+
+
+def test_what_is_refused() -> None:
+    on_host = {"stage": 3, "offload_parameters": True}
+    with pytest.raises(ValueError, match=r"offload_ratio must be 1 where parameters are in host memory, got 0\.5"):
+        ZenFlowStrategy(offload_ratio=0.5, **on_host)
+    for ratio in (-0.1, 1.5, "auto"):
+        with pytest.raises(ValueError, match="offload_ratio must be a number from 0 to 1"):
+            ZenFlowStrategy(offload_ratio=ratio)  # type: ignore[arg-type]
+
+
+def test_deepspeeds_own_key_is_read() -> None:
+    config: dict[str, Any] = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.25}}}
+    assert ZenFlowStrategy(config).zenflow_config.offload_ratio == 0.25
+    config["zero_optimization"]["zenflow"] = {"offload_ratio": 0.5}
+    with pytest.raises(MisconfigurationException, match=r"ratio must be absent beside .*offload_ratio, got 0\.25"):
+        ZenFlowStrategy(config)
+
+
+def test_the_last_arrivals() -> None:
+    """By the module's order, whatever the groups'; padding alone arrives at no time."""
+    slices = [Slice.of((4, 4), parameter=n, param_group=n // 2, begin=16 * n, start=0, numel=16) for n in range(4)]
+    partition = build_partition(slices, [32, 32], 4)
+    # The second group has the first and third layer's.
+    assert last_arrivals(partition, [1, 3, 0, 2], 3) == [2, 0, 3]
