@@ -243,6 +243,11 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         if self._steps is not None:
             self._steps.flush()
 
+    def give_back(self) -> None:
+        """`Training.give_back`."""
+        if self.trained is not None:
+            self.trained.training.give_back()
+
     def _steps_for(self, call: str) -> LoopSteps:
         if self._steps is None:
             raise RuntimeError(f"{call}: no model has been set up; call `{self.calls.setup}` before")

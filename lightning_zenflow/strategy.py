@@ -347,6 +347,13 @@ class TrainerStrategy(_DeepSpeedStrategy):
         """Makes weights and optimizer states exact, between two steps; raises errors of saves. All ranks call it together."""
         self._requests.flush()
 
+    def give_back(self) -> None:
+        """Gives the device memory of optimizer states (`offload_ratio`) back, as before a large evaluation: the host has all of them from
+        here on. Between two steps; all ranks call it together.
+        """
+        if (trained := self._checkpoints.trained) is not None:
+            trained.training.give_back()
+
     def wait_for_checkpoint(self) -> None:
         """Waits for the checkpoint that is written in the background; raises its OSError on all ranks, which call it together."""
         self._checkpoints.wait()

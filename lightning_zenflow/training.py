@@ -233,6 +233,19 @@ class Training:
         if lays_down:
             self.steps.flush()
 
+    def give_back(self) -> None:
+        """Frees the device memory of optimizer states (`offload_ratio`): the host owns all of them from here on. Between two steps; all
+        ranks call it together.
+        """
+        if self.closed or not self.parts.residents.n_bytes:
+            return
+        if self.steps.micro_batches:
+            raise MisconfigurationException(
+                "give_back must be called between two steps, got a call between a backward pass and its step"
+            )
+        self.flush()
+        self.steps.give_back()
+
     def state_dict(self) -> dict[str, Any]:
         """State of the run besides AdamW's (`ZenFlowStep.state_dict`); right after a flush."""
         return self.steps.state_dict()

@@ -94,6 +94,9 @@ class HostRuntime:
     def forget_peak(self) -> None:
         """Lets the peak of the device's memory begin anew."""
 
+    def free_cached(self) -> None:
+        """Gives memory that torch keeps for later use back to the system."""
+
     def room(self) -> float:
         """Bytes that the device has had free at the peak since `forget_peak`, but for a reserve."""
         return math.inf
@@ -168,6 +171,10 @@ class CudaRuntime(HostRuntime):
     @override
     def forget_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
+
+    @override
+    def free_cached(self) -> None:
+        torch.cuda.empty_cache()
 
     @override
     def room(self) -> float:

@@ -187,9 +187,10 @@ def adamw(
 ):  # fmt: skip
     """`Kernels.adamw_`, for adjacent elements; `done` has an int32 for each program, or is None."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside, applies = i < n, tl.load(finite)
+    end = n
     if done is not None:
-        inside = inside & (tl.load(done + tl.program_id(0)) != step)
+        end = tl.where(tl.load(done + tl.program_id(0)) == step, 0, n)
+    inside, applies = i < end, tl.load(finite)
     old_w = tl.load(master + i, mask=inside, other=0.0)
     old_m = tl.load(exp_avg + i, mask=inside, other=0.0)
     old_v = tl.load(exp_avg_sq + i, mask=inside, other=0.0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.device import AsyncHostCopy
+from lightning_zenflow.core.device import AsyncHostCopy, runtime_of
 from lightning_zenflow.core.step_inputs import StepScale, add_over_ranks, step_scale
 from lightning_zenflow.offload.rank_state import StepContext, StepInputs, Transaction
 from lightning_zenflow.offload.run_state import VERSION, StepParts, Trained, difference_of, layout_of
@@ -238,6 +238,17 @@ class ZenFlowStep:
         if lays_down:
             with torch.no_grad():
                 self._residents.lay_down()
+
+    def give_back(self) -> None:
+        """Makes the host the owner of all blocks and frees the device memory of their state; between two steps, right behind a flush."""
+        assert self.is_exact and self.micro_batches == 0, "owners change between two steps"
+        count = int(self.count)
+        with self._rank.records:
+            # While all blocks were resident no job has read a step's word, and the ring of words has gone on.
+            self._rank.arena.continue_from(self.number, count)
+            self._residents.close()
+            self._jobs.follow_owners()
+        runtime_of(self._rank.device).free_cached()
 
     def drop_gradients(self) -> None:
         """Drops the gradients since the last step; if the step was complete, by a flush."""

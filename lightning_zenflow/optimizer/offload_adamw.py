@@ -153,6 +153,11 @@ class OffloadAdamW(Optimizer):
         if self._engine is not None:
             self._engine.training.flush()
 
+    def give_back(self) -> None:
+        """`Training.give_back`."""
+        if self._engine is not None:
+            self._engine.training.give_back()
+
     @override
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim.AdamW`'s, which can load it, with "master" beside the moments where weights are of fewer than 32 bits: float32

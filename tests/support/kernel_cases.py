@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
-from lightning_zenflow.kernels.base import CpuKernels, Kernels
+from lightning_zenflow.kernels.base import CpuKernels, Kernels, Once
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -62,7 +62,15 @@ class Implementation:
         return random(*shape, seed=seed, dtype=dtype).to(self.device)
 
     def adamw_(
-        self, state: Tensor, gradient: Tensor, weights: Tensor, h: GroupHyperparameters, *, count: float, factor: float
+        self,
+        state: Tensor,
+        gradient: Tensor,
+        weights: Tensor,
+        h: GroupHyperparameters,
+        *,
+        count: float,
+        factor: float,
+        once: Once | None = None,
     ) -> None:
         """One exact step; a factor that is not finite makes it one that is skipped."""
         scale = StepScale(
@@ -71,7 +79,7 @@ class Implementation:
             norm=self.tensor(1.0),
             count=self.tensor(float(count), torch.float64),
         )
-        self.kernels.adamw_(state, gradient, weights, h, scale)
+        self.kernels.adamw_(state, gradient, weights, h, scale, once=once)
 
 
 TORCH, COMPILED = (Implementation(name=name, device_type="cpu") for name in ("torch", "cpu"))

@@ -13,6 +13,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param, 
 from typing_extensions import override
 
 from direct_step import direct_step
+from eventful_training import random_tensors
 from harness import APPROXIMATE, EVERYTHING, Case, fit, optimizer_of, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.device import HostRuntime
@@ -178,3 +179,46 @@ def test_the_last_arrivals() -> None:
     partition = build_partition(slices, [32, 32], 4)
     # The second group has the first and third layer's.
     assert last_arrivals(partition, [1, 3, 0, 2], 3) == [2, 0, 3]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_memory_is_given_back(late: bool) -> None:
+    """After more steps than the ring of words has, of which no job has read one; with the bits of a training without residents."""
+    keys: dict[str, Any] = (
+        {"update_interval": 4, "publish_lag": 1} if late else {"update_interval": 1, "publish_lag": 0}
+    )
+
+    def train(*, gives_back: bool) -> list[torch.Tensor]:
+        with direct_step([random_tensors(0)], offload_ratio=0.0, topk_ratio=0.3, **keys) as direct:
+            for number in range(1, 60):
+                direct.backward(random_tensors(number))
+                direct.step.step()
+                if gives_back and number in (20, 40):
+                    direct.training.give_back()
+                    assert direct.parts.residents.n_bytes == 0
+                    assert all(block.resident is None for block in direct.parts.rank.blocks)
+            direct.step.flush()
+            assert not gives_back or direct.parts.read_counters().steps_in_backward == (0 if late else 39)
+            return direct.state()
+
+    assert_same_tensors(train(gives_back=True), train(gives_back=False))
+
+
+def test_memory_is_given_back_between_two_steps() -> None:
+    with direct_step([random_tensors(0)], offload_ratio=0.5) as direct:
+        direct.step.begin_backward(last=False)
+        direct.backward(random_tensors(1), last=False)
+        with pytest.raises(MisconfigurationException, match="give_back must be called between two steps"):
+            direct.training.give_back()
+
+
+class GivesBack(pl.Callback):
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            trainer.strategy.give_back()  # type: ignore[attr-defined]
+
+
+def test_the_trainer_gives_memory_back() -> None:
+    run = run_here(replace(TRUE, callbacks=(GivesBack(),)).with_keys(offload_ratio=0.25))
+    assert_same_run(run, run_here(TRUE))
