@@ -98,7 +98,8 @@ def costs(setup: argparse.Namespace, config: ZenFlowConfig) -> dict[UpdateSchedu
         weights = min(weights, _GATHERED + (0 if on_host else numel + frozen))
     in_backward, state_bytes = config.submits_in_backward, 4 + _MOMENTS_BYTES[config.moments_dtype]
     n_blocks = blocks_wanted(config.update_intervals, in_backward=in_backward, numel=numel, awaited_singly=on_host)
-    hosted, resident_bytes = config.offload_ratio, (1 - config.offload_ratio) * numel * (STATE_BYTES + b)
+    hosted = 1.0 if config.offload_ratio == "auto" else config.offload_ratio
+    resident_bytes = (1 - hosted) * numel * (STATE_BYTES + b)
     found = {}
     for schedule in candidates_of(config.update_intervals, config.publish_lags):
         s, d = schedule.update_interval, schedule.publish_lag

@@ -107,9 +107,10 @@ class ZenFlowConfig(BaseModel):
     """Step size of the device's provisional update of host-owned weights during backward; 0 disables it. "auto" takes the size of the
     update that AdamW would have made of the gradient by then; see `lightning_zenflow.core.schedule`."""
 
-    offload_ratio: _Share = _key(1.0, unit="fraction of the optimizer states")
+    offload_ratio: _Share | _Auto = _key("auto", unit="fraction of the optimizer states")
     """Share of the optimizer states in host memory. The device holds and updates the others, 12 bytes a parameter and the gradient's: those
-    of the layers whose gradients arrive last, which are never late. Their weights are AdamW's, with the same bits."""
+    of the layers whose gradients arrive last, which are never late. Their weights are AdamW's, with the same bits. "auto" begins with 1;
+    where steps wait for the CPU, a GPU takes what it has memory for, up to what makes the rest hide, and gives it back when it is short."""
 
     auto_ratio: Annotated[_Share, AfterValidator(_without_effect)] = _key(0.99, changes_numbers=False)
     """A key of DeepSpeed's ZenFlow without effect: measured times choose S, and max_update_interval bounds it."""
@@ -173,9 +174,10 @@ class ZenFlowConfig(BaseModel):
             ) from None
 
     def without_measurements(self) -> Self:
-        """This configuration where runs must repeat: S and d are those that "auto" begins with, to the end."""
+        """This configuration where runs must repeat: S, d and owners are those that "auto" begins with, to the end."""
         candidates = candidates_of(self.update_intervals, self.publish_lags)
-        return self.model_copy(update=asdict(candidates[0]))
+        fixed = self.model_copy(update=asdict(candidates[0]))
+        return fixed.model_copy(update={"offload_ratio": 1.0}) if fixed.depends_on_measurements else fixed
 
     @property
     def without_effect_on_host(self) -> list[str]:
@@ -192,12 +194,12 @@ class ZenFlowConfig(BaseModel):
                     f"ZenFlowConfig: {name} must be {value!r} or 'auto' where parameters are in host memory, got {given!r}; leave it out:"
                     " every step then ends with AdamW's weights, and nothing is approximated"
                 )
-        if self.offload_ratio != 1:
+        if self.offload_ratio not in (1, "auto"):
             raise ValueError(
                 f"ZenFlowConfig: offload_ratio must be 1 where parameters are in host memory, got {self.offload_ratio!r}; leave it out:"
                 " new weights would need a second way down"
             )
-        not_late |= dict.fromkeys(_OF_LATE_WEIGHTS, 0)
+        not_late |= {**dict.fromkeys(_OF_LATE_WEIGHTS, 0), "offload_ratio": 1.0}
         return self.model_copy(update={**not_late, "clip_prediction": self.clip_prediction is True})
 
     def numeric_values(self) -> dict[str, Any]:
@@ -213,8 +215,7 @@ class ZenFlowConfig(BaseModel):
             "max_update_interval": intervals[-1],
             "publish_lag": lags[0] if len(lags) == 1 else "auto",
             "clip_prediction": self.predicts_clipping and self.submits_in_backward,
-            # Where no weight is late and all factors are true, no bit depends on the owner.
-            "offload_ratio": 1.0 if self.is_immediate and not self.predicts_clipping else self.offload_ratio,
+            "offload_ratio": self.offload_ratio if self._owners_change_numbers else 1.0,
             **asdict(self.compensation),
         }
 
@@ -243,6 +244,16 @@ class ZenFlowConfig(BaseModel):
         return self.clip_prediction is not False
 
     @property
+    def _owners_change_numbers(self) -> bool:
+        """False where no weight is late and all factors are true: no bit depends on the owner then."""
+        return self.predicts_clipping or not self.is_immediate
+
+    @property
+    def moves_owners(self) -> bool:
+        """True if measured times and memory choose the blocks that the device owns."""
+        return self.offload_ratio == "auto"
+
+    @property
     def owned_ratio(self) -> float:
         """Largest share of the columns that the device may own: `topk_ratio`, or 0 where nothing is ever late."""
         return 0.0 if self.is_immediate else self.topk_ratio
@@ -259,8 +270,13 @@ class ZenFlowConfig(BaseModel):
 
     @property
     def measures(self) -> bool:
-        """True if measured times choose S or d, which change numbers."""
+        """True if measured times choose S or d."""
         return len(self.update_intervals) * len(self.publish_lags) > 1
+
+    @property
+    def depends_on_measurements(self) -> bool:
+        """True if numbers depend on measured times: by the schedule, or by owners where these change numbers."""
+        return self.measures or (self.moves_owners and self._owners_change_numbers)
 
     @property
     def compensation(self) -> StalenessCompensation:

@@ -89,7 +89,7 @@ class TrainerStrategy(_DeepSpeedStrategy):
         overlap_step: bool | None = None,
         weight_prediction: float | Literal["auto"] | None = None,
         provisional_scale: float | Literal["auto"] | None = None,
-        offload_ratio: float | None = None,
+        offload_ratio: float | Literal["auto"] | None = None,
         auto_ratio: float | None = None,
         moments_dtype: Literal["float32", "bfloat16", "int8"] | None = None,
         offload: bool | None = None,

@@ -97,9 +97,17 @@ class HostRuntime:
     def free_cached(self) -> None:
         """Gives memory that torch keeps for later use back to the system."""
 
+    def allocated(self) -> tuple[int, int]:
+        """Bytes of this process' tensors on the device: now, and at the peak since `forget_peak`."""
+        return 0, 0
+
+    def capacity(self, *, reserve: float = 1.0) -> float:
+        """Bytes that `allocated` can be, but for a part of the device's reserve."""
+        return math.inf
+
     def room(self) -> float:
         """Bytes that the device has had free at the peak since `forget_peak`, but for a reserve."""
-        return math.inf
+        return self.capacity() - self.allocated()[1]
 
     def has_room(self, n_bytes: float) -> bool:
         """Whether the device has had `n_bytes` free at the peak since `forget_peak`. To be asked when a step has had its peak."""
@@ -177,10 +185,13 @@ class CudaRuntime(HostRuntime):
         torch.cuda.empty_cache()
 
     @override
-    def room(self) -> float:
+    def allocated(self) -> tuple[int, int]:
+        return torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
+
+    @override
+    def capacity(self, *, reserve: float = 1.0) -> float:
         free, total = torch.cuda.mem_get_info(self.device)
-        at_peak = free + torch.cuda.memory_reserved(self.device) - torch.cuda.max_memory_allocated(self.device)
-        return at_peak - _RESERVE * total
+        return free + torch.cuda.memory_reserved(self.device) - reserve * _RESERVE * total
 
     @override
     def pci_address(self) -> str | None:

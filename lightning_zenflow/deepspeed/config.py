@@ -94,12 +94,13 @@ def read_settings(config: ConfigSource, options: Mapping[str, Any], lightnings: 
 def of_one_training(config: ZenFlowConfig) -> ZenFlowConfig:
     """The configuration of a training. Runs must repeat where the user asks torch for it; `Trainer(deterministic=...)` does as well."""
     # Measured memory changes no bit.
-    if not (config.measures and torch.are_deterministic_algorithms_enabled()):
+    if not (config.depends_on_measurements and torch.are_deterministic_algorithms_enabled()):
         return config
     fixed = config.without_measurements()
     rank_zero_info(
         f"ZenFlow: torch's deterministic algorithms are on, so that runs must repeat: update_interval={fixed.update_interval},"
-        f" publish_lag={fixed.publish_lag}, and no measured time changes them. If steps wait for the CPU, set larger values"
+        f" publish_lag={fixed.publish_lag}, offload_ratio={fixed.offload_ratio}, and no measured time changes them. If steps wait for the"
+        " CPU, set others"
     )
     return fixed
 

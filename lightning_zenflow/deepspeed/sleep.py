@@ -52,7 +52,7 @@ class Sleep:
             self._copy(sums, pin_memory=pin_memory)
         if new & {OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params}:
             parts.residents.release()
-            self._undo.append(parts.residents.load)
+            self._undo.append(partial(parts.residents.load, self._training.steps.number))
         if OffloadStateTypeEnum.lp_params in new:
             ownership = parts.ownership
             # Without values, which are the arena's.

@@ -34,6 +34,7 @@ from lightning_zenflow.kernels.base import kernels_for
 from lightning_zenflow.offload.columns import Ownership, Selector
 from lightning_zenflow.offload.fill import Fill
 from lightning_zenflow.offload.jobs import JobQueue
+from lightning_zenflow.offload.memory_watch import MemoryWatch
 from lightning_zenflow.offload.plan import Planner, ScheduleControl, SchedulePolicy
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
 from lightning_zenflow.offload.rank_state import Blocks, RankState
@@ -201,8 +202,7 @@ def build(config: ZenFlowConfig, part: RankPart, resources: RankResources) -> tu
     policy = _agree(config, candidates, lambda some: arena_bytes(partition, sizes_for(some)), resources.ranks_on_host)
     # For every schedule that the configuration allows: what is not used takes no memory.
     sizes = sizes_for(candidates)
-    n_residents = round((1 - config.offload_ratio) * len(partition.blocks))
-    order = last_arrivals(partition, part.positions, n_residents)
+    order = last_arrivals(partition, part.positions)
     _refuse_lack_of_device_memory(config, partition, order, part)
     # Outermost, so that ranks that have built their parts release them if another one has not.
     with ExitStack() as undo:
@@ -238,15 +238,20 @@ def _agree(
     return policy
 
 
+def _n_residents(config: ZenFlowConfig, partition: Partition) -> int:
+    """How many blocks are resident from the start."""
+    return 0 if config.offload_ratio == "auto" else round((1 - config.offload_ratio) * len(partition.blocks))
+
+
 def _refuse_lack_of_device_memory(
-    config: ZenFlowConfig, partition: Partition, residents: Sequence[int], part: RankPart
+    config: ZenFlowConfig, partition: Partition, order: Sequence[int], part: RankPart
 ) -> None:
-    """Raises MisconfigurationException on all ranks if the device of one has no memory for its `residents`, numbers of blocks in order."""
+    """Raises MisconfigurationException on all ranks if the device of one has no memory for its share; `order` as of `last_arrivals`."""
     runtime = runtime_of(part.device)
     # That of the engine's start.
     runtime.forget_peak()
     room, n_bytes, sizes = max(0.0, runtime.room()), STATE_BYTES + part.weights[0].dtype.itemsize, [0]
-    for block in map(partition.blocks.__getitem__, residents):
+    for block in map(partition.blocks.__getitem__, order[: _n_residents(config, partition)]):
         sizes.append(sizes[-1] + (block.end - block.begin) * n_bytes)
     problem = None
     if sizes[-1] > room:
@@ -254,7 +259,7 @@ def _refuse_lack_of_device_memory(
         least = math.ceil(100 * (1 - n_fitting / len(partition.blocks))) / 100
         problem = MisconfigurationException(
             f"offload_ratio must be at least {least:g} here, where {room / 2**30:.1f} GiB of device memory are free before the first step,"
-            f" got {config.offload_ratio:g}, which takes {sizes[-1] / 2**30:.1f} GiB; leave room for activations as well"
+            f" got {config.offload_ratio}, which takes {sizes[-1] / 2**30:.1f} GiB; leave room for activations as well"
         )
     raise_together(problem, MisconfigurationException)
 
@@ -266,10 +271,10 @@ def _make(
     partition: Partition,
     sizes: ArenaSizes,
     policy: SchedulePolicy,
-    residents: Sequence[int],
+    order: Sequence[int],
     undo: ExitStack,
 ) -> tuple[StepParts, HostState]:
-    """Makes the components, in the order in which one needs another; `undo` releases them. `residents` are numbers of blocks."""
+    """Makes the components, in the order in which one needs another; `undo` releases them. `order` is that of `last_arrivals`."""
     cores = resources.cores.cores
     arena = Arena(partition, sizes, device=part.device, cores=cores)
     undo.callback(arena.close, keep_state=False)
@@ -308,8 +313,11 @@ def _make(
         in_backward=config.submits_in_backward,
         verifies=config.submits_in_backward and not config.predicts_clipping,
     )
-    on_device = Residents(rank, residents)
-    jobs.follow_owners()
+    residents = Residents(rank, jobs, order)
+    n_residents = _n_residents(config, partition)
+    residents.take(n_residents)
+    if residents.n_blocks < n_residents:
+        raise RuntimeError(f"offload_ratio={config.offload_ratio}: the device has run out of memory; set a larger one")
     if part.in_place:
         # Their memory has been reserved by now.
         for of_group, begin in zip(weights, partition.group_begins, strict=True):
@@ -335,13 +343,22 @@ def _make(
         accumulate_on=config.accumulate_on,
         speculates=not (config.predicts_clipping or part.in_place),
     )
-    control = ScheduleControl(policy, rank) if config.measures else None
+    memory, n_blocks = MemoryWatch(part.device), max(1, len(partition.blocks))
+    # On a CPU all memory is the host's.
+    can_move = config.moves_owners and runtime_of(part.device).runs_behind
+
+    def shares() -> tuple[float, float]:
+        share = residents.n_blocks / n_blocks
+        return share, residents.n_fitting(memory.room()) / n_blocks if can_move else share
+
+    control = ScheduleControl(policy, rank, shares) if config.measures or can_move else None
     planner = Planner(config, jobs, control, selector)
     parts = StepParts(
         rank=rank,
         jobs=jobs,
         ownership=ownership,
-        residents=on_device,
+        residents=residents,
+        memory=memory,
         provisional=provisional,
         fill=fill,
         selector=selector,

@@ -265,6 +265,11 @@ class Ownership:
         # Last: behind an interruption nothing writes what is half there.
         self.current, self.selections = taken, taken.selections
 
+    def follow_owners(self) -> None:
+        """Leaves out the columns of resident blocks, and takes those of others, right behind a flush."""
+        if self.current is not None:
+            self.take(self.current.columns, "select")
+
     def reload(self) -> None:
         """Gathers the state of every entry and writes its weight, after a flush."""
         if self.current is not None:

@@ -4,7 +4,7 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -55,13 +55,15 @@ def relative_cost(schedule: UpdateSchedule) -> float:
 
 
 class SchedulePolicy:
-    """Chooses a schedule by observations; ranks with equal ones agree. `schedule` is the current one, at first the first of the
-    `candidates`, which are ordered by staleness.
+    """Chooses a schedule and owners by observations; ranks with equal ones agree. `schedule` is the current one, at first the first of the
+    `candidates`, which are ordered by staleness; `resident_share` the share of the blocks that all devices are to own.
 
     Each look at measured times has one of these answers:
 
-    * *Steps wait*, in two looks in a row, and the worker's own load explains the wait: a staler schedule, the least stale one that hides.
-      If steps with d = 0 wait although the work hides, the last blocks are late, which a longer window would not change: d grows.
+    * *Steps wait*, and the worker's own load explains the wait: the device takes blocks, which makes nothing late, as many as let the rest
+      hide, at least half of them; as far as all devices have room. At that limit, and in the second look in a row: a staler schedule, the
+      least stale one that hides. If steps with d = 0 wait although the work hides, the last blocks are late, which a longer window would
+      not change: d grows.
     * *The load has halved* since the present schedule was taken: a less stale one, the least stale one that hides.
     * Otherwise nothing changes: no schedule mends a wait that another process causes.
 
@@ -72,12 +74,16 @@ class SchedulePolicy:
     def __init__(self, candidates: Sequence[UpdateSchedule]) -> None:
         self._candidates = list(candidates)
         self.schedule = self._candidates[0]
+        self.resident_share = 0.0
         self._waited = False  # in the last look
         self._taken_at = math.inf
         """The load of S = 1 with a lag at which the present schedule was taken because steps waited."""
 
-    def observe(self, load: float, stall: float) -> str | None:
-        """Looks at `load_and_stall` of the slowest rank. Returns the reason of a change of `schedule`, for the log; None: no change."""
+    def observe(self, load: float, stall: float, *, share: float = 0.0, room: float = 0.0) -> str | None:
+        """Looks at `load_and_stall` of the slowest rank, at the smallest share of resident blocks, and at the largest that each device has
+        room for. Returns the reason of a change of `schedule` or of a larger `resident_share`, for the log; None: no change.
+        """
+        self.resident_share = share
         present = self.schedule
         of_one = load / relative_cost(present)
         # For each schedule the worker's time / the part of the device's time that may hide it.
@@ -88,6 +94,13 @@ class SchedulePolicy:
         # Without a lag the last blocks are exposed even where the work hides.
         explained = stall <= load if present.publish_lag == 0 else not hides
         waited_before, self._waited = self._waited, stall > SMALL_STALL and explained
+        reason = f"{stall:.1%} of the time is spent waiting, and the worker needs {load:.2f} of a step"
+        if self._waited and room > share:
+            self._waited = False
+            # The formula does not know all waits, as for an embedding that arrives last: half of the rest in any case.
+            hiding = 1 - (1 - share) * LIKELY_HIDDEN / occupied[present]
+            self.resident_share = min(max(hiding, (1 + share) / 2), room)
+            return reason
         if self._waited and waited_before:
             self._waited = False
             staler = [c for c in self._candidates if c > present and occupied[c] < occupied[present]]
@@ -99,7 +112,7 @@ class SchedulePolicy:
             nearest = min(staler, key=occupied.__getitem__)
             self.schedule = next((c for c in staler if occupied[c] <= LIKELY_HIDDEN), nearest)
             self._taken_at = of_one
-            return f"{stall:.1%} of the time is spent waiting, and the worker needs {load:.2f} of a step"
+            return reason
         if not self._waited and of_one <= _FALLEN * self._taken_at:
             for c in self._candidates:
                 if c < present and occupied[c] <= LIKELY_HIDDEN:
@@ -126,9 +139,11 @@ class ScheduleControl:
     later.
     """
 
-    def __init__(self, policy: SchedulePolicy, rank: RankState) -> None:
+    def __init__(self, policy: SchedulePolicy, rank: RankState, shares: Callable[[], tuple[float, float]]) -> None:
+        """`shares` has the share of the blocks that is resident on this rank, and the largest that its device has room for."""
         self._policy = policy
         self._rank = rank
+        self._shares = shares
         self._steps: list[tuple[float, float, float]] = []  # see `load_and_stall`
         # The step at whose end the reduced numbers can be read, and these numbers (see `_reduce`).
         self._sent: tuple[int, AsyncHostCopy] | None = None
@@ -138,6 +153,11 @@ class ScheduleControl:
     def schedule(self) -> UpdateSchedule:
         """The current schedule."""
         return self._policy.schedule
+
+    @property
+    def resident_share(self) -> float:
+        """The share of the blocks that the device is to own, as of the last look."""
+        return self._policy.resident_share
 
     def restore(self, schedule: UpdateSchedule) -> None:
         """As `SchedulePolicy.restore`."""
@@ -170,14 +190,15 @@ class ScheduleControl:
                 self._steps.append((max(0.0, duration - waited), worker, 0.0 if context.synchronous else waited))
         if self._sent is None and len(self._steps) == max(_LOOK, self.schedule.update_interval):
             # The jobs published at that step are submitted after this one, so the device has finished the reduction before.
-            self._sent = step + self.schedule.publish_lag + 1, self._reduce(*load_and_stall(self._steps))
+            share, room = self._shares()
+            self._sent = step + self.schedule.publish_lag + 1, self._reduce(*load_and_stall(self._steps), -share, -room)
         if self._sent is None or step < self._sent[0]:
             return None
-        load, stall = self._sent[1].read().tolist()
+        load, stall, share, room = self._sent[1].read().tolist()
         self._sent = None
         self._steps.clear()
         longest = self.schedule.update_interval
-        reason = self._policy.observe(load, stall)
+        reason = self._policy.observe(load, stall, share=-share, room=-room)
         self.interrupt(longest)
         return reason
 
@@ -185,9 +206,9 @@ class ScheduleControl:
         telemetry = self._rank.telemetry
         return time.perf_counter(), telemetry.device_s, telemetry.worker_busy_s
 
-    def _reduce(self, load: float, stall: float) -> AsyncHostCopy:
-        """The largest of all ranks, float64: [load, stall]."""
-        local = torch.tensor([load, stall], dtype=torch.float64, device="cpu")
+    def _reduce(self, *numbers: float) -> AsyncHostCopy:
+        """The largest of all ranks, float64."""
+        local = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         runtime = runtime_of(self._rank.device)
         # From page-locked memory, so that the host does not wait for the copy.
         values = runtime.to_device(runtime.empty_on_host(local.shape, local.dtype).copy_(local))
@@ -258,13 +279,20 @@ class Planner:
         if self.control is not None:
             self._jobs.set_schedule(self.control.schedule)
 
-    def end_step(self, context: StepContext) -> None:
-        """Changes the schedule where that is due behind a step, and logs the change; with a `control`."""
+    def end_step(self, context: StepContext) -> float | None:
+        """Changes the schedule where that is due behind a step, and logs the change; with a `control`. Returns the share of the blocks that
+        the device is to own, behind a flush on all ranks; None: nothing changes.
+        """
         assert self.control is not None
         before = self.control.schedule
-        if (reason := self.control.end_step(context)) is not None:
-            self.apply_schedule()
-            now = self.control.schedule
-            change = f"update_interval={now.update_interval}, publish_lag={now.publish_lag}"
-            change += f" (before: {before.update_interval}, {before.publish_lag})"
-            rank_zero_info(f"ZenFlow: after step {context.number} {change}: {reason}")
+        if (reason := self.control.end_step(context)) is None:
+            return None
+        now, share = self.control.schedule, self.control.resident_share
+        if now == before:
+            rank_zero_info(f"ZenFlow: after step {context.number} offload_ratio={1 - share:.2f}: {reason}")
+            return share
+        self.apply_schedule()
+        change = f"update_interval={now.update_interval}, publish_lag={now.publish_lag}"
+        change += f" (before: {before.update_interval}, {before.publish_lag})"
+        rank_zero_info(f"ZenFlow: after step {context.number} {change}: {reason}")
+        return None

@@ -7,28 +7,30 @@ with the first arrivals, then has the most time for the rest.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_zenflow.core.partition import Partition, Tile
+from lightning_zenflow.core.device import runtime_of
+from lightning_zenflow.core.partition import STATE_BYTES, Partition, Tile
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
+from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.rank_state import Block, RankState, runs_of
 from lightning_zenflow.worker.moments import Moment
 
 
-def last_arrivals(partition: Partition, positions: Sequence[int], n_blocks: int) -> list[int]:
-    """Numbers of the `n_blocks` blocks that are complete last in backward, the last one first. `positions` has for each parameter, as
-    `Slice.parameter` counts, its place in the order of the forward pass, which backward reverses.
+def last_arrivals(partition: Partition, positions: Sequence[int]) -> list[int]:
+    """Numbers of the blocks, the one that is complete last in backward first. `positions` has for each parameter, as `Slice.parameter`
+    counts, its place in the order of the forward pass, which backward reverses.
     """
     first = [
         min((positions[partition.slices[partition.tiles[tile].slice].parameter] for tile in block.tiles), default=-1)
         for block in partition.blocks
     ]
-    return sorted(range(len(first)), key=lambda number: (first[number], number))[:n_blocks]
+    return sorted(range(len(first)), key=lambda number: (first[number], number))
 
 
 class _Run(NamedTuple):
@@ -108,8 +110,8 @@ class ResidentBlock:
                 )
             self._applied = number
 
-    def load(self) -> None:
-        """Copies the state from the arena, where all of it is."""
+    def load(self, applied: int) -> None:
+        """Copies the state from the arena, which has that of `applied` steps."""
         n = self.state.shape[1]
         if (storage := self.state.untyped_storage()).nbytes() == 0:
             storage.resize_(self.state.nbytes)
@@ -117,7 +119,7 @@ class ResidentBlock:
             ours.copy_(moment.read(self._block.begin, n))
         for run in self._runs:
             run.done.zero_()
-        self._applied = 0
+        self._applied = applied
         self._rank.telemetry.h2d_bytes += self.state.nbytes
 
     def lay_down(self) -> None:
@@ -135,20 +137,22 @@ class ResidentBlock:
 class Residents:
     """Owner of the resident blocks of a rank, and of the step that is sealed for them.
 
+    Owners change between two steps. A block becomes resident right behind a flush, where the arena has its state. It is given back behind a
+    lay down of its own. What decides is `SchedulePolicy`, and `MemoryWatch` before a backward pass.
+
     Attributes:
         in_arena: whether the arena has the state of all of them: behind `lay_down`, until the next step is sealed. It may be written there
             then, and is read from there by `load`.
     """
 
-    def __init__(self, rank: RankState, numbers: Sequence[int]) -> None:
-        self._rank = rank
-        trained = dict.fromkeys(range(len(rank.partition.slices)), 0)
-        self._blocks = [rank.blocks[number] for number in numbers]
-        for block in self._blocks:
-            block.resident = ResidentBlock(rank, block, trained)
+    def __init__(self, rank: RankState, jobs: JobQueue, order: Sequence[int]) -> None:
+        """`order` are the numbers of blocks that may be resident, in the order in which they become so."""
+        self._rank, self._jobs, self._order = rank, jobs, order
+        self._trained: Mapping[int, int] = dict.fromkeys(range(len(rank.partition.slices)), 0)
+        self._blocks: list[Block] = []
         self._sealed: tuple[int, Sequence[GroupHyperparameters], StepScale] | None = None
-        self._is_loaded = False
-        self.load()
+        self.in_arena = self._is_loaded = True
+        self._number = 0  # of the last step that has been sealed
 
     @property
     def _states(self) -> list[ResidentBlock]:
@@ -159,14 +163,71 @@ class Residents:
         """Device memory of states and gradients."""
         return sum(of.state.nbytes + of.gradient.nbytes for of in self._states)
 
+    @property
+    def n_blocks(self) -> int:
+        """How many blocks are resident."""
+        return len(self._blocks)
+
+    def n_fitting(self, room: float) -> int:
+        """How many blocks can be resident if `room` bytes of device memory are free."""
+        for n in range(self.n_blocks, len(self._order)):
+            block = self._rank.partition.blocks[self._order[n]]
+            room -= (block.end - block.begin) * (STATE_BYTES + self._rank.dtype.itemsize)
+            if room < 0:
+                return n
+        return len(self._order)
+
+    def n_left_without(self, n_bytes: float) -> int:
+        """How many blocks stay resident where at least `n_bytes` are freed."""
+        left = self._states
+        while left and n_bytes > 0:
+            last = left.pop()
+            n_bytes -= last.state.nbytes + last.gradient.nbytes
+        return len(left)
+
+    def take(self, n_blocks: int) -> None:
+        """Makes the device the owner of the first `n_blocks`, as far as it has memory for them; between two steps, right behind a flush."""
+        runtime_of(self._rank.device).free_cached()
+        taken: list[tuple[Block, ResidentBlock]] = []
+        with self._rank.telemetry.measure("reserve"), suppress(torch.OutOfMemoryError):
+            for number in self._order[self.n_blocks : n_blocks]:
+                block = self._rank.blocks[number]
+                resident = ResidentBlock(self._rank, block, self._trained)
+                resident.load(self._number)
+                taken.append((block, resident))
+        with self._rank.records:
+            for block, resident in taken:
+                block.resident = resident
+                self._blocks.append(block)
+            self._jobs.follow_owners()
+
+    def give_back(self, n_blocks: int, count: int) -> None:
+        """Makes the host the owner of all but the first `n_blocks`, and frees the device memory of the others; between two steps. The last
+        one is the `count`-th applied one.
+        """
+        going = self._blocks[n_blocks:]
+        for block in going:
+            assert block.resident is not None
+            block.resident.lay_down()
+        with self._rank.records:
+            for block in going:
+                block.resident = None
+            if self.n_blocks == len(self._rank.blocks):
+                # No job has read a step's word since all blocks were resident, and the ring of words has gone on.
+                self._rank.arena.continue_from(self._number, count)
+            del self._blocks[n_blocks:]
+            self._jobs.follow_owners()
+        runtime_of(self._rank.device).free_cached()
+
     def follow(self, trained: Mapping[int, int]) -> None:
         """As `ResidentBlock.follow`; right after a flush only."""
+        self._trained = trained
         for of_block in self._states:
             of_block.follow(trained)
 
     def seal(self, number: int, groups: Sequence[GroupHyperparameters], scale: StepScale) -> None:
         """Phase *seal*: from here on `step` applies this step; within `RankState.records`."""
-        self._sealed = number, groups, scale
+        self._sealed, self._number = (number, groups, scale), number
         self.written()
 
     def written(self) -> None:
@@ -176,7 +237,7 @@ class Residents:
     def step(self) -> None:
         """Phase *update*: applies what is missing of the step that was sealed last. A flush calls it too, behind an interruption."""
         if not self._is_loaded:
-            self.load()
+            self.load(self._number)
         if self._blocks and self._sealed is not None:
             # The gradients.
             self._rank.d2h.join()
@@ -193,13 +254,15 @@ class Residents:
         self.in_arena = True
         if self._rank.arena.rounds:
             # So that this run goes on from what a resumed one reads.
-            self.load()
+            self.load(self._number)
 
-    def close(self) -> None:
-        """Frees the device memory, when training has ended; the arena keeps what it has."""
-        for block in self._blocks:
-            block.resident = None
-        self._blocks, self._sealed = [], None
+    def load(self, number: int) -> None:
+        """Takes the state of all resident blocks from the arena, which has that of `number` steps."""
+        self._number, self._sealed, self.in_arena, self._is_loaded = number, None, True, False
+        for of_block in self._states:
+            of_block.load(number)
+        # Last: behind an interruption all are loaded again.
+        self._is_loaded = True
 
     def release(self) -> None:
         """Frees the memory of the states, which the arena has, until `load`."""
@@ -207,10 +270,8 @@ class Residents:
         for of_block in self._states:
             of_block.state.untyped_storage().resize_(0)
 
-    def load(self) -> None:
-        """Takes the state of all resident blocks from the arena, which has been written, or has been laid down."""
-        self._sealed, self.in_arena, self._is_loaded = None, True, False
-        for of_block in self._states:
-            of_block.load()
-        # Last: behind an interruption all are loaded again.
-        self._is_loaded = True
+    def close(self) -> None:
+        """Frees the device memory, when training has ended; the arena keeps what it has."""
+        for block in self._blocks:
+            block.resident = None
+        self._blocks, self._sealed = [], None

@@ -27,6 +27,7 @@ Layout 5, of plain numbers, lists and CPU tensors::
         noise           state of the noise generator
     in_backward         None, or what the next step's gradient norm is predicted from: ratio, last
     clipped             applied steps up to the last that were clipped in a row, as far as `Verification` needs them
+    residents           with `offload_ratio: auto`: n_blocks that the device owned, and the transient bytes of a step beside them
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,7 @@ from lightning_zenflow.core.saved_tensors import saved_as_float32
 from lightning_zenflow.offload.columns import Ownership, Selector
 from lightning_zenflow.offload.fill import Fill
 from lightning_zenflow.offload.jobs import JobQueue
+from lightning_zenflow.offload.memory_watch import MemoryWatch
 from lightning_zenflow.offload.plan import Planner
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
 from lightning_zenflow.offload.rank_state import RankState
@@ -162,6 +164,7 @@ class StepParts:
     jobs: JobQueue
     ownership: Ownership
     residents: Residents
+    memory: MemoryWatch
     provisional: ProvisionalUpdate | None
     """None where no weight is ever late, or none is updated provisionally."""
     fill: Fill
@@ -227,8 +230,10 @@ def difference_of(saved: Mapping[str, Any], present: Mapping[str, Any], n_blocks
     layout = saved["layout"]
     if layout["world_size"] != present["world_size"]:
         return f"it was saved by {layout['world_size']} ranks, these are {present['world_size']}"
-    # Earlier checkpoints have no such key.
-    theirs, ours = {"offload_ratio": 1.0, **layout["config"]}, present["config"]
+    ours = present["config"]
+    # Earlier checkpoints have no such key: the host owned all blocks.
+    before = ours["offload_ratio"] if ours["offload_ratio"] in ("auto", 1.0) else 1.0
+    theirs = {"offload_ratio": before, **layout["config"]}
     for key in {**ours, **theirs}:
         if key not in ours:
             return f"it was saved with {key}={theirs[key]!r}, a key that no longer exists"

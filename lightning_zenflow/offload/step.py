@@ -1,5 +1,7 @@
 """One optimizer step, without DeepSpeed: its phases, and the state that they share."""
 
+import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import Enum, auto
@@ -11,11 +13,13 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.device import AsyncHostCopy, runtime_of
+from lightning_zenflow.core.device import AsyncHostCopy
 from lightning_zenflow.core.step_inputs import StepScale, add_over_ranks, step_scale
 from lightning_zenflow.offload.rank_state import StepContext, StepInputs, Transaction
 from lightning_zenflow.offload.run_state import VERSION, StepParts, Trained, difference_of, layout_of
 from lightning_zenflow.worker.process import WorkerError
+
+_log = logging.getLogger(__name__)
 
 
 class StepState(Enum):
@@ -71,6 +75,7 @@ class ZenFlowStep:
             parts.residents,
         )
         self._planner, self._selector, self._provisional = parts.planner, parts.selector, parts.provisional
+        self._memory, self._moves_owners = parts.memory, config.moves_owners
         self.count = torch.zeros((), dtype=torch.float64, device=parts.rank.device)
         self._state = StepState.IDLE
         self._context: StepContext | None = None  # from OPEN on
@@ -106,6 +111,8 @@ class ZenFlowStep:
         """Counts a backward pass, before its first gradient; `last`: of the step's last micro-batch."""
         self._refuse_interrupted()
         self.micro_batches += 1
+        if self._moves_owners:
+            self._make_room()
         if last:
             self._opened()
         elif self._state is StepState.IDLE:
@@ -205,11 +212,15 @@ class ZenFlowStep:
             self._gather_weights()
 
         self._telemetry.steps += 1
-        if self._planner.control is not None:
-            self._planner.end_step(context)
+        share = None if self._planner.control is None else self._planner.end_step(context)
         if not copies_finite:
             self._telemetry.warn_of_skipped(number)
         self._end_micro_batches()
+        if self._moves_owners:
+            self._memory.end()
+        if share is not None:
+            self._flush()
+            self._take_residents(math.ceil(share * len(self._rank.blocks) - 1e-6))
         return scale, finite
 
     def follow_freezing(self) -> None:
@@ -242,13 +253,7 @@ class ZenFlowStep:
     def give_back(self) -> None:
         """Makes the host the owner of all blocks and frees the device memory of their state; between two steps, right behind a flush."""
         assert self.is_exact and self.micro_batches == 0, "owners change between two steps"
-        count = int(self.count)
-        with self._rank.records:
-            # While all blocks were resident no job has read a step's word, and the ring of words has gone on.
-            self._rank.arena.continue_from(self.number, count)
-            self._residents.close()
-            self._jobs.follow_owners()
-        runtime_of(self._rank.device).free_cached()
+        self._residents.give_back(0, int(self.count))
 
     def drop_gradients(self) -> None:
         """Drops the gradients since the last step; if the step was complete, by a flush."""
@@ -260,6 +265,27 @@ class ZenFlowStep:
             self._planner.apply_schedule()
             self.start_over(int(self.count))
         self._end_micro_batches()
+
+    def _take_residents(self, n_blocks: int) -> None:
+        """Makes blocks resident; right behind a flush."""
+        before = self._residents.n_bytes
+        self._residents.take(n_blocks)
+        self._ownership.follow_owners()
+        self._memory.follow_owners(self._residents.n_bytes - before)
+
+    def _make_room(self) -> None:
+        """Gives blocks back before a backward pass that is not expected to fit beside them; on this rank alone, perhaps."""
+        self._memory.begin()
+        # Sums may be where gradients of resident blocks are.
+        may_move = self._residents.n_blocks > 0 and not self._fill.accumulation.pending
+        if may_move and (lack := self._memory.lack()) > 0:
+            n_blocks, before = self._residents.n_left_without(lack), self._residents.n_bytes
+            self._residents.give_back(n_blocks, int(self.count))
+            self._memory.follow_owners(self._residents.n_bytes - before)
+            _log.info(
+                "ZenFlow: before step %d offload_ratio=%.2f on this rank: the backward pass is expected to lack %.2f GiB",
+                *(self.number + 1, 1 - n_blocks / len(self._rank.blocks), lack / 2**30),
+            )
 
     def _end_micro_batches(self) -> None:
         self._context = self._squared_norm = None
@@ -300,8 +326,13 @@ class ZenFlowStep:
             "trained": self._trained.flags,
             "counts": self._trained.counts_at(int(self.count)),
             "single_backward": self.has_single_backward,
+            **({"residents": self._residents_state} if self._moves_owners else {}),
             **self._parts.state_dict(),
         }
+
+    @property
+    def _residents_state(self) -> dict[str, int]:
+        return {"n_blocks": self._residents.n_blocks, "transient": self._memory.transient}
 
     def load_state_dict(self, saved: Mapping[str, Any] | None, count: int, counts: Mapping[str, int] | None) -> str:
         """Continues a run after `count` applied steps, where AdamW's state has been loaded into the arena. `saved` is a `state_dict`, or
@@ -316,11 +347,14 @@ class ZenFlowStep:
             # Columns are restored for the parameters that were trained at the save; `follow_freezing` compares `requires_grad` with them.
             flags = flags if difference else saved["trained"]
         self._rank.arena.continue_from(self.number, count)
-        self._residents.load()
+        self._residents.load(self.number)
         self._change_trained(flags, counts)
         self.start_over(count)
         if saved is not None and not difference:
             self._parts.load_state_dict(saved)
+            if self._moves_owners and (residents := saved.get("residents")):
+                n_fitting = self._residents.n_fitting(self._memory.room(residents["transient"]))
+                self._take_residents(min(residents["n_blocks"], n_fitting))
             # Earlier checkpoints have it among the planner's, or do not say.
             self.has_single_backward = saved.get("single_backward", saved["planner"].get("single_backward", False))
         return difference
@@ -377,7 +411,7 @@ class ZenFlowStep:
         if self._state_written:
             self._state_written = False
             if self._residents.in_arena:
-                self._residents.load()
+                self._residents.load(self.number)
             self._ownership.reload()
 
     def _select(self, context: StepContext, finite: Tensor) -> list[Tensor | None] | None:

@@ -69,7 +69,7 @@ class OffloadAdamW(Optimizer):
         moments_dtype: Literal["float32", "bfloat16", "int8"] = "float32",
         worker_cores: int | tuple[int, ...] | Literal["auto"] = "auto",
         accumulate_on: Literal["auto", "device", "host"] = "auto",
-        offload_ratio: float = 1.0,
+        offload_ratio: float | Literal["auto"] = "auto",
     ) -> None:
         if accumulation_steps is not None and accumulation_steps < 1:
             raise ValueError(f"accumulation_steps must be an integer >= 1 or None, got {accumulation_steps!r}")

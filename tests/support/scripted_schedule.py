@@ -9,8 +9,8 @@ from lightning_zenflow.core.schedule import UpdateSchedule
 from lightning_zenflow.offload.plan import SchedulePolicy
 from lightning_zenflow.offload.rank_state import StepContext
 
-Entry = tuple[int, int, int]
-"""Step, S and d."""
+Entry = tuple[int, int, int] | tuple[int, int, int, float]
+"""Step, S and d; or with the share of the blocks that the device is to own from there on."""
 
 
 class ScriptedSchedule:
@@ -23,7 +23,7 @@ class ScriptedSchedule:
 
     def __init__(self, script: Sequence[Entry], auto: SchedulePolicy) -> None:
         self._script = list(script)
-        self.schedule = auto.schedule
+        self.schedule, self.resident_share = auto.schedule, 0.0
         self.changes: list[tuple[int, UpdateSchedule]] = []
         """(step after which it changed, to what)."""
 
@@ -39,10 +39,11 @@ class ScriptedSchedule:
         step = context.number
         if not self._script or step < self._script[0][0]:
             return None
-        _, update_interval, publish_lag = self._script.pop(0)
+        _, update_interval, publish_lag, *share = self._script.pop(0)
         before, self.schedule = self.schedule, UpdateSchedule(update_interval=update_interval, publish_lag=publish_lag)
         self.changes.append((step, self.schedule))
-        return "the script says so" if self.schedule != before else None
+        self.resident_share = share[0] if share else self.resident_share
+        return "the script says so" if share or self.schedule != before else None
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 where no weight is late and all factors are true.
 """
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,18 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param, safe_set_full_optimizer_state
 from typing_extensions import override
 
+from callbacks import At
 from direct_step import direct_step
 from eventful_training import random_tensors
-from harness import APPROXIMATE, EVERYTHING, Case, fit, optimizer_of, run_here
+from harness import APPROXIMATE, AUTO, EVERYTHING, Case, Run, fit, optimizer_of, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.device import HostRuntime
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.partition import Slice, build_partition
+from lightning_zenflow.offload.memory_watch import MemoryWatch
 from lightning_zenflow.offload.resident import last_arrivals
+from lightning_zenflow.offload.step import ZenFlowStep
+from networks import Perceptron
 from recorded_device.watch import recorded_device
 from same_bits import assert_is_adamw, assert_same_run, assert_same_state, assert_same_tensors, compare_with_oracle
 
@@ -160,8 +165,8 @@ def test_what_is_refused() -> None:
     on_host = {"stage": 3, "offload_parameters": True}
     with pytest.raises(ValueError, match=r"offload_ratio must be 1 where parameters are in host memory, got 0\.5"):
         ZenFlowStrategy(offload_ratio=0.5, **on_host)
-    for ratio in (-0.1, 1.5, "auto"):
-        with pytest.raises(ValueError, match="offload_ratio must be a number from 0 to 1"):
+    for ratio in (-0.1, 1.5, "all"):
+        with pytest.raises(ValueError, match="offload_ratio must be a number from 0 to 1 or 'auto', got"):
             ZenFlowStrategy(offload_ratio=ratio)  # type: ignore[arg-type]
 
 
@@ -178,7 +183,7 @@ def test_the_last_arrivals() -> None:
     slices = [Slice.of((4, 4), parameter=n, param_group=n // 2, begin=16 * n, start=0, numel=16) for n in range(4)]
     partition = build_partition(slices, [32, 32], 4)
     # The second group has the first and third layer's.
-    assert last_arrivals(partition, [1, 3, 0, 2], 3) == [2, 0, 3]
+    assert last_arrivals(partition, [1, 3, 0, 2]) == [2, 0, 3, 1]
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -222,3 +227,109 @@ class GivesBack(pl.Callback):
 def test_the_trainer_gives_memory_back() -> None:
     run = run_here(replace(TRUE, callbacks=(GivesBack(),)).with_keys(offload_ratio=0.25))
     assert_same_run(run, run_here(TRUE))
+
+
+MOVES = ((2, 1, 0, 0.3), (4, 1, 0, 0.8), (6, 1, 0, 1.0))
+"""As `auto` decides: (step, S, d, share of the blocks that the device owns from then on)."""
+
+
+@pytest.mark.parametrize("loop", ["direct", "trainer"])
+def test_no_bit_depends_on_moves(loop: str) -> None:
+    case = replace(TRUE, loop=loop, steps=9)  # type: ignore[arg-type]
+    with_moves = replace(case, schedules=MOVES).with_keys(update_interval="auto", publish_lag="auto")
+    assert_same_run(run_here(with_moves), run_here(case))
+
+
+LATE_MOVES = ((2, 4, 1, 0.3), (5, 4, 1, 0.6), (7, 1, 0), (9, 1, 0, 1.0))
+
+
+@pytest.mark.parametrize("moments_dtype", ["float32", "int8"])
+def test_moves_of_late_schedules_lose_nothing(moments_dtype: str) -> None:
+    case = replace(LATE, schedules=LATE_MOVES, steps=13).with_keys(**AUTO, **EVERYTHING, moments_dtype=moments_dtype)
+    run = run_here(case)
+    if moments_dtype == "float32":
+        assert_is_adamw(case, run)
+    assert all(torch.isfinite(w).all() for w in run.weights)
+
+
+@pytest.mark.parametrize("name", ["S=1, d=0", "S=4, d=1"])
+def test_blocks_are_given_back_before_a_backward_pass_that_would_not_fit(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With jobs of other blocks in flight; and a look may take them again."""
+    s, d = (1, 0) if name == "S=1, d=0" else (4, 1)
+    schedules = ((2, s, d), (3, s, d, 1.0), (8, s, d, 0.75), (11, s, d, 1.0))
+    case = replace(LATE, schedules=schedules, steps=16, max_norm=None, precision="32-true").with_keys(**AUTO)
+    lacks = {6: 1.0, 7: 3000.0, 10: 1e9, 14: 1e9}
+    monkeypatch.setattr(MemoryWatch, "lack", lambda self: lacks.get(number(), 0.0))
+    kept: list[tuple[int, int]] = []
+    begin, steps = ZenFlowStep.begin_backward, []
+
+    def number() -> int:
+        return steps[-1].number + 1
+
+    def begins(step: ZenFlowStep, *, last: bool) -> None:
+        steps.append(step)
+        before = step._residents.n_blocks
+        begin(step, last=last)
+        if before > step._residents.n_blocks:
+            kept.append((step.number + 1, step._residents.n_blocks))
+
+    monkeypatch.setattr(ZenFlowStep, "begin_backward", begins)
+    run = run_here(case)
+    assert [step for step, _ in kept] == [6, 7, 10, 14] and kept[2][1] == kept[3][1] == 0
+    assert 0 < kept[1][1] < kept[0][1]
+    assert_is_adamw(case, run, shown=s == 1)
+
+
+def test_a_resumed_run_has_the_residents_of_the_saver(tmp_path: Path) -> None:
+    case = replace(TRUE, schedules=MOVES[:2], steps=7, checkpoint=str(tmp_path / "saved")).with_keys(**AUTO)
+    sizes: list[int] = []
+    look = At("on_train_batch_end", lambda t: sizes.append(optimizer_of(t).training.parts.residents.n_blocks))
+    saved = run_here(replace(case, save_at=5, callbacks=(look,)))
+    resumed = run_here(replace(case, schedules=((7, 1, 0),), callbacks=(look,)))
+    assert sizes[:2] == [0, sizes[2]] and sizes[3:] == [sizes[4]] * 6 and sizes[4] > sizes[2] > 0
+    assert_same_tensors(resumed.weights, saved.weights)
+    assert_same_state(resumed, saved)
+
+
+class Grows(Perceptron):
+    """Its batches grow behind the sixth step."""
+
+    @override
+    def loss(self, step: int, micro: int, rank: int) -> torch.Tensor:
+        device, n = self.layers[0].weight.device, 256 * (1 + max(0, step - 5))
+        x = torch.randn(
+            n, self.layers[0].in_features, generator=torch.Generator(device).manual_seed(step), device=device
+        )
+        for layer in self.layers:
+            x = self.through(layer, x)
+        return x.square().mean()
+
+
+GROWING = Case(
+    model=Grows, model_options={"widths": [64] * 12}, steps=10, update_interval=1, publish_lag=0, recorded=False
+)
+GROWING = replace(GROWING, schedules=((2, 1, 0, 1.0),)).with_keys(**AUTO, max_update_interval=1, clip_prediction=False)
+
+
+def test_growing_batches_find_their_memory() -> None:
+    """Blocks are given back before a backward pass for which there is room without them, and only then."""
+    sizes: list[int] = []
+    watch = At("on_train_batch_end", lambda t: sizes.append(optimizer_of(t).training.parts.residents.n_blocks))
+
+    def train(limit: float) -> tuple[Run, float]:
+        sizes.clear()
+        with recorded_device(memory_limit=limit) as device:
+            run = run_here(replace(GROWING, callbacks=(watch,)))
+        assert not device.order.races
+        return run, device.memory.most
+
+    run, needed = train(math.inf)
+    assert sizes[0] == 0 and len({*sizes[2:]}) == 1
+    all_blocks = sizes[-1]
+    limited, most = train(0.99 * needed)
+    assert most < 0.99 * needed
+    assert sizes[2:7] == [all_blocks] * 5 and all_blocks > sizes[-1]
+    assert_same_tensors(limited.weights, run.weights)
+    assert_same_state(limited, run)

@@ -57,6 +57,8 @@ class DeviceMemory:
     """Bytes of all live allocations, whoever made them, beyond which the next one fails as on a full GPU."""
     total: int = 0
     """Bytes of all live allocations."""
+    most: int = 0
+    """Most of these since the package forgot the peak."""
     live: int = 0
     """Bytes of the package's."""
     peak: int = 0
@@ -73,6 +75,7 @@ class DeviceMemory:
         is_own = bool(where) and not where.startswith(_OTHERS)
         self._sizes[base] = n_bytes, is_own
         self.total += n_bytes
+        self.most = max(self.most, self.total)
         self.live += is_own * n_bytes
         if counts:
             self.measure()
@@ -282,6 +285,18 @@ class RecordedRuntime(zenflow_device.HostRuntime):
     @override
     def page_unlock(self, address: int) -> None:
         del self._recorded.page_locked[address]
+
+    @override
+    def forget_peak(self) -> None:
+        self._recorded.memory.most = self._recorded.memory.total
+
+    @override
+    def allocated(self) -> tuple[int, int]:
+        return self._recorded.memory.total, self._recorded.memory.most
+
+    @override
+    def capacity(self, *, reserve: float = 1.0) -> float:
+        return self._recorded.memory.limit * (1 - 0.05 * reserve)
 
     @override
     def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,7 @@ from lightning_zenflow.core.schedule import (
     that_fit,
     with_changes,
 )
-from lightning_zenflow.offload.plan import SMALL_STALL, SchedulePolicy, load_and_stall, relative_cost
+from lightning_zenflow.offload.plan import LIKELY_HIDDEN, SMALL_STALL, SchedulePolicy, load_and_stall, relative_cost
 
 INTERVALS, LAGS = [1, 2, 4, 8, 16], [0, 1]
 N_BLOCKS = 16
@@ -259,3 +259,36 @@ def test_given_numbers_are_taken() -> None:
     given = StalenessCompensation(weight_prediction=2.5, provisional_scale=0.3)
     assert given.prediction_steps(schedule_of(4, 1), 0.9) == 2.5
     assert {given.scale(schedule_of(4, 1), 0.9, age) for age in (1, 2, 3)} == {0.3}
+
+
+def test_the_device_takes_blocks_before_anything_becomes_late() -> None:
+    """After one look, as many as let the rest hide; at the limit of its memory, and not before, the schedule becomes late."""
+    auto = SchedulePolicy(candidates_of(INTERVALS, LAGS))
+    immediate, waits = auto.schedule, (1.4, 0.3)
+    assert auto.observe(*waits, room=0.9) is not None
+    hides = 1 - LIKELY_HIDDEN * 0.55 / 1.4
+    assert auto.schedule == immediate and auto.resident_share == pytest.approx(hides)
+    assert auto.observe(0.45, 0.04, share=hides, room=0.9) is None and auto.resident_share == hides
+    # It waits still: half of the rest.
+    assert auto.observe(0.45, 0.1, share=hides, room=0.9) is not None
+    assert auto.resident_share == pytest.approx((1 + hides) / 2)
+    assert auto.observe(*waits, share=0.8, room=0.9) is not None and auto.resident_share == 0.9
+    assert auto.observe(*waits, share=0.9, room=0.9) is None
+    assert auto.observe(*waits, share=0.9, room=0.9) is not None
+    assert auto.schedule > immediate and auto.resident_share == 0.9
+
+
+@pytest.mark.parametrize("room", [0.0, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("load", [0.3, 0.7, 1.4, 5.0])
+def test_owners_do_not_swing(load: float, room: float) -> None:
+    """A device whose share of the work leaves the worker's queue: the share only grows, and a few looks are the last to change anything."""
+    auto, share, moves = SchedulePolicy(candidates_of([1], [0])), 0.0, []
+    for look in range(40):
+        seen = load * (1 - share)
+        stall = max(0.0, seen - 0.55) / (1 + max(0.0, seen - 0.55))
+        if auto.observe(seen, stall, share=share, room=room) is not None:
+            assert share < auto.resident_share <= room
+            share = auto.resident_share
+            moves.append(look)
+    assert len(moves) <= 3 and all(look < 4 for look in moves)
+    assert load * (1 - share) <= 0.6 or share == room
