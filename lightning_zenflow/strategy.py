@@ -282,7 +282,7 @@ class TrainerStrategy(_DeepSpeedStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        output: STEP_OUTPUT = super().training_step(*args, **kwargs)
+        output: STEP_OUTPUT = self._run_forward(super().training_step, *args, **kwargs)
         if self._steps is not None:
             self._steps.end_forward(output)
         return output
@@ -297,6 +297,23 @@ class TrainerStrategy(_DeepSpeedStrategy):
         except RuntimeError as error:
             raise_late_read(error)
             raise
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_forward(super().validation_step, *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_forward(super().test_step, *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_forward(super().predict_step, *args, **kwargs)
+
+    def _run_forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if (trained := self._checkpoints.trained) is None:
+            return call(*args, **kwargs)
+        return trained.training.run_forward(partial(call, *args, **kwargs))
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:

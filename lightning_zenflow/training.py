@@ -1,11 +1,12 @@
 """One model's training on one rank: what every front calls, without DeepSpeed and without Lightning."""
 
+import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -24,6 +25,10 @@ from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 from lightning_zenflow.offload.step import ZenFlowStep
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.worker.supervisor import SupervisedWorker
+
+_log = logging.getLogger(__name__)
+
+_Output = TypeVar("_Output")
 
 
 class StepResult(NamedTuple):
@@ -239,12 +244,35 @@ class Training:
         """
         if self.closed or not self.parts.residents.n_bytes:
             return
-        if self.steps.micro_batches:
+        if not self.steps.can_give_back:
             raise MisconfigurationException(
                 "give_back must be called between two steps, got a call between a backward pass and its step"
             )
-        self.flush()
         self.steps.give_back()
+
+    def run_forward(self, forward: Callable[[], _Output]) -> _Output:
+        """Calls `forward`. If the device runs out of memory beside resident blocks, they are given back for good, and one rank alone calls
+        `forward` once more, with the same random numbers; on several a collective may be over on some, and the error goes on.
+        """
+        if self.closed or not self.steps.can_give_back:
+            return forward()
+        runtime = runtime_of(self.parts.rank.device)
+        states, n_bytes = runtime.random_states(), self.parts.residents.n_bytes
+        try:
+            return forward()
+        except torch.OutOfMemoryError as error:
+            lack = str(error)
+        # Outside of `except`, whose traceback holds the activations.
+        self.steps.give_back()
+        _log.warning(
+            "ZenFlow: a forward pass has run out of device memory beside %.2f GiB of optimizer states, which are in host memory from here"
+            " on (offload_ratio=1 keeps them there): %s",
+            *(n_bytes / 2**30, lack),
+        )
+        if self.parts.rank.group is not None:
+            raise torch.OutOfMemoryError(lack)
+        runtime.restore_random_states(states)
+        return forward()
 
     def state_dict(self) -> dict[str, Any]:
         """State of the run besides AdamW's (`ZenFlowStep.state_dict`); right after a flush."""

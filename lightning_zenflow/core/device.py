@@ -94,6 +94,14 @@ class HostRuntime:
     def forget_peak(self) -> None:
         """Lets the peak of the device's memory begin anew."""
 
+    def random_states(self) -> list[Tensor]:
+        """States of torch's generators of random numbers on the CPU and on the device."""
+        return [torch.get_rng_state()]
+
+    def restore_random_states(self, states: Sequence[Tensor]) -> None:
+        """Inverse of `random_states`."""
+        torch.set_rng_state(states[0])
+
     def free_cached(self) -> None:
         """Gives memory that torch keeps for later use back to the system."""
 
@@ -179,6 +187,15 @@ class CudaRuntime(HostRuntime):
     @override
     def forget_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
+
+    @override
+    def random_states(self) -> list[Tensor]:
+        return [*super().random_states(), torch.cuda.get_rng_state(self.device)]
+
+    @override
+    def restore_random_states(self, states: Sequence[Tensor]) -> None:
+        super().restore_random_states(states)
+        torch.cuda.set_rng_state(states[1], self.device)
 
     @override
     def free_cached(self) -> None:

@@ -33,6 +33,10 @@ def last_arrivals(partition: Partition, positions: Sequence[int]) -> list[int]:
     return sorted(range(len(first)), key=lambda number: (first[number], number))
 
 
+_MOST_TIMES = 3
+"""That blocks are given back; behind the last, none becomes resident again."""
+
+
 class _Run(NamedTuple):
     """Adjacent elements of a block that have the same coefficients."""
 
@@ -153,6 +157,7 @@ class Residents:
         self._sealed: tuple[int, Sequence[GroupHyperparameters], StepScale] | None = None
         self.in_arena = self._is_loaded = True
         self._number = 0  # of the last step that has been sealed
+        self._n_times = 0  # that blocks were given back
 
     @property
     def _states(self) -> list[ResidentBlock]:
@@ -216,6 +221,9 @@ class Residents:
                 # No job has read a step's word since all blocks were resident, and the ring of words has gone on.
                 self._rank.arena.continue_from(self._number, count)
             del self._blocks[n_blocks:]
+            self._n_times += 1
+            if n_blocks == 0 or self._n_times == _MOST_TIMES:
+                self._order = self._order[:n_blocks]
             self._jobs.follow_owners()
         runtime_of(self._rank.device).free_cached()
 

@@ -250,10 +250,20 @@ class ZenFlowStep:
             with torch.no_grad():
                 self._residents.lay_down()
 
-    def give_back(self) -> None:
-        """Makes the host the owner of all blocks and frees the device memory of their state; between two steps, right behind a flush."""
-        assert self.is_exact and self.micro_batches == 0, "owners change between two steps"
-        self._residents.give_back(0, int(self.count))
+    @property
+    def can_give_back(self) -> bool:
+        """Whether blocks are resident, and no gradient is on its way to them."""
+        is_free = not (self.is_complete or self.was_interrupted or self._fill.accumulation.pending)
+        return self._residents.n_blocks > 0 and is_free
+
+    @torch.no_grad()
+    def give_back(self, n_blocks: int = 0) -> None:
+        """Makes the host the owner of all but `n_blocks` blocks, and frees the device memory of their state, if it `can_give_back`; on this
+        rank alone, perhaps. Where none is left, none becomes resident again.
+        """
+        before = self._residents.n_bytes
+        self._residents.give_back(n_blocks, int(self.count))
+        self._memory.follow_owners(self._residents.n_bytes - before)
 
     def drop_gradients(self) -> None:
         """Drops the gradients since the last step; if the step was complete, by a flush."""
@@ -276,12 +286,9 @@ class ZenFlowStep:
     def _make_room(self) -> None:
         """Gives blocks back before a backward pass that is not expected to fit beside them; on this rank alone, perhaps."""
         self._memory.begin()
-        # Sums may be where gradients of resident blocks are.
-        may_move = self._residents.n_blocks > 0 and not self._fill.accumulation.pending
-        if may_move and (lack := self._memory.lack()) > 0:
-            n_blocks, before = self._residents.n_left_without(lack), self._residents.n_bytes
-            self._residents.give_back(n_blocks, int(self.count))
-            self._memory.follow_owners(self._residents.n_bytes - before)
+        if self.can_give_back and (lack := self._memory.lack()) > 0:
+            n_blocks = self._residents.n_left_without(lack)
+            self.give_back(n_blocks)
             _log.info(
                 "ZenFlow: before step %d offload_ratio=%.2f on this rank: the backward pass is expected to lack %.2f GiB",
                 *(self.number + 1, 1 - n_blocks / len(self._rank.blocks), lack / 2**30),

@@ -25,6 +25,7 @@ from lightning_zenflow.offload.memory_watch import MemoryWatch
 from lightning_zenflow.offload.resident import last_arrivals
 from lightning_zenflow.offload.step import ZenFlowStep
 from networks import Perceptron
+from rank_processes import run_on_ranks
 from recorded_device.watch import recorded_device
 from same_bits import assert_is_adamw, assert_same_run, assert_same_state, assert_same_tensors, compare_with_oracle
 
@@ -258,9 +259,9 @@ def test_blocks_are_given_back_before_a_backward_pass_that_would_not_fit(
 ) -> None:
     """With jobs of other blocks in flight; and a look may take them again."""
     s, d = (1, 0) if name == "S=1, d=0" else (4, 1)
-    schedules = ((2, s, d), (3, s, d, 1.0), (8, s, d, 0.75), (11, s, d, 1.0))
+    schedules = ((2, s, d), (3, s, d, 1.0), (8, s, d, 0.75))
     case = replace(LATE, schedules=schedules, steps=16, max_norm=None, precision="32-true").with_keys(**AUTO)
-    lacks = {6: 1.0, 7: 3000.0, 10: 1e9, 14: 1e9}
+    lacks = {6: 1.0, 7: 3000.0, 10: 1e9}
     monkeypatch.setattr(MemoryWatch, "lack", lambda self: lacks.get(number(), 0.0))
     kept: list[tuple[int, int]] = []
     begin, steps = ZenFlowStep.begin_backward, []
@@ -277,8 +278,8 @@ def test_blocks_are_given_back_before_a_backward_pass_that_would_not_fit(
 
     monkeypatch.setattr(ZenFlowStep, "begin_backward", begins)
     run = run_here(case)
-    assert [step for step, _ in kept] == [6, 7, 10, 14] and kept[2][1] == kept[3][1] == 0
-    assert 0 < kept[1][1] < kept[0][1]
+    assert [step for step, _ in kept] == [6, 7, 10]
+    assert 0 == kept[2][1] < kept[1][1] < kept[0][1]
     assert_is_adamw(case, run, shown=s == 1)
 
 
@@ -298,7 +299,7 @@ class Grows(Perceptron):
 
     @override
     def loss(self, step: int, micro: int, rank: int) -> torch.Tensor:
-        device, n = self.layers[0].weight.device, 256 * (1 + max(0, step - 5))
+        device, n = self.layers[0].weight.device, 32 * (1 + max(0, step - 5))
         x = torch.randn(
             n, self.layers[0].in_features, generator=torch.Generator(device).manual_seed(step), device=device
         )
@@ -308,7 +309,7 @@ class Grows(Perceptron):
 
 
 GROWING = Case(
-    model=Grows, model_options={"widths": [64] * 12}, steps=10, update_interval=1, publish_lag=0, recorded=False
+    model=Grows, model_options={"widths": [128] * 10}, steps=10, update_interval=1, publish_lag=0, recorded=False
 )
 GROWING = replace(GROWING, schedules=((2, 1, 0, 1.0),)).with_keys(
     **AUTO, max_update_interval=1, clip_prediction=False, reduce_bucket_size=700
@@ -335,3 +336,50 @@ def test_growing_batches_find_their_memory() -> None:
     assert sizes[2:7] == [all_blocks] * 5 and all_blocks > sizes[-1]
     # torch's passes round as the worker to a few units in the last place.
     torch.testing.assert_close(limited.weights, run.weights, rtol=0, atol=2e-6)
+
+
+class Jumps(Grows):
+    """One batch is too large for a forward pass beside resident blocks, of which the last layer's noise is a part."""
+
+    @override
+    def loss(self, step: int, micro: int, rank: int) -> torch.Tensor:
+        loss = super().loss(11 if step == 7 else 0, micro, rank)
+        return loss * (1 + 0.1 * torch.rand(()))
+
+
+def test_a_forward_pass_without_room_is_repeated(caplog: pytest.LogCaptureFixture) -> None:
+    def train(limit: float, **keys: Any) -> tuple[Run, float]:
+        torch.manual_seed(3)
+        with recorded_device(memory_limit=limit) as device:
+            run = run_here(replace(GROWING, model=Jumps).with_keys(**keys))
+        return run, device.memory.most
+
+    run, needed = train(math.inf)
+    assert not caplog.messages or "has run out of device memory" not in caplog.text
+    # Of which states are a third.
+    limited, _ = train(0.8 * needed)
+    assert "a forward pass has run out of device memory beside" in caplog.text
+    torch.testing.assert_close(limited.weights, run.weights, rtol=0, atol=2e-6)
+
+
+def script_measurements(trainer: pl.Trainer) -> None:
+    """Steps wait, beside devices that differ in room."""
+    control = optimizer_of(trainer).training.parts.planner.control
+    assert control is not None
+    shares, reduce, room = control._shares, control._reduce, (0.3, 0.7)[trainer.global_rank]
+    control._shares = lambda: (shares()[0], room)
+    control._reduce = lambda load, stall, *of_shares: reduce(1.4, 0.4, *of_shares)  # type: ignore[method-assign]
+
+
+def compare_owners(trainer: pl.Trainer) -> None:
+    parts = optimizer_of(trainer).training.parts
+    assert parts.residents.n_blocks == math.ceil(0.3 * len(parts.rank.blocks)) > 0
+    assert (parts.jobs.schedule.update_interval, parts.jobs.schedule.publish_lag) == (1, 0)
+
+
+def test_ranks_with_different_room_agree() -> None:
+    """The least room of all decides, in the first look, and nothing becomes late."""
+    acts = (At("on_train_start", script_measurements), At("on_train_end", compare_owners))
+    case = Case(steps=24, topk_ratio=0.0, callbacks=acts).with_keys(**AUTO, max_update_interval=1)
+    runs = run_on_ranks({"ranks": case})["ranks"]
+    assert_is_adamw(case, *runs)
