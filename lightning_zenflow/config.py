@@ -246,7 +246,7 @@ class ZenFlowConfig(BaseModel):
     @property
     def _owners_change_numbers(self) -> bool:
         """False where no weight is late and all factors are true: no bit depends on the owner then."""
-        return self.predicts_clipping or not self.is_immediate
+        return not self.is_immediate or (self.predicts_clipping and self.submits_in_backward)
 
     @property
     def moves_owners(self) -> bool:

@@ -311,7 +311,8 @@ class TrainerStrategy(_DeepSpeedStrategy):
         return self._run_forward(super().predict_step, *args, **kwargs)
 
     def _run_forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if (trained := self._checkpoints.trained) is None:
+        trained = self._checkpoints.trained
+        if trained is None or trained.training.closed or not trained.training.steps.can_give_back:
             return call(*args, **kwargs)
         return trained.training.run_forward(partial(call, *args, **kwargs))
 

@@ -251,11 +251,9 @@ class Training:
         self.steps.give_back()
 
     def run_forward(self, forward: Callable[[], _Output]) -> _Output:
-        """Calls `forward`. If the device runs out of memory beside resident blocks, they are given back for good, and one rank alone calls
-        `forward` once more, with the same random numbers; on several a collective may be over on some, and the error goes on.
+        """Calls `forward`, where blocks can be given back. If the device runs out of memory beside them, they are, for good, and one rank
+        alone calls `forward` once more, with the same random numbers; on several a collective may be over on some, and the error goes on.
         """
-        if self.closed or not self.steps.can_give_back:
-            return forward()
         runtime = runtime_of(self.parts.rank.device)
         states, n_bytes = runtime.random_states(), self.parts.residents.n_bytes
         try:

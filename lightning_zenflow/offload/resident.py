@@ -145,6 +145,7 @@ class Residents:
     lay down of its own. What decides is `SchedulePolicy`, and `MemoryWatch` before a backward pass.
 
     Attributes:
+        blocks: those that are resident. Where there are none, there is nothing to call.
         in_arena: whether the arena has the state of all of them: behind `lay_down`, until the next step is sealed. It may be written there
             then, and is read from there by `load`.
     """
@@ -153,15 +154,15 @@ class Residents:
         """`order` are the numbers of blocks that may be resident, in the order in which they become so."""
         self._rank, self._jobs, self._order = rank, jobs, order
         self._trained: Mapping[int, int] = dict.fromkeys(range(len(rank.partition.slices)), 0)
-        self._blocks: list[Block] = []
+        self.blocks: list[Block] = []
         self._sealed: tuple[int, Sequence[GroupHyperparameters], StepScale] | None = None
         self.in_arena = self._is_loaded = True
-        self._number = 0  # of the last step that has been sealed
+        self._number = 0  # the last step that blocks have the state of, or that is sealed for them
         self._n_times = 0  # that blocks were given back
 
     @property
     def _states(self) -> list[ResidentBlock]:
-        return [block.resident for block in self._blocks if block.resident is not None]
+        return [block.resident for block in self.blocks if block.resident is not None]
 
     @property
     def n_bytes(self) -> int:
@@ -171,7 +172,7 @@ class Residents:
     @property
     def n_blocks(self) -> int:
         """How many blocks are resident."""
-        return len(self._blocks)
+        return len(self.blocks)
 
     def n_fitting(self, room: float) -> int:
         """How many blocks can be resident if `room` bytes of device memory are free."""
@@ -190,27 +191,28 @@ class Residents:
             n_bytes -= last.state.nbytes + last.gradient.nbytes
         return len(left)
 
-    def take(self, n_blocks: int) -> None:
-        """Makes the device the owner of the first `n_blocks`, as far as it has memory for them; between two steps, right behind a flush."""
+    def take(self, n_blocks: int, number: int = 0) -> None:
+        """Makes the device the owner of the first `n_blocks`, as far as it has memory for them; right behind the flush of a step."""
         runtime_of(self._rank.device).free_cached()
         taken: list[tuple[Block, ResidentBlock]] = []
         with self._rank.telemetry.measure("reserve"), suppress(torch.OutOfMemoryError):
             for number in self._order[self.n_blocks : n_blocks]:
                 block = self._rank.blocks[number]
                 resident = ResidentBlock(self._rank, block, self._trained)
-                resident.load(self._number)
+                resident.load(number)
                 taken.append((block, resident))
         with self._rank.records:
             for block, resident in taken:
                 block.resident = resident
-                self._blocks.append(block)
+                self.blocks.append(block)
+            self._number = number
             self._jobs.follow_owners()
 
     def give_back(self, n_blocks: int, count: int) -> None:
         """Makes the host the owner of all but the first `n_blocks`, and frees the device memory of the others; between two steps. The last
         one is the `count`-th applied one.
         """
-        going = self._blocks[n_blocks:]
+        going = self.blocks[n_blocks:]
         for block in going:
             assert block.resident is not None
             block.resident.lay_down()
@@ -220,7 +222,7 @@ class Residents:
             if self.n_blocks == len(self._rank.blocks):
                 # No job has read a step's word since all blocks were resident, and the ring of words has gone on.
                 self._rank.arena.continue_from(self._number, count)
-            del self._blocks[n_blocks:]
+            del self.blocks[n_blocks:]
             self._n_times += 1
             if n_blocks == 0 or self._n_times == _MOST_TIMES:
                 self._order = self._order[:n_blocks]
@@ -240,13 +242,13 @@ class Residents:
 
     def written(self) -> None:
         """Notes that the state on the device is to be changed from outside; the arena no longer has it."""
-        self.in_arena = not self._blocks
+        self.in_arena = not self.blocks
 
     def step(self) -> None:
         """Phase *update*: applies what is missing of the step that was sealed last. A flush calls it too, behind an interruption."""
         if not self._is_loaded:
             self.load(self._number)
-        if self._blocks and self._sealed is not None:
+        if self.blocks and self._sealed is not None:
             # The gradients.
             self._rank.d2h.join()
             for of_block in self._states:
@@ -280,6 +282,6 @@ class Residents:
 
     def close(self) -> None:
         """Frees the device memory, when training has ended; the arena keeps what it has."""
-        for block in self._blocks:
+        for block in self.blocks:
             block.resident = None
-        self._blocks, self._sealed = [], None
+        self.blocks, self._sealed = [], None

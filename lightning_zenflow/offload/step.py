@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.device import AsyncHostCopy
+from lightning_zenflow.core.device import AsyncHostCopy, runtime_of
 from lightning_zenflow.core.step_inputs import StepScale, add_over_ranks, step_scale
 from lightning_zenflow.offload.rank_state import StepContext, StepInputs, Transaction
 from lightning_zenflow.offload.run_state import VERSION, StepParts, Trained, difference_of, layout_of
@@ -76,6 +76,8 @@ class ZenFlowStep:
         )
         self._planner, self._selector, self._provisional = parts.planner, parts.selector, parts.provisional
         self._memory, self._moves_owners = parts.memory, config.moves_owners
+        # On a CPU all memory is the host's.
+        self._watches = config.moves_owners and runtime_of(parts.rank.device).runs_behind
         self.count = torch.zeros((), dtype=torch.float64, device=parts.rank.device)
         self._state = StepState.IDLE
         self._context: StepContext | None = None  # from OPEN on
@@ -111,7 +113,9 @@ class ZenFlowStep:
         """Counts a backward pass, before its first gradient; `last`: of the step's last micro-batch."""
         self._refuse_interrupted()
         self.micro_batches += 1
-        if self._moves_owners:
+        if self._watches:
+            self._memory.begin()
+        if self._moves_owners and self.can_give_back:
             self._make_room()
         if last:
             self._opened()
@@ -181,13 +185,15 @@ class ZenFlowStep:
         with self._rank.records:
             # From here on a flush applies the step; after an exception before, it drops it.
             self.number, self.count = number, scale.count
-            self._residents.seal(number, groups, scale)
+            if self._residents.blocks:
+                self._residents.seal(number, groups, scale)
             self._telemetry.skipped.add_(~scale.finite)
         # update
         with record_function("zenflow update"):
             if self._ownership.current is not None:
                 self._ownership.current.step(groups, scale)
-            self._residents.step()
+            if self._residents.blocks:
+                self._residents.step()
         if self._provisional is not None:
             self._provisional.end_step(scale, loss_scale)
         # select
@@ -216,7 +222,7 @@ class ZenFlowStep:
         if not copies_finite:
             self._telemetry.warn_of_skipped(number)
         self._end_micro_batches()
-        if self._moves_owners:
+        if self._watches:
             self._memory.end()
         if share is not None:
             self._flush()
@@ -254,7 +260,7 @@ class ZenFlowStep:
     def can_give_back(self) -> bool:
         """Whether blocks are resident, and no gradient is on its way to them."""
         is_free = not (self.is_complete or self.was_interrupted or self._fill.accumulation.pending)
-        return self._residents.n_blocks > 0 and is_free
+        return bool(self._residents.blocks) and is_free
 
     @torch.no_grad()
     def give_back(self, n_blocks: int = 0) -> None:
@@ -279,14 +285,13 @@ class ZenFlowStep:
     def _take_residents(self, n_blocks: int) -> None:
         """Makes blocks resident; right behind a flush."""
         before = self._residents.n_bytes
-        self._residents.take(n_blocks)
+        self._residents.take(n_blocks, self.number)
         self._ownership.follow_owners()
         self._memory.follow_owners(self._residents.n_bytes - before)
 
     def _make_room(self) -> None:
         """Gives blocks back before a backward pass that is not expected to fit beside them; on this rank alone, perhaps."""
-        self._memory.begin()
-        if self.can_give_back and (lack := self._memory.lack()) > 0:
+        if (lack := self._memory.lack()) > 0:
             n_blocks = self._residents.n_left_without(lack)
             self.give_back(n_blocks)
             _log.info(

@@ -32,6 +32,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "overlap_step": BOOLEAN,
     "weight_prediction": FACTOR,
     "provisional_scale": FACTOR,
+    "offload_ratio": ([*SHARE[0], "auto"], [-0.01, 1.01, "all"]),
     "auto_ratio": ([0.99], [-0.01, 1.01, "auto"]),
     "moments_dtype": (["float32", "bfloat16", "int8"], ["fp32", "bf16", "auto", 16]),
     "offload": ([False], [0, 1, "true", "auto"]),
@@ -181,6 +182,7 @@ NOTHING_LATE = {"update_interval": 1, "publish_lag": 0}
         ({"topk_ratio": 0}, {"select_strategy": "epoch", "select_interval": 5}),
         ({"overlap_step": False}, {"clip_prediction": False, "publish_lag": 1, "topk_ratio": 0.3}),
         ({"update_interval": 4, "publish_lag": 1}, {"clip_prediction": False}),
+        ({**NOTHING_LATE, "clip_prediction": False}, {"offload_ratio": 0.5}),
     ],
 )
 def test_numbers_do_not_depend_on_keys_without_effect(keys: dict[str, Any], others: dict[str, Any]) -> None:
