@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
-from callbacks import At
+from callbacks import After, At
 from harness import fit, make_trainer, weights_of
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.deepspeed.users_module import whole_shape
@@ -268,34 +268,21 @@ def test_other_weights_in_a_validation(options: dict[str, Any], tmp_path: Path) 
 def test_what_hooks_see_is_what_is_written(options: dict[str, Any], weights_only: bool, tmp_path: Path) -> None:
     seen: dict[str, dict[str, Tensor]] = {}
 
-    def look(name: str, module: pl.LightningModule) -> None:
-        with GatheredParameters(list(module.parameters())):
-            seen[name] = {n: p.detach().clone() for n, p in module.named_parameters()}
+    def look(name: str) -> None:
+        with GatheredParameters(list(model.parameters())):
+            seen[name] = {n: p.detach().clone() for n, p in model.named_parameters()}
 
     class Looks(Net):
         @override
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            look("module", self)
+            look("module")
             if not options:
                 seen["entries"] = {n: w.clone() for n, w in checkpoint["state_dict"].items()}
 
-    class Saves(pl.Callback):
-        @override
-        def on_save_checkpoint(self, trainer: Any, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-            look("callback", pl_module)
-
-        @override
-        def state_dict(self) -> dict[str, Any]:
-            look("state_dict", self._module)
-            return {}
-
-        @override
-        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-            self._module = pl_module
-            if trainer.global_step == STEPS - 1:
-                trainer.save_checkpoint(tmp_path / "a.ckpt", weights_only=weights_only)
-
-    fit(Looks(), ZenFlowStrategy(**LATE, **options), steps=STEPS, callbacks=[Saves()])
+    model, sees = Looks(), At("on_save_checkpoint", lambda _: look("callback"))
+    sees.state_dict = lambda: look("state_dict") or {}  # type: ignore[func-returns-value, method-assign]
+    saves = After([STEPS - 1], lambda trainer: trainer.save_checkpoint(tmp_path / "a.ckpt", weights_only=weights_only))
+    fit(model, ZenFlowStrategy(**LATE, **options), steps=STEPS, callbacks=[sees, saves])
     file = dict(torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"])
     assert len(seen) == (1 if weights_only else 3) + (not options)
     for weights in seen.values():
