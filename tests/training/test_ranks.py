@@ -33,6 +33,7 @@ from checkpoint_files import assert_continues
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, optimizer_of
 from lightning_zenflow.worker.arena import StepWords
 from models import OptimizerOptions
+from processes import wait_for
 from rank_processes import Runs, run_each, run_on_ranks
 from same_bits import (
     assert_close_to_adamw,
@@ -307,6 +308,25 @@ def test_a_rank_that_waits_for_another_outlives_its_workers_limit() -> None:
     assert waiting is not None and other is not None
     assert re.search(r"WorkerError[\s\S]*step 4's clip coefficient did not arrive within 5000 ms", waiting)
     assert "left no result" not in other
+
+
+def stay_away(given_up: Path, trainer: pl.Trainer) -> None:
+    """Rank 1 says nothing any more from its third step on, as a node that is cut off, until the other one has given up."""
+    if (trainer.global_step, trainer.global_rank) == (2, 1):
+        wait_for(given_up.exists, 200)
+
+
+def give_up(given_up: Path, _: pl.Trainer) -> None:
+    given_up.touch()
+
+
+def test_a_node_that_is_cut_off_is_given_up(tmp_path: Path) -> None:
+    """When the strategy's `timeout` is over, and not torch's of 30 minutes."""
+    away, gives_up = (functools.partial(act, tmp_path / "given up") for act in (stay_away, give_up))
+    callbacks = (At("on_train_batch_start", away), At("on_exception", gives_up))
+    case = replace(FIXED, fails=True, callbacks=callbacks).with_keys(timeout=timedelta(seconds=5))
+    for run in run_on_ranks({"cut off": case})["cut off"]:
+        assert run.error is not None and "gloo" in run.error
 
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
