@@ -96,17 +96,23 @@ class OffloadAdamW(Optimizer):
             MisconfigurationException: parameters cannot be trained like this.
         """
         if self._engine is None:
-            for of in trained_parameters(self.param_groups)[0]:
-                if of.parameter not in self._hooks:
-                    raise MisconfigurationException(
-                        f"OffloadAdamW: {of.name}.requires_grad must be True when the optimizer gets it, got False: freeze it behind that"
-                    )
+            self._refuse_later()
             self._engine = OptimizerEngine(self, self._config, self._signs)
             weakref.finalize(self, _end, self._engine.training)
             # For those who make state by a step with zero gradients where there is none, as torch.distributed.checkpoint. Without tensors:
             # Lightning would move them to the device.
             self.state.update({p: {} for p in self._hooks})
         return self._engine
+
+    def _refuse_later(self) -> None:
+        """Refuses parameters whose gradients would not be noticed."""
+        for of in trained_parameters(self.param_groups)[0]:
+            if of.parameter not in self._hooks:
+                raise MisconfigurationException(
+                    f"OffloadAdamW: {of.name}.requires_grad must be True when the optimizer gets it, got a parameter that was frozen then"
+                    " or has taken the place of another: freeze behind the optimizer's construction, and construct it behind `fully_shard`,"
+                    " which Accelerate calls in `prepare`"
+                )
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -132,6 +138,8 @@ class OffloadAdamW(Optimizer):
         if closure is not None:
             with self._signs.in_closure(), torch.enable_grad():
                 loss = closure()
+        if any(p.grad is not None and p not in self._hooks for g in self.param_groups for p in g["params"]):
+            self._refuse_later()
         if self._engine is None and any(p.grad is not None for p in self._hooks):
             self._started()
         if self._engine is not None:
