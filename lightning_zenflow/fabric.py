@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning.fabric.strategies
 import torch
@@ -30,6 +30,13 @@ from lightning_zenflow.deepspeed.users_module import load_whole
 from lightning_zenflow.deepspeed.users_objects import refuse_unsupported_module, validate_optimizer
 from lightning_zenflow.fabric_checkpoints import load_all, source_of
 from lightning_zenflow.steps import LoopSteps, MicroBatches
+
+OF_THE_LOOP = {
+    "optimizer": "give it to `fabric.setup(model, optimizer)`",
+    "scheduler": "call its `step()` in the loop",
+    "gradient_accumulation_steps": "use `fabric.no_backward_sync(model)` for all micro-batches of a step but the last",
+}
+"""Keys of a DeepSpeed configuration that Fabric's loop has a call for, which is what to do instead."""
 
 
 class ZenFlowPrecision(PlainPrecision, DeepSpeedPrecision):
@@ -80,12 +87,6 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         read="behind `fabric.backward`",
         write="before the forward pass or behind `optimizer.step`",
     )
-    belongs_to_the_loop: ClassVar[Mapping[str, str]] = {
-        "optimizer": "give it to `fabric.setup(model, optimizer)`",
-        "scheduler": "call its `step()` in the loop",
-        "gradient_accumulation_steps": "use `fabric.no_backward_sync(model)` for all micro-batches of a step but the last",
-    }
-    """Keys of a DeepSpeed configuration that are refused, with what to do instead."""
     precision_class = ZenFlowPrecision
     # Lightning would read the variable's file again, and as JSON (`read_settings`).
     DEEPSPEED_ENV_VAR = ""
@@ -96,7 +97,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         super().__init__(config=self._settings.deepspeed, **options)
         self.config: dict[str, Any] = prepare_deepspeed_config(self.config)
         self.zenflow_config = self._settings.zenflow
-        for key, instead in self.belongs_to_the_loop.items():
+        for key, instead in OF_THE_LOOP.items():
             if self.config.get(key) not in (None, "auto", 1):
                 raise MisconfigurationException(
                     f"DeepSpeed config: {key} must be absent with Fabric, got {self.config[key]!r}: {instead}"
@@ -176,12 +177,12 @@ class ZenFlowStrategy(DeepSpeedStrategy):
                 " call `fabric.setup_module(model)`, and train another one with another Fabric"
             )
         build = partial(training_engine, module, optimizers[0], self.config, self.root_device)
-        trained = self._begin_training(build, module, optimizers[0])
+        trained = self.begin_training(build, module, optimizers[0])
         # Private: as in the base class' own set-up.
         self._set_deepspeed_activation_checkpointing()
         return trained.engine, [trained.optimizer], scheduler
 
-    def _begin_training(self, build: Callable[[], Any], module: Module, optimizer: Optimizer | None) -> TrainedEngine:
+    def begin_training(self, build: Callable[[], Any], module: Module, optimizer: Optimizer | None) -> TrainedEngine:
         """Checks what is trained, builds its engine, and sets up what the loop's calls need."""
         refuse_unsupported_module(module)
         if optimizer is not None:
