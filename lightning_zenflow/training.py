@@ -18,6 +18,7 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.errors import Calls, MisconfigurationException, other_backward
 from lightning_zenflow.core.process import raise_together
+from lightning_zenflow.core.step_inputs import GivenFactor
 from lightning_zenflow.offload.build import Engine, RankPart, RankResources, build
 from lightning_zenflow.offload.rank_state import StepInputs
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
@@ -41,9 +42,9 @@ class Training:
 
     Attributes:
         order: names of the parameters of each group of the user's optimizer, frozen ones as well; of trained ones unless it is given.
-        max_norm: largest norm of the whole gradient after clipping; also of a step that is complete already. 0: no clipping. Infinity: no
-            clipping, which backward passes do not rely on.
-        factor: what the user's code has multiplied to all gradients of the step that is next: 0-D float32; None: nothing.
+        max_norm: largest norm of the whole gradient after clipping; also of a step that is complete already. 0: no clipping. Infinity: that
+            of the user's code, which may clip.
+        factor: what the user's code has multiplied to all gradients of the step that is next; None: nothing.
         in_backward: whether a backward pass of the front is under way.
         parts, telemetry, steps, host_state, full_state, written, taken, in_update: components of this rank, from `start` on.
         slice_of: for each trained parameter of which this rank has a part, the number of its slice; from `start` on.
@@ -60,7 +61,7 @@ class Training:
     ) -> None:
         self.config, self.calls, self.order = config, calls, order
         self.max_norm = 0.0
-        self.factor: Tensor | None = None
+        self.factor: GivenFactor | None = None
         self._resources, self._frozen = resources, frozen
         self._updates_in_backward = config.updates_in_backward
         self._worker: SupervisedWorker | None = None

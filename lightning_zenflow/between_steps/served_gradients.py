@@ -13,6 +13,7 @@ from typing_extensions import Self, override
 
 from lightning_zenflow.core.errors import Calls, MisconfigurationException, kept_gradients, second_step
 from lightning_zenflow.core.shards import as_shard, local_part
+from lightning_zenflow.core.step_inputs import GivenFactor
 
 _aten = torch.ops.aten
 
@@ -86,7 +87,7 @@ class ServedGradient(Tensor):
             for gradient in (g for g in served if isinstance(g, cls)):
                 is_infinite = ~gradient._owner.norm(gradient._index).isfinite()
                 found_inf.copy_(torch.maximum(found_inf, is_infinite.to(found_inf)))
-                gradient._owner.scale(gradient._index, inverse_scale)
+                gradient._owner.scale(gradient._index, inverse_scale, unscales=True)
             return None
         if func._schema.is_mutable:
             (some, *_) = (g for g in tree_leaves((args, kwargs)) if isinstance(g, cls))
@@ -148,6 +149,7 @@ class ServedGradients:
         self._norms = dict[int, Tensor]()
         self._factors: list[tuple[Tensor, set[int]]] = []
         self._given: list[tuple[Tensor, bool]] = []  # for each factor what it was made of, and whether it divides
+        self._unscaling: Tensor | None = None
         self._is_used = False
 
     def put(self, parameter: Tensor) -> None:
@@ -187,6 +189,7 @@ class ServedGradients:
         self._norms.clear()
         self._factors.clear()
         self._given.clear()
+        self._unscaling = None
 
     def are_dropped(self, *, pending: bool) -> bool:
         """Whether the user's code has removed them, by `module.zero_grad()`; refuses others, and some while a step is `pending`."""
@@ -231,8 +234,8 @@ class ServedGradients:
                 gradient = gradient.mul_(factor)
         return gradient
 
-    def scale(self, slice_index: int, factor: Any, *, inverse: bool = False) -> None:
-        """Multiplies a gradient by a number, or with `inverse` divides it.
+    def scale(self, slice_index: int, factor: Any, *, inverse: bool = False, unscales: bool = False) -> None:
+        """Multiplies a gradient by a number, or with `inverse` divides it; `unscales`: which takes off a loss scale.
 
         Raises:
             MisconfigurationException: it is no number.
@@ -248,10 +251,13 @@ class ServedGradients:
                 indices.add(slice_index)
                 return
         self._given.append(given)
-        self._factors.append(((number.reciprocal() if inverse else number).view(()), {slice_index}))
+        number = (number.reciprocal() if inverse else number).view(())
+        self._factors.append((number, {slice_index}))
+        if unscales:
+            self._unscaling = number
 
-    def factor(self) -> Tensor | None:
-        """Product of the factors, 0-D float32; None: there is none.
+    def factor(self) -> GivenFactor | None:
+        """Product of the factors; None: there is none.
 
         Raises:
             MisconfigurationException: a factor is on some gradients only.
@@ -264,7 +270,7 @@ class ServedGradients:
                     "all gradients of the optimizer must be scaled alike: clip all of its parameters together"
                 )
             product = factor if product is None else product * factor
-        return product
+        return None if product is None else GivenFactor(product, self._unscaling)
 
     def error(self, what: str) -> MisconfigurationException:
         """The error for a use of a gradient that cannot be served."""

@@ -142,10 +142,11 @@ class TritonKernels(Kernels):
         word = norms.sum.new_empty(2, dtype=torch.int64)
         new = {parts.dtype: parts for parts in norms.take_new()}
         singles, doubles = (new.get(t, norms.sum.new_empty(0, dtype=t)) for t in (torch.float32, torch.float64))
+        clips, inverse_scale = norms.learns or bool(norms.max_norm > 0), 1.0 if norms.learns else 1.0 / norms.loss_scale
         device.block_word[(1,)](
             singles, len(singles), doubles, len(doubles), norms.sum, norms.partial, norms.ratio, norms.expected,
-            word, block, norms.step, norms.max_norm, norms.loss_scale, 1.0 / norms.loss_scale,
-            clips=norms.max_norm > 0, speculates=norms.speculates, enable_fp_fusion=False,
+            word, block, norms.step, norms.max_norm, norms.loss_scale, inverse_scale,
+            clips=clips, speculates=norms.speculates, learns=norms.learns, enable_fp_fusion=False,
         )  # fmt: skip
         return word.view(torch.int32)
 

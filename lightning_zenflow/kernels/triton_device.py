@@ -229,9 +229,10 @@ def write_columns(writes, programs, model):
 @triton.jit(do_not_specialize=["n_singles", "n_doubles", "block", "step", "max_norm", "loss_scale", "inverse_scale"])
 def block_word(
     singles, n_singles, doubles, n_doubles, total, partial, ratio, expected, word,
-    block, step, max_norm, loss_scale, inverse_scale, clips: tl.constexpr, speculates: tl.constexpr,
+    block, step, max_norm, loss_scale, inverse_scale,
+    clips: tl.constexpr, speculates: tl.constexpr, learns: tl.constexpr,
 ):  # fmt: skip
-    """`GradientNorms.word` by a single program; comparisons with NaN are false."""
+    """`GradientNorms.word` by a single program; comparisons with NaN are false. With `learns` limit and loss scale are on the device."""
     sums = tl.zeros((BLOCK,), dtype=tl.float64)
     first = 0
     while first < tl.maximum(n_singles, n_doubles):
@@ -251,8 +252,11 @@ def block_word(
         squared_norm = tl.where(known == known, squared_norm * known, tl.where(last > squared_norm, last, squared_norm))
     factor = inverse_scale
     if clips:
-        divisor = tl.div_rn((tl.sqrt(squared_norm) / loss_scale).to(tl.float32) + 1e-6, max_norm)
-        factor = tl.div_rn(1.0, tl.where(divisor < 1.0, 1.0, divisor) * loss_scale)
+        limit, scale = max_norm, loss_scale
+        if learns:
+            limit, scale = tl.load(max_norm), tl.load(loss_scale)
+        divisor = tl.div_rn((tl.sqrt(squared_norm) / scale).to(tl.float32) + 1e-6, limit)
+        factor = tl.div_rn(1.0, tl.where(divisor < 1.0, 1.0, divisor) * scale)
     single = squared_norm.to(tl.float32)
     factor += single - single
     bits, number = factor.to(tl.int32, bitcast=True).to(tl.int64), step.to(tl.int64)

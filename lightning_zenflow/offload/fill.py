@@ -275,11 +275,19 @@ class Fill:
         self.norms.add(self._vectors.fill(rest, self.arrived))
         return self.norms.whole()
 
-    def end_step(self, squared_norm: Tensor, scale: StepScale, context: StepContext) -> None:
-        """Takes the step's own squared norm, 0-D float64 of all ranks, and its scale."""
+    def end_step(
+        self, squared_norm: Tensor, scale: StepScale, context: StepContext, unscaling: Tensor | None = None
+    ) -> None:
+        """Takes the step's own squared norm, 0-D float64 of all ranks, its scale, and `GivenFactor.unscaling`."""
         if context.submits_in_backward and context.inputs.max_norm > 0:
             if not self._speculates:
-                self.norms.end_step(squared_norm, finite=scale.finite, loss_scale=context.inputs.loss_scale)
+                loss_scale: float | Tensor = context.inputs.loss_scale
+                if self.norms.learns:
+                    one = torch.ones_like(scale.factor)
+                    loss_scale = self.norms.learn(
+                        squared_norm, scale, one / loss_scale if unscaling is None else one * unscaling
+                    )
+                self.norms.end_step(squared_norm, finite=scale.finite, loss_scale=loss_scale)
             if self._factors and not self.factor_error.is_under_way:
                 self.factor_error.copy((torch.stack(self._factors) / scale.factor - 1).abs().mean())
 

@@ -151,8 +151,9 @@ class ZenFlowStep:
         # clip
         scale = step_scale(squared_norm, max_norm=inputs.max_norm, loss_scale=loss_scale, count=self.count)
         if inputs.factor is not None:
-            scale = replace(scale, factor=scale.factor * inputs.factor)
-        self._fill.end_step(squared_norm, scale, context)
+            scale = replace(scale, factor=scale.factor * inputs.factor.whole)
+        unscaling = None if inputs.factor is None else inputs.factor.unscaling
+        self._fill.end_step(squared_norm, scale, context, unscaling)
         finite = AsyncHostCopy(scale.finite) if copies_finite else None
         # seal
         self._jobs.seal(number, scale.factor)

@@ -61,6 +61,8 @@ class OptimizerEngine:
         self._inner, self._n_groups = part.optimizer, len(self._trained)
         resources = rank_resources(config, part.device, ranks_on_host=None, world_size=world_size(), timeout=None)
         self.training = Training(config, resources, CALLS, frozen)
+        if config.predicts_clipping:
+            self.training.max_norm = math.inf
         self.training.start(part, self, serves=self)
         assert isinstance(self.training.taken, ServedGradients), "as `serves` says"
         self._gradients = self.training.taken
@@ -178,7 +180,8 @@ class OptimizerEngine:
         self.training.flush()
         counts = steps.state_dict()["counts"]
         keys: dict[str, str | None] = {key: key for key in MOMENTS}
-        if self.training.parts.rank.dtype != torch.float32:
+        # Weights have fewer bits, or another factor in their last update until a flush, which the model's may have been saved before.
+        if self.training.parts.rank.dtype != torch.float32 or self.training.config.predicts_clipping:
             keys["master"] = None
         numbers = {id(p): n for n, p in enumerate(self._parameters())}
         state = {}
@@ -212,6 +215,9 @@ class OptimizerEngine:
         run = {"count": max(counts.values()), "counts": counts, "groups": [{}] * self._n_groups, "moments": moments}
         run[CHECKPOINT_KEY] = run_state
         training.load(weights, run)
+        with torch.no_grad():
+            for of in self._trained:
+                local_part(of.parameter).copy_(weights[of.name])
         training.written.note()
 
     def _parameters(self) -> list[Tensor]:

@@ -50,6 +50,9 @@ class OffloadAdamW(Optimizer):
         moments_dtype: type of the moments in host memory.
         worker_cores: number of the CPU's cores for updates, or their numbers.
         accumulate_on: where sums over micro-batches are.
+        clip_prediction: blocks are updated in backward in steps that are clipped too, with a predicted factor that the next forward pass
+            sees. What it is predicted from is learned: the norms of earlier steps, the limit of the last clipped one, and the last loss
+            scale. The state has the true factor; `flush` makes the weights those of the state, before they are evaluated.
 
     Raises:
         ValueError: a value is out of range.
@@ -68,13 +71,14 @@ class OffloadAdamW(Optimizer):
         moments_dtype: Literal["float32", "bfloat16", "int8"] = "float32",
         worker_cores: int | tuple[int, ...] | Literal["auto"] = "auto",
         accumulate_on: Literal["auto", "device", "host"] = "auto",
+        clip_prediction: bool = False,
     ) -> None:
         if accumulation_steps is not None and accumulation_steps < 1:
             raise ValueError(f"accumulation_steps must be an integer >= 1 or None, got {accumulation_steps!r}")
         self._config = ZenFlowConfig(
             update_interval=1,
             publish_lag=0,
-            clip_prediction=False,
+            clip_prediction=clip_prediction,
             moments_dtype=moments_dtype,
             worker_cores=worker_cores,
             accumulate_on=accumulate_on,
@@ -152,9 +156,9 @@ class OffloadAdamW(Optimizer):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.optim.AdamW`'s, which can load it, with "master" beside the moments where weights are of fewer than 32 bits: float32
-        weights. Tensors are on the CPU and, like torch's, the state itself where that is float32: the next step changes them. Those of
-        DTensors are DTensors.
+        """As `torch.optim.AdamW`'s, which can load it, with "master" beside the moments where weights are of fewer than 32 bits, and with
+        `clip_prediction`: float32 weights. Tensors are on the CPU and, like torch's, the state itself where that is float32: the next step
+        changes them. Those of DTensors are DTensors.
 
         Raises:
             RuntimeError: between the last backward pass of a step and the step.

@@ -15,6 +15,7 @@ CASES = [
     fsdp_runs.not_synchronised,
     fsdp_runs.not_resharded,
     fsdp_runs.written,
+    fsdp_runs.predicted,
     fsdp_runs.bfloat16,
     fsdp_runs.gradients,
     fsdp_runs.recipe,
@@ -50,6 +51,13 @@ def test_as_torch(results: Results, case: Any) -> None:
         # All steps but the first, of which the number of backward passes is not known.
         assert result["in_backward"] == (23 if case is fsdp_runs.plain else 5)
         assert (result["followed"] > 0) == (case is fsdp_runs.written)
+
+
+def test_clip_prediction(results: Results) -> None:
+    """Each step is clipped, and updated in backward."""
+    for result in of_ranks(results, "predicted"):
+        torch.testing.assert_close(*result["losses"], rtol=1e-2, atol=0)
+        assert result["in_backward"] == 5
 
 
 def test_bfloat16(results: Results) -> None:

@@ -138,7 +138,9 @@ CASES: dict[str, tuple[Body, dict[str, Any]]] = {
     "on the device": (accumulated, {"accumulate_on": "device"}),
     "on the host": (accumulated, {"accumulate_on": "host"}),
     "fewer": (fewer, {"accumulate_on": "host"}),
+    "predicted": (partial(clipped, lambda step: 1e3 if step == 5 else 0.5), {"clip_prediction": True}),
     "scaler": (scaled, {}),
+    "scaler, predicted": (scaled, {"clip_prediction": True}),
     "dropped": (dropped, {}),
     "read": (read, {"accumulation_steps": 1}),
     "saved": (saved, {}),
@@ -158,7 +160,7 @@ def divided(loop: Loop, step: int) -> None:
 
 
 CASES["divided"] = divided, {}
-FAST = ("known", "seldom clipped", "on the host", "scaler")
+FAST = ("known", "seldom clipped", "predicted", "on the host", "scaler, predicted")
 
 
 def record(
@@ -191,6 +193,7 @@ WAITS: dict[str, set[str]] = {
     "fewer": IN_CLIPPED,
     # Of torch itself.
     "scaler": {*IN_CLIPPED, ""},
+    "scaler, predicted": {""},
     "divided": IN_CLIPPED,
     "dropped": IN_FLUSHES,
     "read": {"fill.gradient", "engine.copy_gradient"},

@@ -104,7 +104,8 @@ def make(
 def side_by_side(**options: Any) -> dict[str, Any]:
     """Losses and norms of both, and how much ours has hidden."""
     of_model = {key: options.pop(key) for key in ("reshard_after_forward", "mp_policy") if key in options}
-    ours, theirs = (make(who, **of_model).train(**options) for who in ("ours", "torch"))
+    keys = options.pop("keys", None)
+    ours, theirs = (make(who, keys=keys, **of_model).train(**options) for who in ("ours", "torch"))
     reading = reading_of(ours.optimizer)
     close(ours)  # type: ignore[arg-type]  # it has an optimizer
     return {
@@ -126,6 +127,10 @@ def plain() -> Any:
 
 def clipped() -> Any:
     return side_by_side(max_norm=limit)
+
+
+def predicted() -> Any:
+    return side_by_side(max_norm=lambda _: 0.5, keys={"clip_prediction": True})
 
 
 def accumulated() -> Any:

@@ -7,6 +7,7 @@ GPU is needed. Registers and spills are those of the assembler that Triton bring
 """
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -51,7 +52,7 @@ class NoGpu:
 
 def cases(kernels: TritonKernels, dtype: torch.dtype) -> Iterator[str]:
     """Launches every variant; yields a name after each."""
-    for max_norm, speculates in ((0.0, False), (1.0, False), (1.0, True)):
+    for max_norm, speculates in ((0.0, False), (1.0, False), (1.0, True), (math.inf, False)):
         norms_so_far = GradientNorms(1, CPU, speculates=speculates)
         norms_so_far.open(1, max_norm=max_norm, loss_scale=1.0)
         norms_so_far.add([torch.zeros(1), torch.zeros(1, dtype=torch.float64)])
