@@ -24,6 +24,7 @@ from lightning_zenflow.offload.build import rank_resources
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY, MOMENTS
 from lightning_zenflow.optimizer.last_pass import LastPass
 from lightning_zenflow.optimizer.parameters import Trained, rank_part, refuse_unsupported, trained_parameters
+from lightning_zenflow.step_meter import StepMeter
 from lightning_zenflow.training import Training
 
 # As Lightning does when it is imported: messages are those of one rank, which nobody else may have said.
@@ -66,6 +67,7 @@ class OptimizerEngine:
         self.training.start(part, self, serves=self)
         assert isinstance(self.training.taken, ServedGradients), "as `serves` says"
         self._gradients = self.training.taken
+        self.meter = StepMeter(self.training.parts, config)
         self._task = -1
         self._knows_last = False
 
@@ -151,6 +153,16 @@ class OptimizerEngine:
             training.max_norm = math.inf
         gradients.use()
         self._signs.end_step(n_passes, in_closure=in_closure, was_known=was_known)
+        self.meter.end_step()
+
+    def end(self) -> None:
+        """Ends the worker, with a summary; may be called again. A fork's copy of the optimizer ends nothing."""
+        if self.training.is_elsewhere:
+            return
+        try:
+            self.meter.sum_up()
+        finally:
+            self.training.end(keep_state=False)
 
     def _refuse_assigned(self) -> None:
         """Refuses gradients of no backward pass, but for zeros, with which torch.distributed.checkpoint makes state."""

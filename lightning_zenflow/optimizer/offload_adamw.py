@@ -19,8 +19,8 @@ from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 from lightning_zenflow.optimizer.engine import OptimizerEngine
 from lightning_zenflow.optimizer.last_pass import LastPass
 from lightning_zenflow.optimizer.parameters import trained_parameters
+from lightning_zenflow.step_meter import StepMeter
 from lightning_zenflow.telemetry import Reading
-from lightning_zenflow.training import Training
 
 _OF_TORCH = {
     "amsgrad": False,
@@ -106,7 +106,7 @@ class OffloadAdamW(Optimizer):
                         f"OffloadAdamW: {of.name}.requires_grad must be True when the optimizer gets it, got False: freeze it behind that"
                     )
             self._engine = OptimizerEngine(self, self._config, self._signs)
-            weakref.finalize(self, _end, self._engine.training)
+            weakref.finalize(self, self._engine.end)
             # For those who make state by a step with zero gradients where there is none, as torch.distributed.checkpoint. Without tensors:
             # Lightning would move them to the device.
             self.state.update({p: {} for p in self._hooks})
@@ -205,26 +205,26 @@ class OffloadAdamW(Optimizer):
             if p.requires_grad:
                 self._hooks[p] = p.register_post_accumulate_grad_hook(arrived)
 
-    def read_counters(self) -> Reading | None:
+    @property
+    def telemetry(self) -> Reading | None:
         """Clocks and counters so far, without waiting for the device; None before the state has its memory."""
         return None if self._engine is None else self._engine.training.parts.read_counters()
 
+    @property
+    def meter(self) -> StepMeter | None:
+        """Measures the steps; None before the state has its memory."""
+        return None if self._engine is None else self._engine.meter
+
     def close(self) -> None:
-        """Ends the worker, and frees the state; weights stay."""
+        """Ends the worker, and frees the state; weights stay. Logs a summary of 50 steps or more, as the end of the object does."""
         if self._engine is not None:
             self._engine.training.flush()
-            _end(self._engine.training)
+            self._engine.end()
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
             "OffloadAdamW has a process of its own and cannot be pickled or copied: save its `state_dict()`"
         )
-
-
-def _end(training: Training) -> None:
-    # A fork's copy of the object ends nothing.
-    if not training.is_elsewhere:
-        training.end(keep_state=False)
 
 
 def _remove(hooks: Mapping[Tensor, Any]) -> None:

@@ -2,8 +2,10 @@
 
 import copy
 import gc
+import logging
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -91,6 +93,27 @@ def test_closed() -> None:
         MisconfigurationException, match=r"OffloadAdamW: a backward pass must not come behind `close\(\)`"
     ):
         loss_of(loop.model, 1).backward()
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_summary(closes: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Of 50 steps or more, once, at the end."""
+    with caplog.at_level(logging.INFO):
+        for steps in (49, 50):
+            weight = nn.Parameter(torch.ones(2, 2))
+            optimizer = OffloadAdamW([weight], worker_cores=1)
+            assert optimizer.telemetry is None
+            for _ in range(steps):
+                weight.square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert optimizer.telemetry is not None and optimizer.telemetry.steps == steps
+            if closes:
+                optimizer.close()
+            del optimizer
+            gc.collect()
+    assert re.findall(r"ZenFlow: (\d+) steps, median", caplog.text) == ["50"]
+    assert not workers()
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])

@@ -116,6 +116,8 @@ def test_what_is_refused_is_refused_with_that_packages_exception() -> None:
         fits(make_module(pytorch_lightning, optimizer=lambda parameters, lr: None))
     with pytest.raises(error, match="find the learning rate with another strategy"):
         fits(make_module(pytorch_lightning), callbacks=[finder])
-    with pytest.raises(error, match="strategy must be ZenFlowStrategy, got SingleDeviceStrategy"):
+    with pytest.raises(
+        error, match="strategy must be ZenFlowStrategy, or an optimizer OffloadAdamW, got SingleDeviceStrategy"
+    ):
         trainer = make_trainer(pytorch_lightning, "auto", callbacks=[ours.StallMonitor()], max_steps=1)
         trainer.fit(make_module(pytorch_lightning))
