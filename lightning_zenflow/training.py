@@ -17,7 +17,6 @@ from lightning_zenflow.between_steps.uses import FOLLOWED, TakenGradients, Weigh
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.errors import Calls, MisconfigurationException, other_backward
-from lightning_zenflow.core.process import raise_together
 from lightning_zenflow.core.step_inputs import GivenFactor
 from lightning_zenflow.offload.build import Engine, RankPart, RankResources, build
 from lightning_zenflow.offload.rank_state import StepInputs
@@ -160,9 +159,9 @@ class Training:
         self._guard()
         return norm
 
-    def step(self, *, asks_finite: bool, refuses_unused: bool) -> StepResult | None:
+    def step(self, *, asks_finite: bool) -> StepResult | None:
         """One optimizer step; None: there was no gradient since the last one. With `asks_finite` the host waits for the device to know
-        whether weights have changed; with `refuses_unused` the step must have used every parameter, and this is a collective.
+        whether weights have changed.
         """
         self._follow_dropped()
         if self.steps.micro_batches == 0:
@@ -173,8 +172,7 @@ class Training:
         if self.steps.is_complete:
             self.written.refuse()
         self.complete()
-        if refuses_unused:
-            self._refuse_unused()
+        self._engine.refuse_unused()
         scale, copy = self.steps.step(copies_finite=asks_finite)
         finite = None
         if copy is not None:
@@ -330,13 +328,3 @@ class Training:
         """Drops the gradients since the last step if the user's code has, by `module.zero_grad()`; Lightning does before a validation."""
         if self.taken.are_dropped(pending=self.steps.micro_batches > 0):
             self.drop_gradients()
-
-    def _refuse_unused(self) -> None:
-        """Refuses a step without gradients of parameters of which a rank holds a part. A collective."""
-        names, slices = list(self.full_state.parameters), self.parts.rank.partition.slices
-        unused = [names[slices[index].parameter] for index in self.parts.fill.unused()]
-        error = MisconfigurationException(
-            f"the loss of a step must depend on every trained parameter, got none of {', '.join(unused)}:"
-            " freeze them, or set DeepSpeed's zero_optimization.ignore_unused_parameters to true"
-        )
-        raise_together(error if unused else None, MisconfigurationException)

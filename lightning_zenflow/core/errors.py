@@ -1,5 +1,6 @@
 """The exception for what a user has set wrongly, and what messages call a front's methods."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -48,6 +49,13 @@ def kept_gradients(calls: Calls) -> MisconfigurationException:
     return MisconfigurationException(
         f"`optimizer.zero_grad()` must come before the first backward pass of each step: {calls.front} does not keep"
         f" gradients of a step that is done; to accumulate them before it, {calls.accumulate}"
+    )
+
+
+def unused(names: Iterable[str], instead: str = "") -> MisconfigurationException:
+    """The error for a step without gradients of some parameters."""
+    return MisconfigurationException(
+        f"the loss of a step must depend on every trained parameter, got none of {', '.join(names)}: freeze them{instead}"
     )
 
 

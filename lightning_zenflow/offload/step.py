@@ -77,6 +77,11 @@ class ZenFlowStep:
         self.start_over(count=0)
 
     @property
+    def trained(self) -> list[bool]:
+        """Whether each parameter is trained in the step that is next, in the order of `Slice.parameter`."""
+        return self._trained.flags
+
+    @property
     def is_exact(self) -> bool:
         """Whether the arena is the exact state of all steps so far."""
         is_flushed = self._flushed_number == self.number and not self._jobs.submitted_in_backward

@@ -3,7 +3,7 @@
 import math
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_zenflow.between_steps.served_gradients import ServedGradients
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import runtime_of
-from lightning_zenflow.core.errors import Calls, MisconfigurationException
+from lightning_zenflow.core.errors import Calls, MisconfigurationException, unused
 from lightning_zenflow.core.process import raising_together, world_size
 from lightning_zenflow.core.shards import as_shard, local_part
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, read_hyperparameters
@@ -49,17 +49,22 @@ class OptimizerEngine:
 
     loss_scale = 1.0
 
-    def __init__(self, optimizer: Optimizer, config: ZenFlowConfig, signs: LastPass) -> None:
+    def __init__(
+        self, optimizer: Optimizer, config: ZenFlowConfig, signs: LastPass, with_hook: Container[Tensor]
+    ) -> None:
         self._optimizer, self._signs = weakref.ref(optimizer), signs
         self._trained, frozen = trained_parameters(optimizer.param_groups)
+        for of in self._trained:
+            if of.parameter not in with_hook:
+                raise MisconfigurationException(
+                    f"OffloadAdamW: {of.name}.requires_grad must be True when the optimizer gets it, got False: freeze it behind that"
+                )
         is_divided = any(isinstance(of.parameter, DTensor) for of in self._trained)
         with raising_together(MisconfigurationException) if is_divided else nullcontext():
             refuse_unsupported(self._trained)
         part = rank_part(self._trained)
         self._runtime = runtime_of(part.device)
         self._stream = self._runtime.current_stream()
-        self._addresses = [w.data_ptr() for w in part.weights]
-        self._inner, self._n_groups = part.optimizer, len(self._trained)
         resources = rank_resources(config, part.device, ranks_on_host=None, world_size=world_size(), timeout=None)
         self.training = Training(config, resources, CALLS, frozen)
         if config.predicts_clipping:
@@ -86,7 +91,7 @@ class OptimizerEngine:
         if (index := self.training.slice_of.get(parameter)) is not None:
             self.add_gradient(index, local_part(gradient))
             self._gradients.put(parameter)
-        elif isinstance(parameter, DTensor):
+        else:
             # An empty shard is in collectives over gradients, such as norms; FSDP2's own keeps the memory of all gradients beside it.
             parameter.grad = torch.zeros_like(parameter, requires_grad=False)
 
@@ -142,7 +147,7 @@ class OptimizerEngine:
         n_passes, was_known = training.steps.micro_batches, training.steps.is_complete
         factor = training.factor = gradients.factor()
         try:
-            done = training.step(asks_finite=False, refuses_unused=True)
+            done = training.step(asks_finite=False)
         finally:
             training.factor = None
         if done is None:
@@ -164,6 +169,12 @@ class OptimizerEngine:
         finally:
             self.training.end(keep_state=False)
 
+    def refuse_unused(self) -> None:
+        """See `Engine`. No collective: FSDP2 reduces a gradient on all ranks or none, those of empty shards too."""
+        of_step = zip(self._trained, self.training.steps.trained, strict=True)
+        if found := [of.name for of, is_trained in of_step if is_trained and of.parameter.grad is None]:
+            raise unused(found)
+
     def _refuse_assigned(self) -> None:
         """Refuses gradients of no backward pass, but for zeros, with which torch.distributed.checkpoint makes state."""
         for of in self._trained:
@@ -174,8 +185,8 @@ class OptimizerEngine:
                 )
 
     def _refuse_moved(self) -> None:
-        for of, address in zip(self._trained, self._addresses, strict=True):
-            if local_part(of.parameter).data_ptr() != address:
+        for of, weights in zip(self._trained, self.training.parts.rank.weights, strict=True):
+            if local_part(of.parameter).data_ptr() != weights.data_ptr():
                 raise MisconfigurationException(
                     f"OffloadAdamW: {of.name} must keep its memory from the first backward pass on, got another one: move the model, or"
                     " assign `data`, before it"
@@ -195,13 +206,13 @@ class OptimizerEngine:
         # Weights have fewer bits, or another factor in their last update until a flush, which the model's may have been saved before.
         if self.training.parts.rank.dtype != torch.float32 or self.training.config.predicts_clipping:
             keys["master"] = None
-        numbers = {id(p): n for n, p in enumerate(self._parameters())}
-        state = {}
-        for of in self._trained:
-            tensors = {key: as_shard(self._state_of(of, which), of.parameter) for key, which in keys.items()}
-            count = torch.tensor(float(counts[of.name]), dtype=torch.float32, device="cpu")
-            state[numbers[id(of.parameter)]] = {"step": count, **tensors}
-        return state
+        return {
+            of.number: {
+                "step": torch.tensor(float(counts[of.name]), dtype=torch.float32, device="cpu"),
+                **{key: as_shard(self._state_of(of, which), of.parameter) for key, which in keys.items()},
+            }
+            for of in self._trained
+        }
 
     def _state_of(self, of: Trained, key: str | None) -> Tensor:
         """A parameter's moment or, with None, its master weights, of this rank: [*shape of its part] float32 on the CPU."""
@@ -219,24 +230,17 @@ class OptimizerEngine:
         training = self.training
         training.drop_gradients()
         training.flush()
-        of_parameter = {id(p): state.get(i, {}) for p, i in zip(self._parameters(), indices, strict=True)}
-        saved = {of.name: of_parameter[id(of.parameter)] for of in self._trained}
+        saved = {of.name: state.get(indices[of.number], {}) for of in self._trained}
         counts = {name: int(values.get("step", 0)) for name, values in saved.items()}
         weights = {of.name: local_part(saved[of.name].get("master", of.parameter.detach())) for of in self._trained}
         moments = {key: {name: local_part(v[key]) for name, v in saved.items() if key in v} for key in MOMENTS}
-        run = {"count": max(counts.values()), "counts": counts, "groups": [{}] * self._n_groups, "moments": moments}
+        run = {"count": max(counts.values()), "counts": counts, "groups": [{}] * len(weights), "moments": moments}
         run[CHECKPOINT_KEY] = run_state
         training.load(weights, run)
         with torch.no_grad():
             for of in self._trained:
                 local_part(of.parameter).copy_(weights[of.name])
         training.written.note()
-
-    def _parameters(self) -> list[Tensor]:
-        """All parameters of the optimizer, in the order in which its state counts them."""
-        optimizer = self._optimizer()
-        assert optimizer is not None, "the optimizer ends the run"
-        return [p for group in optimizer.param_groups for p in group["params"]]
 
     def gradient_norm_of(self, slice_index: int) -> Tensor:
         """See `GradientSource`."""

@@ -1,8 +1,9 @@
 """AdamW whose state is in host memory, updated behind the backward pass, as an optimizer of torch."""
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -18,7 +19,6 @@ from lightning_zenflow.core.step_inputs import read_hyperparameters
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 from lightning_zenflow.optimizer.engine import OptimizerEngine
 from lightning_zenflow.optimizer.last_pass import LastPass
-from lightning_zenflow.optimizer.parameters import trained_parameters
 from lightning_zenflow.step_meter import StepMeter
 from lightning_zenflow.telemetry import Reading
 
@@ -100,26 +100,16 @@ class OffloadAdamW(Optimizer):
             MisconfigurationException: parameters cannot be trained like this.
         """
         if self._engine is None:
-            for of in trained_parameters(self.param_groups)[0]:
-                if of.parameter not in self._hooks:
-                    raise MisconfigurationException(
-                        f"OffloadAdamW: {of.name}.requires_grad must be True when the optimizer gets it, got False: freeze it behind that"
-                    )
-            self._engine = OptimizerEngine(self, self._config, self._signs)
+            self._engine = OptimizerEngine(self, self._config, self._signs, self._hooks)
             weakref.finalize(self, self._engine.end)
             # For those who make state by a step with zero gradients where there is none, as torch.distributed.checkpoint. Without tensors:
             # Lightning would move them to the device.
             self.state.update({p: {} for p in self._hooks})
         return self._engine
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self) -> AbstractContextManager[None]:
         """Context of backward passes that are not the step's last."""
-        before, self._signs.is_accumulating = self._signs.is_accumulating, True
-        try:
-            yield
-        finally:
-            self._signs.is_accumulating = before
+        return self._signs.saying(is_last=False)
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -134,7 +124,7 @@ class OffloadAdamW(Optimizer):
         """
         loss = None
         if closure is not None:
-            with self._signs.in_closure(), torch.enable_grad():
+            with self._signs.saying(is_last=True), torch.enable_grad():
                 loss = closure()
         if self._engine is None and any(p.grad is not None for p in self._hooks):
             self._started()
@@ -163,18 +153,32 @@ class OffloadAdamW(Optimizer):
         Raises:
             RuntimeError: between the last backward pass of a step and the step.
         """
-        packed = super().state_dict()
+        # Private: as torch's own method.
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        numbers = itertools.count()
+        packed: dict[str, Any] = {
+            "state": {},
+            "param_groups": [
+                {**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups
+            ],
+        }
         if self._engine is not None:
             packed["state"], packed[CHECKPOINT_KEY] = self._engine.state(), self._engine.training.state_dict()
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            packed = post_hook(self, packed) or packed
         return packed
 
     @override
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from a `state_dict` of this class or of `torch.optim.AdamW` or Adam, behind the model's `load_state_dict`.
 
         Raises:
             ValueError: it has other parameter groups.
         """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
         groups, saved_groups = self.param_groups, state_dict["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved_groups]:
             raise ValueError(
@@ -185,6 +189,8 @@ class OffloadAdamW(Optimizer):
             group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
         indices = [index for saved in saved_groups for index in saved["params"]]
         self._started().load(indices, state_dict["state"], state_dict.get(CHECKPOINT_KEY))
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -25,19 +25,22 @@ class Trained:
     parameter: Tensor
     group: int
     """Index of its parameter group."""
+    number: int
+    """Among all parameters of the optimizer, as its state counts them."""
 
 
 def trained_parameters(param_groups: Sequence[dict[str, Any]]) -> tuple[list[Trained], dict[str, Tensor]]:
     """The parameters of an optimizer's groups that require gradients, and the others by name. Names are those that it was given."""
     trained, frozen, number = list[Trained](), dict[str, Tensor](), 0
     for group, values in enumerate(param_groups):
-        names = values.get("param_names") or [f"parameter {number + i}" for i in range(len(values["params"]))]
-        number += len(names)
-        for name, p in zip(names, values["params"], strict=True):
+        names = values.get("param_names")
+        for index, p in enumerate(values["params"]):
+            name = names[index] if names else f"parameter {number}"
             if p.requires_grad:
-                trained.append(Trained(name=name, parameter=p, group=group))
+                trained.append(Trained(name=name, parameter=p, group=group, number=number))
             else:
                 frozen[name] = p
+            number += 1
     return trained, frozen
 
 

@@ -120,6 +120,7 @@ def test_on_one_rank(results: Results) -> None:
         ("mixed", "all parameters must be DTensors, or none"),
         ("too many ranks", "each rank must have elements of some parameter"),
         ("assigned", "must not be assigned between backward and step"),
+        ("unused", "the loss of a step must depend on every trained parameter, got none of parameter "),
     ],
 )
 def test_refused(results: Results, name: str, message: str) -> None:

@@ -41,10 +41,11 @@ class Scaled(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1, dtype=dtype))
+        self.is_used = True
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
+        return x * self.weight if self.is_used else x
 
 
 def sharded(dtype: torch.dtype = torch.float32, **options: Any) -> nn.Sequential:
@@ -266,6 +267,11 @@ def refused() -> Any:
     training.model[0].weight.grad = training.model[0].weight.grad * 2
     note("assigned", training.optimizer.step)
     training.optimizer.zero_grad()
+    training.model[1].is_used = False
+    loss_of(training.model, 0).backward()
+    note("unused", training.optimizer.step)
+    training.optimizer.zero_grad()
+    training.model[1].is_used = True
     training.train(2)
     close(training)  # type: ignore[arg-type]  # it has an optimizer
     return messages
