@@ -50,16 +50,7 @@ def refuse_unsupported(trained: Sequence[Trained]) -> None:
         raise MisconfigurationException("OffloadAdamW: some parameter must require gradients, got none that does")
     first = trained[0].parameter
     for of in trained:
-        p, problem = local_part(of.parameter), _problem_of_placement(of.parameter, first)
-        if problem:
-            pass
-        elif p.layout != torch.strided or p.dtype not in _TYPES:
-            problem = f"it must be dense and of {', '.join(map(str, _TYPES))}, got {p.layout}, {p.dtype}"
-        elif p.dtype != first.dtype or p.device != first.device:
-            problem = f"all must be of one type and device, got {p.dtype} on {p.device} beside {first.dtype} on {first.device}"
-        elif not p.is_contiguous():
-            problem = f"its memory must be contiguous, got strides {p.stride()}"
-        if problem:
+        if problem := _problem(of.parameter, first):
             raise MisconfigurationException(f"OffloadAdamW: {of.name}: {problem}")
     if not isinstance(first, DTensor) and world_size() > 1:
         raise MisconfigurationException(
@@ -73,22 +64,24 @@ def refuse_unsupported(trained: Sequence[Trained]) -> None:
         )
 
 
-def _problem_of_placement(p: Tensor, first: Tensor) -> str:
-    """Why a parameter cannot be trained because of where the ranks have it; empty if it can."""
-    if isinstance(p, DTensor) != isinstance(first, DTensor):
+def _problem(parameter: Tensor, first: Tensor) -> str:
+    """Why a parameter cannot be trained beside the first one; empty if it can."""
+    p = local_part(parameter)
+    if isinstance(parameter, DTensor) and isinstance(first, DTensor):
+        mesh, (placement, *_) = parameter.device_mesh, parameter.placements
+        if mesh.ndim > 1 or mesh.size() != world_size() or mesh != first.device_mesh:
+            return f"all parameters must be divided over one mesh, of one dimension, of all {world_size()} ranks, got {mesh}"
+        if type(placement) is not Shard:
+            return f"it must be divided by `fully_shard`, got the placement {placement}"
+        if p.device.type != mesh.device_type:
+            return f"it must be on its mesh's {mesh.device_type}, got {p.device}: leave out `CPUOffloadPolicy`"
+    elif isinstance(parameter, DTensor) or isinstance(first, DTensor):
         return "all parameters must be DTensors, or none, got some of both"
-    if not isinstance(p, DTensor) or not isinstance(first, DTensor):
-        return ""
-    mesh = p.device_mesh
-    if mesh.ndim > 1 or mesh.size() != world_size() or mesh != first.device_mesh:
-        return (
-            f"all parameters must be divided over one mesh, of one dimension, of all {world_size()} ranks, got {mesh}"
-        )
-    if type(p.placements[0]) is not Shard:
-        return f"it must be divided by `fully_shard`, got the placement {p.placements[0]}"
-    if p.device.type != mesh.device_type:
-        return f"it must be on its mesh's {mesh.device_type}, got {p.device}: leave out `CPUOffloadPolicy`"
-    return ""
+    if p.layout != torch.strided or p.dtype not in _TYPES:
+        return f"it must be dense and of {', '.join(map(str, _TYPES))}, got {p.layout}, {p.dtype}"
+    if p.dtype != first.dtype or p.device != first.device:
+        return f"all must be of one type and device, got {p.dtype} on {p.device} beside {first.dtype} on {first.device}"
+    return "" if p.is_contiguous() else f"its memory must be contiguous, got strides {p.stride()}"
 
 
 def rank_part(trained: Sequence[Trained]) -> RankPart:
