@@ -45,7 +45,7 @@ class Scaled(nn.Module):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight if self.is_used else x
+        return x * (self.weight if self.is_used else 1)
 
 
 def sharded(dtype: torch.dtype = torch.float32, **options: Any) -> nn.Sequential:
