@@ -7,6 +7,7 @@ import enum
 import errno
 import os
 import platform
+import signal
 import sys
 from contextlib import suppress
 from ctypes import LittleEndianStructure, c_double, c_float, c_int64, c_uint8, c_uint32, c_uint64
@@ -175,6 +176,16 @@ class Acknowledged(LittleEndianStructure):
     _fields_ = fields((c_uint32, "type reserved"), (c_int64, "request_id busy_ns"))
 
 
+Answer = Ready | Done | Acknowledged
+
+ANSWERS: dict[int, type[Answer]] = {
+    MessageType.READY: Ready,
+    MessageType.DONE: Done,
+    MessageType.ACKNOWLEDGED: Acknowledged,
+}
+"""Of the worker, by their type; an error is a `MessageHeader` with a text."""
+
+
 _ENVIRONMENT_VARIABLE = "LIGHTNING_ZENFLOW_WORKER"
 
 
@@ -202,13 +213,34 @@ def worker_executable() -> Path:
 
 def cannot_run(path: Path, reason: object) -> str:
     """The message for a compiled file that this machine cannot run, or that is missing, with what to do."""
-    if os.strerror(errno.EMFILE) in str(reason):
-        return f"{path} cannot be opened: {reason}; raise the limit of open files (`ulimit -n`), or close some"
+    for number, limit in ((errno.EMFILE, "open files (`ulimit -n`)"), (errno.EAGAIN, "processes (`ulimit -u`)")):
+        if os.strerror(number) in str(reason):
+            return f"{path} cannot be opened: {reason}; raise the limit of {limit}, or have fewer"
     machine = " ".join(filter(None, (platform.machine(), *platform.libc_ver())))
     return (
         f"{path} cannot run on this machine ({machine}): {reason}; install a wheel of lightning-zenflow for this machine, or build it here:"
         " `pip install --force-reinstall --no-deps .` in a clone of the repository, with g++"
     )
+
+
+def cannot_start(status: int, output: str) -> str | None:
+    """Why a worker ended before it was ready, if the program does not suit the machine; None otherwise."""
+    if -status in (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGSYS):
+        refused = "memory that the system refuses (with vm.overcommit_memory=2: raise vm.overcommit_ratio)"
+        cause = refused if -status == signal.SIGBUS else "an instruction that the CPU lacks"
+        return f"{signal.Signals(-status).name} at its start, as by {cause}, or by an incomplete file"
+    if status > 0 and ("GLIBC" in output or "while loading shared libraries" in output):
+        return output.splitlines()[0]
+    return None
+
+
+def worker_environment() -> dict[str, str]:
+    """Environment variables of the worker's executable."""
+    # Such limits are meant for the trainer's libraries; the worker has one thread per core.
+    limits = ("OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS")
+    inherited = {name: value for name, value in os.environ.items() if name not in limits}
+    # Idle OpenMP threads must sleep: data loaders may use their cores.
+    return {**inherited, "OMP_WAIT_POLICY": "passive", "OMP_DYNAMIC": "false"}
 
 
 def _candidates() -> list[Path]:

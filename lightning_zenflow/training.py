@@ -22,8 +22,7 @@ from lightning_zenflow.offload.build import Engine, RankPart, RankResources, bui
 from lightning_zenflow.offload.rank_state import StepInputs
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 from lightning_zenflow.offload.step import ZenFlowStep
-from lightning_zenflow.worker.process import WorkerError
-from lightning_zenflow.worker.supervisor import SupervisedWorker
+from lightning_zenflow.worker.process import SupervisedWorker, WorkerError
 
 
 class StepResult(NamedTuple):

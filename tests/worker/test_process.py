@@ -28,8 +28,7 @@ from lightning_zenflow.offload.run_state import HostState
 from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena, arena_bytes
 from lightning_zenflow.worker.machine import allowed_cores, running_on
-from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
-from lightning_zenflow.worker.supervisor import SupervisedWorker
+from lightning_zenflow.worker.process import JobMessage, SupervisedWorker, Worker, WorkerError
 from processes import arena_mappings, leaves_no_file_open
 from small_arena import SIZES, make_arena, make_partition
 
