@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow import native
-from lightning_zenflow.core.device import PAGE_BYTES, PageLocks, round_up
-from lightning_zenflow.core.partition import Partition, align
+from lightning_zenflow.core.device import PAGE_BYTES, PageLocks
+from lightning_zenflow.core.partition import Partition, round_up
 from lightning_zenflow.core.process import MEMORY_PREFIX, exclude_from_children
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.worker.machine import running_on
@@ -42,10 +42,6 @@ class ArenaSizes:
     """Of the worker; each has a journal entry."""
     newest_first: bool = False
     """Whether the worker takes the newest job whose gradients have arrived, instead of the oldest."""
-
-
-Touch = Callable[[int, int, int], None]
-"""`SupervisedWorker.touch`."""
 
 
 class StepWords:
@@ -137,10 +133,12 @@ class Arena:
         """Bytes of the shared memory that may be in use. The rest takes no memory."""
         return sum(end - begin for begin, end in self._reserved)
 
-    def reserve(self, *, n_slots: int, n_publish_buffers: int, touch: Touch | None = None) -> None:
+    def reserve(
+        self, *, n_slots: int, n_publish_buffers: int, touch: Callable[[int, int, int], None] | None = None
+    ) -> None:
         """Reserves all but the slots behind the first `n_slots` and the publish buffers behind the first `n_publish_buffers`, for good.
-        Page-locking allocates memory on one thread. So the worker, which touches the states at its start, must start before, and `touch`
-        allocates all else first.
+        Page-locking allocates memory on one thread. So the worker, which touches the states at its start, must start before, and `touch`,
+        that of `SupervisedWorker`, allocates all else first.
         """
         header, row_bytes = self._header, self.slots.element_size() * self.slots.shape[1]
         for begin, end in (
@@ -169,10 +167,6 @@ class Arena:
         """`PageLocks.copy_of`, until `close`."""
         with running_on(self._cores):
             return self._locks.copy_of(values)
-
-    def ranges_of_device(self) -> list[tuple[int, int]]:
-        """Reserved bytes [begin, end) that a device copies from or to: all but the states."""
-        return [(begin, end) for begin, end in self._reserved if begin != self._header.master_offset]
 
     @property
     def n_looks(self) -> int:
@@ -268,7 +262,7 @@ def _layout(
     # Whole memory pages, so that a slot is never split between reservations: the device copies only within one.
     slot_numel = round_up(partition.block_numel, PAGE_BYTES // dtype.itemsize)
     n_sets = 2 * sizes.n_param_groups
-    record_bytes = align(ctypes.sizeof(native.StepRecord) + n_sets * ctypes.sizeof(native.Hyperparameters))
+    record_bytes = round_up(ctypes.sizeof(native.StepRecord) + n_sets * ctypes.sizeof(native.Hyperparameters))
     header = native.ArenaHeader(
         magic=native.MAGIC,
         version=native.VERSION,
