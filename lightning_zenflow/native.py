@@ -193,18 +193,22 @@ def worker_executable() -> Path:
     """Path of the worker's executable: ``bin/zenflow-worker`` in the installed package, or what the environment variable
     ``LIGHTNING_ZENFLOW_WORKER`` says; RuntimeError: the file is missing or not executable.
     """
-    override = os.environ.get(_ENVIRONMENT_VARIABLE)
-    candidates = [Path(override)] if override else _candidates()
+    if override := os.environ.get(_ENVIRONMENT_VARIABLE):
+        candidates = [Path(override)]
+    else:
+        package = sys.modules[__name__.partition(".")[0]]  # not imported: its __init__ imports rooms above this one
+        folders = [Path(folder) for folder in package.__path__]
+        # An editable install leaves the sources in place and puts compiled files next to the package's metadata.
+        with suppress(PackageNotFoundError):
+            folders.append(Path(str(distribution("lightning-zenflow").locate_file("lightning_zenflow"))))
+        candidates = [folder / "bin" / "zenflow-worker" for folder in dict.fromkeys(folders)]
     path = next(filter(Path.is_file, candidates), None)
-    if path is None and override:
-        raise RuntimeError(
-            f"The worker's executable {override}, named by the environment variable {_ENVIRONMENT_VARIABLE}, does not exist."
-        )
     if path is None:
         raise RuntimeError(
             f"The worker's executable is missing; looked for {', '.join(map(str, candidates))}. It is built when the package is installed:"
             " install a C++ compiler (Debian, Ubuntu: `apt-get install g++`), then run `pip install lightning-zenflow`, or"
-            f" `pip install -e .` in a clone of the repository. {_ENVIRONMENT_VARIABLE} can name an executable built elsewhere."
+            f" `pip install -e .` in a clone of the repository. The environment variable {_ENVIRONMENT_VARIABLE} names one elsewhere, got"
+            f" {override!r}."
         )
     if not os.access(path, os.X_OK):
         raise RuntimeError(f"The worker's executable {path} must be executable; run `chmod +x {path}`.")
@@ -241,12 +245,3 @@ def worker_environment() -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in limits}
     # Idle OpenMP threads must sleep: data loaders may use their cores.
     return {**inherited, "OMP_WAIT_POLICY": "passive", "OMP_DYNAMIC": "false"}
-
-
-def _candidates() -> list[Path]:
-    package = sys.modules[__name__.partition(".")[0]]  # not imported: its __init__ imports rooms above this one
-    folders = [Path(folder) for folder in package.__path__]
-    # An editable install leaves the sources in place and puts compiled files next to the package's metadata.
-    with suppress(PackageNotFoundError):
-        folders.append(Path(str(distribution("lightning-zenflow").locate_file("lightning_zenflow"))))
-    return [folder / "bin" / "zenflow-worker" for folder in dict.fromkeys(folders)]

@@ -9,16 +9,12 @@ import logging
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
-
-from lightning_zenflow.core.partition import round_up
-from lightning_zenflow.core.process import new_pages
 
 _log = logging.getLogger(__name__)
 
@@ -178,51 +174,6 @@ def runtime_of(device: torch.device) -> HostRuntime:
 
 PAGE_BYTES = max(4096, mmap.PAGESIZE)
 """Of the system's memory; 64 KiB on some kernels for aarch64. What is page-locked apart shares no page."""
-
-
-class PageLocks:
-    """Page-locked host memory of one rank, which is unlocked together."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._runtime = runtime_of(device)
-        self._addresses: list[int] = []
-        self._copies: list[Tensor] = []  # must not be freed before `release`
-
-    @property
-    def are_needed(self) -> bool:
-        """True if copies from and to pageable memory would make the host wait."""
-        return self._runtime.runs_behind
-
-    def lock(self, address: int, n_bytes: int) -> None:
-        """Page-locks memory, unless the system refuses."""
-        try:
-            self._runtime.page_lock(address, n_bytes)
-        except RuntimeError as refusal:
-            warn_of_pageable_memory(str(refusal))
-        else:
-            self._addresses.append(address)
-
-    def copy_of(self, values: Tensor) -> Tensor:
-        """A copy in page-locked memory, which children do not inherit; where that is not needed, `values`."""
-        if not self.are_needed or values.numel() == 0:
-            return values
-        copy = new_pages(values.nbytes).view(values.dtype).view(values.shape).copy_(values)
-        # Whole memory pages, which no other range shares; torch's allocator would round to powers of two.
-        self.lock(copy.data_ptr(), round_up(values.nbytes, mmap.PAGESIZE))
-        self._copies.append(copy)
-        return copy
-
-    def release(self) -> None:
-        """Unlocks the memory. Errors of the device are logged."""
-        # After an error, copies may still be in flight.
-        unlocks: list[Callable[[], None]] = [partial(self._runtime.page_unlock, a) for a in self._addresses]
-        for release in [self._runtime.synchronize, *unlocks]:
-            try:
-                release()
-            except RuntimeError as fault:
-                # After a fault of the device every call reports it. The error that ends training stays the one that is raised.
-                _log.warning("at the end of training the device reports: %s", fault)
-        self._copies.clear()
 
 
 class SideStream:

@@ -78,12 +78,10 @@ class Worker:
     fails, exits, is late, or cannot be started, and WorkerKilled where a signal ends it.
 
     Each of the `cores` has one pinned thread. `timeout_s` limits the start and each wait for an answer, without the time in which the
-    worker waits for a word of the device or of other ranks; that `word_timeout_s` limits, None: `timeout_s`.
+    worker waits for a word of the device or of other ranks; that `word_timeout_s` limits.
     """
 
-    def __init__(
-        self, arena: Arena, *, cores: Sequence[int], timeout_s: float, word_timeout_s: float | None = None
-    ) -> None:
+    def __init__(self, arena: Arena, *, cores: Sequence[int], timeout_s: float, word_timeout_s: float) -> None:
         self._arena = arena
         self._timeout_s = timeout_s
         self._unmap_s = os.fstat(arena.fd).st_size / _UNMAPPED_BYTES_PER_S
@@ -95,7 +93,7 @@ class Worker:
         self._stderr = os.fdopen(os.memfd_create(MEMORY_PREFIX + "worker-stderr", os.MFD_CLOEXEC), "rb", buffering=0)
         self._executable = native.worker_executable()
         self._is_ready = False
-        word_timeout_ms = max(1, round(1000 * (word_timeout_s or timeout_s)))
+        word_timeout_ms = max(1, round(1000 * word_timeout_s))
         arguments = arena.fd, remote.fileno(), ",".join(map(str, cores)), word_timeout_ms
         with ExitStack() as undo:
             # Without its socket, a process that an exception has kept from being known here ends by itself.
