@@ -19,7 +19,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.checkpoints import Checkpoints, is_one_file
+from lightning_zenflow.checkpoint.checkpoints import Checkpoints
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import Calls, MisconfigurationException, raise_late_read
 from lightning_zenflow.core.process import one_at_a_time
@@ -138,8 +138,8 @@ class TrainerStrategy(_DeepSpeedStrategy):
         super().__init__(config=self._settings.deepspeed, **deepspeed_options)
         self.config = prepare_deepspeed_config(self.config)
         self.zenflow_config = self._settings.zenflow
-        self._process, self._checkpoints = RankProcess(), Checkpoints()
-        self._requests = TrainerCheckpoints(self, self._checkpoints, self.zenflow_config)
+        self._process, self._checkpoints = RankProcess(), Checkpoints(self.zenflow_config)
+        self._requests = TrainerCheckpoints(self, self._checkpoints)
         self._steps: TrainerSteps | None = None
         # Ends the layers' synchronisation over ranks.
         self._revert_layers: Callable[[], object] | None = None
@@ -350,7 +350,7 @@ class TrainerStrategy(_DeepSpeedStrategy):
         self._checkpoints.wait()
 
     def _saves_file(self, *, weights_only: bool = False) -> bool:
-        return weights_only or is_one_file(self.zenflow_config.checkpoint_format, world_size=self.world_size)
+        return weights_only or self._checkpoints.is_one_file(world_size=self.world_size)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

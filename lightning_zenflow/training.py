@@ -239,7 +239,8 @@ class Training:
         Args:
             weights: master weights by name, [*shape of the parameter], any type; others stay.
             saved: "count" of applied steps, and "counts" of each parameter's own, the same where there is none; "groups" of options;
-                "moments" by key and name, 0 where there is none; "zenflow", this rank's `state_dict` or None. None: weights only.
+                "moments" by key and name, 0 where there is none; "zenflow", this rank's `state_dict` or None, and whether it "continues"
+                bit for bit as far as the caller knows, true where it is missing. None: weights only.
         """
         for name, shape in self.full_state.shapes.items():
             if name in weights:
@@ -260,7 +261,8 @@ class Training:
                 group.update(deepcopy({key: value for key, value in values.items() if key != "params"}))
         self.host_state.write_count(count)
         run_state = None if saved is None else saved.get(CHECKPOINT_KEY)
-        difference = self.steps.load_state_dict(run_state, count, counts)
+        continues = saved is None or saved.get("continues", True)
+        difference = self.steps.load_state_dict(run_state, count, counts, continues=continues)
         # With true factors and nothing late there is nothing else that a run depends on.
         starts_again = self.config.predicts_clipping or not self.config.is_immediate
         if difference and saved is not None and starts_again:

@@ -2,7 +2,7 @@
 and its *client state*, what a folder has beside the engine's and the optimizer's state, as Lightning and callbacks have it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zenflow.checkpoint.files import CheckpointError, FileContent, place_of, read, recover, verify
-from lightning_zenflow.checkpoint.reader import SavedCheckpoint, with_another_partition
+from lightning_zenflow.checkpoint.reader import SavedCheckpoint
 from lightning_zenflow.checkpoint.single_file import COUNTS, SavedFile, restore_counts
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.process import all_agree, raising_together
@@ -168,14 +168,17 @@ def as_lightning_saved(client_state: Mapping[str, Any], module: pl.LightningModu
     return checkpoint
 
 
-def one_engine(items: Iterable[Any]) -> DeepSpeedEngine:
-    """The engine among the objects that are saved or loaded; raises MisconfigurationException unless there is one, under one name."""
-    engines = [item for item in items if isinstance(item, DeepSpeedEngine)]
+def engine_in(state: Mapping[str, Any]) -> tuple[DeepSpeedEngine, dict[str, Any]]:
+    """The engine among the objects that are saved or loaded, and the entries that are engine or optimizer; raises MisconfigurationException
+    unless there is one engine, under one name.
+    """
+    ours = {name: item for name, item in state.items() if isinstance(item, DeepSpeedEngine | ZenFlowOptimizer)}
+    engines = [item for item in ours.values() if isinstance(item, DeepSpeedEngine)]
     if len(engines) != 1:
         raise MisconfigurationException(
             f"a checkpoint must have one model that was set up, under one name, got {len(engines)}: save or load each model by itself"
         )
-    return engines[0]
+    return engines[0], ours
 
 
 def optimizer_of(engine: Any) -> ZenFlowOptimizer | None:
@@ -299,10 +302,8 @@ def load_file_together(
 
 def _begun_alike(path: Path | str, state: Mapping[str, Any], optimizer: ZenFlowOptimizer) -> Mapping[str, Any]:
     """The state to load: all ranks start over where one of them cannot continue bit for bit. A collective."""
-    ours = state[CHECKPOINT_KEY]
     with _loading(path):
         n_blocks = len(optimizer.training.parts.rank.blocks)
-        continues = ours is None or not difference_of(ours, optimizer.training.steps.layout, n_blocks)
-    if all_agree(continues) or ours is None:
-        return state
-    return {**state, CHECKPOINT_KEY: with_another_partition(ours)}
+        if continues := state["continues"] and (ours := state[CHECKPOINT_KEY]) is not None:
+            continues = not difference_of(ours, optimizer.training.steps.layout, n_blocks)
+    return {**state, "continues": all_agree(continues)}

@@ -200,7 +200,8 @@ class SavedCheckpoint:
         own = self.optimizer_state(own_rank)
         base, ours, saved_layouts = own[BASE_OPTIMIZER_STATE], own[CHECKPOINT_KEY], self._layouts(own)
         partitions = _partitions_of(own)
-        if world_size != self.world_size or saved_layouts != list(layouts):
+        is_other = world_size != self.world_size or saved_layouts != list(layouts)
+        if is_other:
 
             def read(r: int) -> list[list[Tensor]]:
                 return _partitions_of(own if r == own_rank else self.optimizer_state(r))
@@ -208,9 +209,6 @@ class SavedCheckpoint:
             sizes = [(1 + len(MOMENTS), layout.partition_numel) for layout in layouts]
             partitions = [list(torch.zeros(size, dtype=torch.float32, device="cpu")) for size in sizes]
             copy_parts(read, saved_layouts, layouts, rank, partitions)
-            if self.is_stage_3 and ours:
-                # Parameters of one shape may have changed places. (Stage 2 trains in another order than it saves in.)
-                ours = with_another_partition(ours)
         return {
             "partitions": partitions,
             "count": int(base["state"][_keys_of(base)[0]]["step"]),
@@ -219,6 +217,8 @@ class SavedCheckpoint:
             "groups": base["param_groups"],
             "attributes": {name: own[name] for name in _ATTRIBUTES if name in own},
             CHECKPOINT_KEY: ours,
+            # Parameters of one shape may have changed places. (Stage 2 trains in another order than it saves in.)
+            "continues": not (self.is_stage_3 and is_other),
         }
 
     def _layouts(self, state: Mapping[str, Any]) -> list[Layout]:
@@ -265,11 +265,6 @@ class SavedCheckpoint:
         copy_parts(masters, self._layouts({}), targets, rank, to)
         copy_parts(fragments, cut(self.world_size, frozen), targets, rank, to)
         return pieces
-
-
-def with_another_partition(run_state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a run which no run continues bit for bit, as `difference_of` finds: who loads it starts over."""
-    return {**run_state, "layout": {**run_state["layout"], "slices": None}}
 
 
 def _keys_of(base: Mapping[str, Any]) -> list[Any]:

@@ -21,7 +21,6 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero import GatheredParameters
-from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 
 from lightning_zenflow.checkpoint.files import FileContent, refusal, refuse_other_version
@@ -229,26 +227,15 @@ class FileSource:
     state: WholeState
     content: Callable[[WholeState], Mapping[str, Any]]
     """What the file has, when `state` is put together."""
-    path: Any
-    io: CheckpointIO | None
-    """Writes the file to `path`; None: this package."""
-    storage_options: Any
-
-    def __post_init__(self) -> None:
-        """Refuses options that nothing reads."""
-        if self.io is None and self.storage_options is not None:
-            given = self.storage_options
-            raise TypeError(f"storage_options must be None without a plugin that reads them, got {given!r}")
 
     def files(self, place: Any) -> list[FileContent]:
         """As of `FolderSource.files`: this rank's."""
         if dist.get_rank() != 0:
             return []
         run_state = self.state.run_state
-        content = {**self.content(self.state), **({} if run_state is None else {FILE_KEY: run_state})}
-        if self.io is None:
-            return [FileContent(content, place)]
-        return [FileContent(content, self.path, partial(self.io.save_checkpoint, storage_options=self.storage_options))]
+        return [
+            FileContent({**self.content(self.state), **({} if run_state is None else {FILE_KEY: run_state})}, place)
+        ]
 
 
 class SavedFile:
@@ -339,6 +326,7 @@ class SavedFile:
             "groups": groups,
             "moments": {key: {name: of_one[key] for name, of_one in states.items()} for key in MOMENTS},
             CHECKPOINT_KEY: copy.deepcopy(ours),
+            "continues": True,
         }
 
     def restore_engine(self, engine: DeepSpeedEngine) -> None:

@@ -270,14 +270,18 @@ class ZenFlowStep:
             **self._parts.state_dict(),
         }
 
-    def load_state_dict(self, saved: Mapping[str, Any] | None, count: int, counts: Mapping[str, int] | None) -> str:
+    def load_state_dict(
+        self, saved: Mapping[str, Any] | None, count: int, counts: Mapping[str, int] | None, *, continues: bool = True
+    ) -> str:
         """Continues a run after `count` applied steps, where AdamW's state has been loaded into the arena. `saved` is a `state_dict`, or
-        None; `counts` as of `Trained.changed`. Returns the reason why the run does not continue bit for bit; empty if it does.
+        None; `counts` as of `Trained.changed`; `continues` is false where a rank cannot do so bit for bit. Returns the reason; empty if
+        the run does.
         """
         self.count = torch.full_like(self.count, count)
         flags, difference = self._trained.flags, "it is not one of ZenFlow"
         if saved is not None:
             difference = difference_of(saved, self.layout, len(self._rank.blocks))
+            difference = difference or ("" if continues else "its partition is another")
             self.number = self._flushed_number = saved["step"]
             self._telemetry.skipped.fill_(saved["skipped"])
             # Columns are restored for the parameters that were trained at the save; `follow_freezing` compares `requires_grad` with them.
