@@ -247,23 +247,17 @@ class SavedCheckpoint:
         def cut(n_ranks: int, names: Iterable[str]) -> list[Layout]:
             return [Layout.of_pieces({name: math.prod(saved[name])}, n_ranks=n_ranks) for name in names]
 
-        targets = cut(world_size, names)
+        def read(r: int) -> list[list[Tensor]]:
+            masters, fragments = self.optimizer_state(r)[SINGLE_PARTITION_OF_FP32_GROUPS], self.read_model(r)
+            return [[part] for part in (*masters, *(fragments[FROZEN_PARAM_FRAGMENTS][name] for name in frozen))]
+
+        targets, frozen = cut(world_size, names), [name for name in of_frozen if name in names]
         pieces = {
             name: torch.zeros(target.partition_numel, dtype=module[name].dtype, device="cpu")
             for name, target in zip(names, targets, strict=True)
         }
-        frozen = [name for name in of_frozen if name in names]
-        to = [[piece] for piece in pieces.values()]
-
-        def masters(r: int) -> list[list[Tensor]]:
-            return [[flat] for flat in self.optimizer_state(r)[SINGLE_PARTITION_OF_FP32_GROUPS]]
-
-        def fragments(r: int) -> list[list[Tensor]]:
-            of_names = self.read_model(r)[FROZEN_PARAM_FRAGMENTS]
-            return [[of_names[name]] for name in frozen]
-
-        copy_parts(masters, self._layouts({}), targets, rank, to)
-        copy_parts(fragments, cut(self.world_size, frozen), targets, rank, to)
+        sources = [*self._layouts({}), *cut(self.world_size, frozen)]
+        copy_parts(read, sources, targets, rank, [[piece] for piece in pieces.values()])
         return pieces
 
 
