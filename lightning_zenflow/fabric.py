@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.fabric.strategies
-import torch
 from lightning.fabric.plugins import DeepSpeedPrecision
 from lightning.fabric.strategies import DeepSpeedStrategy
 from lightning.fabric.strategies.deepspeed import _validate_state_keys
@@ -36,7 +35,7 @@ from lightning_zenflow.config import KEYS, ZenFlowConfig
 from lightning_zenflow.core.errors import Calls, MisconfigurationException, raise_late_read
 from lightning_zenflow.core.process import one_at_a_time
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, read_settings
-from lightning_zenflow.deepspeed.environment import PlainPrecision, RankProcess, named_device, own_precision
+from lightning_zenflow.deepspeed.environment import PlainPrecision, RankProcess, own_precision
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, inference_engine, leaving_engines, training_engine
 from lightning_zenflow.deepspeed.users_module import load_whole
@@ -134,11 +133,6 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     def is_alone(self) -> bool:
         """Whether there is one rank, which has all batches."""
         return self.num_nodes * self.num_processes == 1
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        return named_device(super().root_device)
 
     @override
     def _configure_launcher(self) -> None:

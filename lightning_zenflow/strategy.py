@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -24,7 +23,7 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import Calls, MisconfigurationException, raise_late_read
 from lightning_zenflow.core.process import one_at_a_time
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, read_settings
-from lightning_zenflow.deepspeed.environment import RankProcess, named_device, own_precision
+from lightning_zenflow.deepspeed.environment import RankProcess, own_precision
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, inference_engine, leaving_engines, training_engine
 from lightning_zenflow.deepspeed.users_objects import configured, refuse_unsupported_module, refuse_unsupported_trainer
@@ -160,11 +159,6 @@ class TrainerStrategy(_DeepSpeedStrategy):
     def is_alone(self) -> bool:
         """Whether there is one rank, which has all batches."""
         return self.num_nodes * self.num_processes == 1
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        return named_device(super().root_device)
 
     @override
     def connect(self, model: pl.LightningModule) -> None:

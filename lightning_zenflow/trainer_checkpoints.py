@@ -110,16 +110,13 @@ class TrainerCheckpoints:
         if self._callback not in callbacks:
             self._callback = lightning.callbacks.LambdaCallback(
                 on_train_start=self._handle_later,
-                on_validation_start=self._flush_before,
+                on_validation_start=self.flush,
                 on_train_batch_end=self._save_after,
                 # After a batch that a user's hook has left out.
                 on_train_epoch_end=self._save_after,
                 on_train_end=self._complete_before,
             )
             callbacks.insert(0, self._callback)
-
-    def _flush_before(self, *_: Any) -> None:
-        self.flush()
 
     def _save_after(self, *_: Any) -> None:
         self.saves.end_batch()
@@ -191,8 +188,8 @@ class TrainerCheckpoints:
         self._handed = dict(state) if self._strategy.zero_stage_3 else {}
         return state
 
-    def flush(self) -> None:
-        """`ZenFlowStrategy.flush`."""
+    def flush(self, *_: Any) -> None:
+        """`ZenFlowStrategy.flush`, also as a hook."""
         self._make_exact()
         self._checkpoints.check()
 
