@@ -30,7 +30,7 @@ from lightning_zenflow.checkpoint.engine import (
     to_save,
 )
 from lightning_zenflow.checkpoint.files import place_of, refusal
-from lightning_zenflow.checkpoint.single_file import FILE_KEY, FileSource, WholeState
+from lightning_zenflow.checkpoint.single_file import FILE_KEY, FileSource
 from lightning_zenflow.config import KEYS, ZenFlowConfig
 from lightning_zenflow.core.errors import Calls, MisconfigurationException, raise_late_read
 from lightning_zenflow.core.process import one_at_a_time
@@ -321,13 +321,12 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             raise MisconfigurationException(f"fabric.save: no entry may have the name {FILE_KEY!r}, which is ours")
         converted, weights = convert(others, {}), engine.module.state_dict()
         moments = any(item is engine.optimizer for item in ours.values())
-        whole = WholeState(engine, optimizer, weights, moments=moments, without_frozen=without_frozen)
 
-        def content(whole: WholeState) -> dict[str, Any]:
-            of_ours = {name: whole.weights if item is engine else whole.optimizer_state for name, item in ours.items()}
+        def content(file: FileSource) -> dict[str, Any]:
+            of_ours = {name: file.weights if item is engine else file.optimizer_state for name, item in ours.items()}
             return dict(convert({name: {**converted, **of_ours}[name] for name in state}, filter or {}))
 
-        return FileSource(state=whole, content=content)
+        return FileSource(engine, optimizer, weights, content, moments=moments, without_frozen=without_frozen)
 
     @override
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:

@@ -27,7 +27,7 @@ from lightning_zenflow.checkpoint.engine import (
     to_save,
 )
 from lightning_zenflow.checkpoint.files import place_of, remove
-from lightning_zenflow.checkpoint.single_file import FileSource, SavedFile, WholeState
+from lightning_zenflow.checkpoint.single_file import FileSource, SavedFile
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.process import raising_together
 from lightning_zenflow.deepspeed.users_module import is_in_pieces, load_whole
@@ -258,20 +258,16 @@ class TrainerCheckpoints:
             )
         has_states = bool(checkpoint.get("optimizer_states"))
         handed, self._handed = self._handed, {}
-        whole = WholeState(
+        return FileSource(
             engine,
             optimizer,
             # The averaged weights are elsewhere then (`WeightAveraging`).
             checkpoint.get(CURRENT, checkpoint.get("state_dict", {})),
+            lambda file: {**checkpoint, **({"optimizer_states": [file.optimizer_state]} if has_states else {})},
             moments=has_states,
             without_frozen=without_frozen,
             handed=handed,
         )
-
-        def content(state: WholeState) -> dict[str, Any]:
-            return {**checkpoint, **({"optimizer_states": [state.optimizer_state]} if has_states else {})}
-
-        return FileSource(state=whole, content=content)
 
     def load(self, path: Any, *, weights_only: bool) -> dict[str, Any]:
         """Loads a checkpoint of any number of ranks: a file, of this strategy or one for a single device, or a folder, also of DeepSpeed's

@@ -1,10 +1,6 @@
 """A strategy's checkpoints, and a save, in three parts, of which each is completed by all ranks, or raises an error on all of them.
-
-* *gather*: the state, as a flush has left it, is put together where the files' writer can read it: for one file on rank 0, for a folder in
-  DeepSpeed's order on each rank, in memory or in files without a name (`DiskCopies`);
-* *write*: each rank writes the files that it has, or with `async_checkpoints` copies what they will have;
-* *commit*: behind the files of all ranks, and their syncs, rank 0 gives the checkpoint its name. With `async_checkpoints` a thread does so,
-  and before it writes the copies.
+*Gather*: the state, as a flush has left it, is put together where the writer of a file can read it. *Write*: each rank writes its files, or
+copies what they will have. *Commit*: behind the files of all ranks, and their syncs, rank 0 gives the checkpoint its name.
 
 Behind an error nothing of the new checkpoint remains, and the one before is as it was.
 """
@@ -191,6 +187,7 @@ class Checkpoints:
         None: all is done at the end.
         """
         staged: StagedSave | None = None
+        state = source.state if isinstance(source, FolderSource) else source
         with ExitStack() as ending:
             with _saving(path):
                 if dist.get_rank() == 0 and isinstance(path, Path):
@@ -206,10 +203,10 @@ class Checkpoints:
             with _saving(path):
                 if isinstance(source, FolderSource) and not place.is_dir():
                     raise OSError(f"{place}, which rank 0 has made, is not there: all nodes must share the storage")
-                if source.state is not None:
-                    source.state.reserve(disk)
+                if state is not None:
+                    state.reserve(disk)
             # Write, or copy what is to be written.
-            with nullcontext() if source.state is None else source.state.gathered(), _saving(path):
+            with nullcontext() if state is None else state.gathered(), _saving(path):
                 left = [self._write(file, disk, put, copies=thread is not None) for file in source.files(place)]
             last = ending.pop_all()
 

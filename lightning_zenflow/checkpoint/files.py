@@ -1,11 +1,8 @@
 """Files of checkpoints: where they are; atomic creation and replacement, safe against kills and failures of power; reading, with errors
 that name the file.
 
-A checkpoint, directory or file, is written in a directory beside it and renamed when it is complete. Names that only this module makes:
-
-* ``.HASH.TOKEN.zenflow-saving``: a directory in which a checkpoint is being written, or anything of one that is being deleted, with a hash
-  of the checkpoint's name and a random token. The next save of that name deletes what killed processes have left.
-* ``STEM.zenflow-replaced.SUFFIX``: the complete checkpoint STEM.SUFFIX between two renames, see `StagedSave.commit`.
+A checkpoint, directory or file, is written in a directory beside it and renamed when it is complete (docs/reliability.md, *Killed saves*,
+has the names). What is deleted gets such a name first.
 """
 
 import contextlib

@@ -20,7 +20,6 @@ user's own objects is loaded by ``torch.load(path, weights_only=True)``.
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +47,9 @@ COUNTS = ("global_steps", "global_samples", "skipped_steps")
 _WEIGHTS_ONLY = "`model = Module.load_from_checkpoint(path)`"
 
 
-class WholeState:
-    """The state of a model and its optimizer that rank 0 writes to a file. All ranks put together one parameter at a time.
+class FileSource:
+    """What is saved as one file, which rank 0 writes: the state of a model and its optimizer, of which all ranks put together one parameter
+    at a time, and what else `content` has.
 
     One rank's float32 states are written from where they are, all others from `DiskCopies`: torch writes a file when all of it is there.
 
@@ -57,6 +57,7 @@ class WholeState:
         engine: of the model.
         optimizer: the one that trains or has trained the model, if any.
         weights: the module's state dict, as hooks have left it.
+        content: what the file has, from the attributes as they are in `gathered`.
         moments: whether the optimizer's state is saved.
         without_frozen: whether weights are left out that are not trained at present.
         handed: the state dict that hooks were given, if there are some.
@@ -73,12 +74,13 @@ class WholeState:
         engine: DeepSpeedEngine,
         optimizer: ZenFlowOptimizer | None,
         weights: dict[str, Any],
+        content: "Callable[[FileSource], Mapping[str, Any]]",
         *,
         moments: bool,
-        without_frozen: bool = False,
+        without_frozen: bool,
         handed: Mapping[str, Any] | None = None,
     ) -> None:
-        self._engine, self._optimizer, self.weights = engine, optimizer, weights
+        self._engine, self._optimizer, self.weights, self._content = engine, optimizer, weights, content
         self._firsts = further_names(engine.module)
         # A user may have replaced parameters since training ended.
         self._parameters: dict[str, Any] = dict(engine.module.named_parameters())
@@ -219,23 +221,12 @@ class WholeState:
             ],
         }
 
-
-@dataclass(frozen=True, kw_only=True)
-class FileSource:
-    """What is saved as one file, which rank 0 writes."""
-
-    state: WholeState
-    content: Callable[[WholeState], Mapping[str, Any]]
-    """What the file has, when `state` is put together."""
-
     def files(self, place: Any) -> list[FileContent]:
-        """As of `FolderSource.files`: this rank's."""
+        """As of `FolderSource.files`: this rank's, in `gathered`."""
         if dist.get_rank() != 0:
             return []
-        run_state = self.state.run_state
-        return [
-            FileContent({**self.content(self.state), **({} if run_state is None else {FILE_KEY: run_state})}, place)
-        ]
+        ours = {} if self.run_state is None else {FILE_KEY: self.run_state}
+        return [FileContent({**self._content(self), **ours}, place)]
 
 
 class SavedFile:
