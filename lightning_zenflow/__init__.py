@@ -76,10 +76,6 @@ class _Registering(Loader):
         self._loader = loader
 
     @override
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    @override
     def exec_module(self, module: ModuleType) -> None:
         # As if this loader had never been there.
         assert module.__spec__ is not None, "a module that is being imported has one"

@@ -19,7 +19,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.checkpoints import Checkpoints, Source, all_cores, io_of
+from lightning_zenflow.checkpoint.checkpoints import Checkpoints, Source, all_cores
 from lightning_zenflow.checkpoint.engine import (
     FolderSource,
     engine_in,
@@ -29,7 +29,7 @@ from lightning_zenflow.checkpoint.engine import (
     read_file_together,
     to_save,
 )
-from lightning_zenflow.checkpoint.files import place_of, refusal
+from lightning_zenflow.checkpoint.files import refusal
 from lightning_zenflow.checkpoint.single_file import FILE_KEY, FileSource
 from lightning_zenflow.config import KEYS, ZenFlowConfig
 from lightning_zenflow.core.errors import Calls, MisconfigurationException, raise_late_read
@@ -365,10 +365,10 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         """Loads a checkpoint of any number of ranks: a file that Fabric saved, under ZenFlow or a strategy for one device, or a folder that
         Fabric or the Trainer saved under ZenFlow or DeepSpeed's ZeRO. Returns what it has besides model and optimizer.
         """
-        (engine, ours), place = engine_in(state), place_of(path)
+        engine, ours = engine_in(state)
         optimizers = [name for name, item in ours.items() if item is not engine]
         names = state.keys() - ours.keys()
-        saved = read_file_together(path, io_of(place, self.checkpoint_io), weights_only=weights_only)
+        saved = read_file_together(path, self.checkpoint_io, weights_only=weights_only)
         if saved is not None:
             saved.unmap_others(tuple(ours))
             (weights,) = (saved.entry(name) for name, item in ours.items() if item is engine)
@@ -380,7 +380,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
                 raise refusal(
                     path, "weights_only must be false for a folder, in which DeepSpeed has Python objects, got true"
                 )
-            rest = load_together(engine, Path(place), strict=strict, optimizer_states=bool(optimizers))
+            rest = load_together(engine, path, strict=strict, optimizer_states=bool(optimizers))
             if optimizer_of(engine) is None:
                 # As in the base class: what DeepSpeed has under these names is not the user's.
                 names -= {"optimizer", "lr_scheduler"}

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_zenflow.checkpoint.checkpoints import Checkpoints, Source, all_cores, io_of, plugin_of
+from lightning_zenflow.checkpoint.checkpoints import Checkpoints, Source, all_cores
 from lightning_zenflow.checkpoint.engine import (
     AVERAGED,
     CURRENT,
@@ -26,7 +26,7 @@ from lightning_zenflow.checkpoint.engine import (
     read_file_together,
     to_save,
 )
-from lightning_zenflow.checkpoint.files import place_of, remove
+from lightning_zenflow.checkpoint.files import io_of, place_of, plugin_of, remove
 from lightning_zenflow.checkpoint.single_file import FileSource, SavedFile
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.process import raising_together
@@ -275,13 +275,12 @@ class TrainerCheckpoints:
         """
         with self.saves.undisturbed():
             self._checkpoints.wait()
-            module, place = self.module, place_of(path)
-            io = io_of(place, self._strategy.checkpoint_io)
-            self._file = read_file_together(path, io, weights_only=weights_only)
+            module = self.module
+            self._file = read_file_together(path, self._strategy.checkpoint_io, weights_only=weights_only)
             if self._file is not None:
                 self._file.unmap_others(("state_dict", CURRENT, "optimizer_states"))
                 return self._file.content
-            client_state = load_together(self._strategy.deepspeed_engine, Path(place), strict=module.strict_loading)
+            client_state = load_together(self._strategy.deepspeed_engine, path, strict=module.strict_loading)
             if AVERAGED in client_state and module.trainer.state.fn != TrainerFn.FITTING:
                 # As from Lightning's own checkpoints.
                 load_whole(module, client_state[AVERAGED], strict=module.strict_loading)

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_zenflow.checkpoint.engine import FolderSource
-from lightning_zenflow.checkpoint.files import FileContent, StagedSave, place_of, sync_all
+from lightning_zenflow.checkpoint.files import FileContent, StagedSave, io_of, place_of, plugin_of, sync_all
 from lightning_zenflow.checkpoint.single_file import FileSource
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
@@ -49,18 +49,6 @@ Source: TypeAlias = FolderSource | FileSource
 
 _Put: TypeAlias = Callable[[Any], None]
 """Has a plugin, or Lightning for a store, write the content of the one file of a checkpoint."""
-
-
-def plugin_of(io: CheckpointIO) -> CheckpointIO | None:
-    """A strategy's `checkpoint_io` if it is the user's."""
-    # By name: there is one in each of Lightning's packages.
-    return None if type(io).__name__ == "TorchCheckpointIO" else io
-
-
-def io_of(place: Path | str, io: CheckpointIO) -> CheckpointIO | None:
-    """What writes, reads and removes a checkpoint: a user's plugin, or Lightning's own in a store; None: this package, and all folders."""
-    is_ours = isinstance(place, Path) and (plugin_of(io) is None or place.is_dir())
-    return None if is_ours else io
 
 
 class Checkpoints:

@@ -22,7 +22,7 @@ from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.files import CheckpointError, FileContent, place_of, read, recover, verify
+from lightning_zenflow.checkpoint.files import CheckpointError, FileContent, io_of, place_of, read, recover, verify
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint
 from lightning_zenflow.checkpoint.single_file import COUNTS, SavedFile, restore_counts
 from lightning_zenflow.core.errors import MisconfigurationException
@@ -85,7 +85,7 @@ class ZenFlowEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no 
     ) -> tuple[str, dict[str, Any]]:
         """Loads a folder of any number of ranks (`load_together`); returns `load_dir` and the client state."""
         with_states = {"strict": load_module_strict, "optimizer_states": load_optimizer_states}
-        client_state = load_together(self, Path(load_dir), tag=tag, **with_states)
+        client_state = load_together(self, load_dir, tag=tag, **with_states)
         scheduler = client_state.get("lr_scheduler")
         if load_optimizer_states and load_lr_scheduler_states and None not in (scheduler, self.lr_scheduler):
             self.lr_scheduler.load_state_dict(scheduler)
@@ -201,12 +201,12 @@ def _loading(path: Path | str) -> Iterator[None]:
             raise CheckpointError(f"checkpoint {path}: {says}") from reason
 
 
-def read_file_together(path: Any, io: CheckpointIO | None, *, weights_only: bool | None) -> SavedFile | None:
-    """Reads a checkpoint that is one file; None: it is a folder. A collective: all ranks must call it. Without `io`, by which it is read,
-    what a killed save was replacing is put back first, and the file, or a folder's of the model, is verified.
+def read_file_together(path: Any, io: CheckpointIO, *, weights_only: bool | None) -> SavedFile | None:
+    """Reads a checkpoint that is one file; None: it is a folder. A collective: all ranks must call it. Where `io`, the strategy's, does not
+    read it (`io_of`), what a killed save was replacing is put back first, and the file, or a folder's of the model, is verified.
     """
     place, is_file = place_of(path), [True]
-    if io is None:
+    if (reader := io_of(place, io)) is None:
         with _loading(place):
             if dist.get_rank() == 0:
                 recover(Path(place))
@@ -218,21 +218,21 @@ def read_file_together(path: Any, io: CheckpointIO | None, *, weights_only: bool
         dist.broadcast_object_list(is_file, src=0)
     if not is_file[0]:
         return None
-    load = partial(read, Path(place)) if io is None else partial(io.load_checkpoint, path)
+    load = partial(read, Path(place)) if reader is None else partial(reader.load_checkpoint, path)
     with _loading(place):
         return SavedFile(place, load(weights_only=weights_only))
 
 
 def load_together(
-    engine: Any, path: Path, *, strict: bool, optimizer_states: bool = True, tag: str | None = None
+    engine: Any, folder: Any, *, strict: bool, optimizer_states: bool = True, tag: str | None = None
 ) -> dict[str, Any]:
-    """Loads model and optimizer from a folder of any number of ranks, after `read_file_together`; from `tag` in `path`, or from the one
+    """Loads model and optimizer from a folder of any number of ranks, after `read_file_together`; from `tag` in `folder`, or from the one
     that was saved last. Returns the client state. A collective: all ranks must call it.
 
     Only weights are loaded without `optimizer_states`, or where the engine has no optimizer of this package. Behind a CheckpointError
     nothing has been loaded, unless the model's weights do not fit.
     """
-    optimizer = optimizer_of(engine)
+    optimizer, path = optimizer_of(engine), Path(place_of(folder))
     groups = [] if optimizer is None else optimizer.training.shapes_by_group
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if optimizer is not None:
