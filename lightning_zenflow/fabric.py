@@ -272,9 +272,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     @override
     @one_at_a_time()
     def teardown(self) -> None:
-        """Ends the worker, releases the shared memory, and makes modules and optimizer what they were before, with the weights of now and
-        without the optimizer's state.
-        """
+        """Ends the worker; modules and optimizer are what they were before, with the weights of now and without the optimizer's state."""
         if self.trained is not None and self.trained.training.is_elsewhere:
             return
         # As in a `finally` behind the loop.
@@ -362,9 +360,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         return {}
 
     def _load_all(self, path: Any, state: dict[str, Any], *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
-        """Loads a checkpoint of any number of ranks: a file that Fabric saved, under ZenFlow or a strategy for one device, or a folder that
-        Fabric or the Trainer saved under ZenFlow or DeepSpeed's ZeRO. Returns what it has besides model and optimizer.
-        """
+        """Loads what `read_file_together` or `load_together` reads; returns what it has besides model and optimizer."""
         engine, ours = engine_in(state)
         optimizers = [name for name, item in ours.items() if item is not engine]
         names = state.keys() - ours.keys()

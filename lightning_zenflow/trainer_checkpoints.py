@@ -270,9 +270,7 @@ class TrainerCheckpoints:
         )
 
     def load(self, path: Any, *, weights_only: bool) -> dict[str, Any]:
-        """Loads a checkpoint of any number of ranks: a file, of this strategy or one for a single device, or a folder, also of DeepSpeed's
-        ZeRO. Weights and states of a file are loaded when hooks have seen them. Returns what the hooks of callbacks and module get.
-        """
+        """Loads a folder, or reads a file, whose weights and states are loaded when hooks have seen them; returns what the hooks get."""
         with self.saves.undisturbed():
             self._checkpoints.wait()
             module = self.module

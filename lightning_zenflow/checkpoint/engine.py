@@ -110,11 +110,9 @@ class FolderSource:
     """Whether weights are left out that are not trained at present."""
 
     def files(self, place: Any) -> list[FileContent]:
-        """What the engine's `save_checkpoint` has to write on this rank to `place`; small files it writes itself.
-
-        No collective, so that a rank whose part fails leaves no other waiting: the engine's barriers and its comparison of the tag, a
-        constant, are not needed here, where the directory exists before and all ranks meet afterwards. Private: the engine calls
-        ``deepspeed.comm`` by a module-level name, and has what writes files as `checkpoint_engine`.
+        """What the engine's `save_checkpoint` has to write on this rank to `place`; small files it writes itself. No collective, so that a
+        rank whose part fails leaves no other waiting. Private: the engine calls ``deepspeed.comm`` by a module-level name, and has what
+        writes files as `checkpoint_engine`.
         """
         skipped = dict.fromkeys(("barrier", "all_reduce"), lambda *_, **__: None)
         comm, writer = SimpleNamespace(**{**vars(engine_module.dist), **skipped}), self.engine.checkpoint_engine
@@ -202,8 +200,9 @@ def _loading(path: Path | str) -> Iterator[None]:
 
 
 def read_file_together(path: Any, io: CheckpointIO, *, weights_only: bool | None) -> SavedFile | None:
-    """Reads a checkpoint that is one file; None: it is a folder. A collective: all ranks must call it. Where `io`, the strategy's, does not
-    read it (`io_of`), what a killed save was replacing is put back first, and the file, or a folder's of the model, is verified.
+    """Reads a checkpoint that is one file, of this package or a strategy for one device; None: it is a folder. A collective: all ranks must
+    call it. Where `io`, the strategy's, does not read it (`io_of`), what a killed save was replacing is put back first, and the file, or a
+    folder's of the model, is verified.
     """
     place, is_file = place_of(path), [True]
     if (reader := io_of(place, io)) is None:
@@ -226,9 +225,8 @@ def read_file_together(path: Any, io: CheckpointIO, *, weights_only: bool | None
 def load_together(
     engine: Any, folder: Any, *, strict: bool, optimizer_states: bool = True, tag: str | None = None
 ) -> dict[str, Any]:
-    """Loads model and optimizer from a folder of any number of ranks, after `read_file_together`; from `tag` in `folder`, or from the one
-    that was saved last. Returns the client state. A collective: all ranks must call it.
-
+    """Loads model and optimizer from a folder of this package or of DeepSpeed's ZeRO, of any number of ranks, after `read_file_together`;
+    from `tag` in `folder`, or from the one that was saved last. Returns the client state. A collective: all ranks must call it.
     Only weights are loaded without `optimizer_states`, or where the engine has no optimizer of this package. Behind a CheckpointError
     nothing has been loaded, unless the model's weights do not fit.
     """
