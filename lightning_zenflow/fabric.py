@@ -32,7 +32,7 @@ from lightning_zenflow.checkpoint.engine import (
 from lightning_zenflow.checkpoint.files import refusal
 from lightning_zenflow.checkpoint.single_file import FILE_KEY, FileSource
 from lightning_zenflow.config import KEYS, ZenFlowConfig
-from lightning_zenflow.core.errors import Calls, MisconfigurationException, raise_late_read
+from lightning_zenflow.core.errors import Calls, MisconfigurationException, naming_late_reads
 from lightning_zenflow.core.process import one_at_a_time
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, read_settings
 from lightning_zenflow.deepspeed.environment import PlainPrecision, RankProcess, own_precision
@@ -201,13 +201,9 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     @override
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
         """Backward pass of a micro-batch; the last of a step is the one outside of `fabric.no_backward_sync`."""
-        with self._steps_for(self.calls.backward).backward(module):
-            try:
-                # DeepSpeed would divide by the number of micro-batches, which the loop has done.
-                super().backward(tensor, module, *args, scale_wrt_gas=False, **kwargs)
-            except RuntimeError as error:
-                raise_late_read(error)
-                raise
+        with self._steps_for(self.calls.backward).backward(module), naming_late_reads():
+            # DeepSpeed would divide by the number of micro-batches, which the loop has done.
+            super().backward(tensor, module, *args, scale_wrt_gas=False, **kwargs)
 
     @override
     def clip_gradients_norm(

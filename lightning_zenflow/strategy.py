@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_zenflow.checkpoint.checkpoints import Checkpoints
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.errors import Calls, MisconfigurationException, raise_late_read
+from lightning_zenflow.core.errors import Calls, MisconfigurationException, naming_late_reads
 from lightning_zenflow.core.process import one_at_a_time
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, read_settings
 from lightning_zenflow.deepspeed.environment import RankProcess, own_precision
@@ -283,12 +283,9 @@ class TrainerStrategy(_DeepSpeedStrategy):
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         if self._steps is not None:
             self._steps.begin_backward()
-        try:
+        with naming_late_reads():
             # DeepSpeed would divide by the number of micro-batches, which Lightning has done.
             return super().backward(*args, scale_wrt_gas=False, **kwargs)
-        except RuntimeError as error:
-            raise_late_read(error)
-            raise
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:

@@ -74,7 +74,7 @@ class WrittenWeights:
         self.begin_updates()
 
     def note_arrival(self, number: int) -> None:
-        """Notes that updates in backward may write a parameter from here on; autograd refuses to use it then (`raise_late_read`)."""
+        """Notes that updates in backward may write a parameter from here on; autograd refuses to use it then (`naming_late_reads`)."""
         self._arrived.add(number)
         torch.autograd.graph.increment_version(self._parameters[number])
 
