@@ -29,6 +29,9 @@ from lightning_zenflow.checkpoint.files import read, refusal, refuse_other_versi
 from lightning_zenflow.deepspeed.flat_buffers import Layout, copy_parts
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY, MOMENTS
 
+_MODEL_FILE = "mp_rank_00_model_states.pt"
+"""Of all ranks; under stage 3 with a prefix for each."""
+
 _ATTRIBUTES = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 """Attributes of DeepSpeed's optimizers that checkpoints have."""
 
@@ -58,9 +61,8 @@ class SavedCheckpoint:
             raise refusal(
                 self.path, "the path must be a file, or a folder of DeepSpeed with its file `latest`, got neither"
             )
-        # Not `Path.is_file`, which raises an error for a name that is too long.
-        if not any(map(os.path.isfile, self._first_model_files)):
-            name = self._first_model_files[0].relative_to(self.path)
+        if not self.is_stage_3 and not os.path.isfile(file := self.folder / _MODEL_FILE):
+            name = file.relative_to(self.path)
             raise refusal(self.path, f"a file is missing in the folder that `latest` or the tag names: {name}")
 
     @cached_property
@@ -69,16 +71,11 @@ class SavedCheckpoint:
         # Below `path`, whatever a damaged file says.
         return self.path / (self.tag or (self.path / "latest").read_text(errors="replace")).strip().lstrip("/")
 
-    @property
-    def _first_model_files(self) -> tuple[Path, Path]:
-        """Paths of the first rank's model file in stages 1 and 2, and in stage 3."""
-        name = "mp_rank_00_model_states.pt"
-        return self.folder / name, self.folder / f"zero_pp_rank_0_{name}"
-
     @cached_property
     def is_stage_3(self) -> bool:
         """True if stage 3 has saved, which divides the weights, too."""
-        return self._first_model_files[1].is_file()
+        # Not `Path.is_file`, which raises an error for a name that is too long.
+        return os.path.isfile(self.folder / f"zero_pp_rank_0_{_MODEL_FILE}")
 
     def refuse_other_stage(self, *, is_stage_3: bool) -> None:
         """Refuses files of another stage than this run's: a model in pieces loads those of stage 3, a whole one others."""
@@ -102,8 +99,7 @@ class SavedCheckpoint:
         return found[0]
 
     def _model_file(self, rank: int) -> Path:
-        whole = self._first_model_files[0]
-        return self._file(rank, f"zero_pp_rank_{rank}_{whole.name}") if self.is_stage_3 else whole
+        return self._file(rank, f"zero_pp_rank_{rank}_{_MODEL_FILE}") if self.is_stage_3 else self.folder / _MODEL_FILE
 
     @cached_property
     def model_states(self) -> Mapping[str, Any]:
