@@ -61,7 +61,7 @@ class Training:
         self.max_norm = 0.0
         self.factor: Tensor | None = None
         self._resources, self._frozen = resources, frozen
-        self._updates_in_backward = config.updates_in_backward
+        self._updates_in_backward = config.submits_in_backward or not config.is_immediate
         self._worker: SupervisedWorker | None = None
         self.in_backward = False
         self._process, self._thread = os.getpid(), threading.get_ident()

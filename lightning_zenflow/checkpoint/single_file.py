@@ -164,7 +164,13 @@ class FileSource:
                     whole = self._optimizer.training.full_state.read(name, key)
                     if self._whole:
                         self._whole[key][name].copy_(whole)
-        self._gather_pieces()
+        for name, parameter in (pieces := self._in_pieces).items():
+            with GatheredParameters([parameter]):
+                if self._whole:
+                    self._whole[None][name].copy_(parameter.detach())
+        if pieces and self._optimizer is not None:
+            # Those that DeepSpeed keeps gathered.
+            self._optimizer.gather_weights()
         if self._optimizer is not None and len(self._keys) > 1:
             of_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
             dist.gather_object(self._optimizer.training.state_dict(), of_ranks)
@@ -183,16 +189,6 @@ class FileSource:
         finally:
             self.weights.update(shown)
             self.optimizer_state = {}
-
-    @torch.no_grad()
-    def _gather_pieces(self) -> None:
-        """Puts together the parameters of `_in_pieces`; those that DeepSpeed keeps gathered are gathered again afterwards."""
-        for name, parameter in (pieces := self._in_pieces).items():
-            with GatheredParameters([parameter]):
-                if self._whole:
-                    self._whole[None][name].copy_(parameter)
-        if pieces and self._optimizer is not None:
-            self._optimizer.gather_weights()
 
     def _fill(self) -> None:
         masters = self._whole[None]
