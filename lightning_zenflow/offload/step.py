@@ -121,6 +121,11 @@ class ZenFlowStep:
         """Whether the last micro-batch of a step is over, or under way, and the step is not."""
         return self._state is StepState.OPEN and not self.was_interrupted
 
+    @property
+    def trained(self) -> list[bool]:
+        """For each parameter whether the step that is next updates it."""
+        return self._trained.flags
+
     def state_written(self) -> None:
         """Notes that the arena's exact state has been changed from outside, right after a flush."""
         self._state_written = True
@@ -220,7 +225,6 @@ class ZenFlowStep:
 
     def drop_gradients(self) -> None:
         """Drops the gradients since the last step; if the step was complete, by a flush."""
-        self._fill.accumulation.pending.clear()
         if self.is_complete:
             self._flush()
         if self._state == StepState.UNDER_WAY:
@@ -230,6 +234,7 @@ class ZenFlowStep:
         self._end_micro_batches()
 
     def _end_micro_batches(self) -> None:
+        self._fill.close()
         self._context = self._squared_norm = None
         self.micro_batches, self._state = 0, StepState.IDLE
 

@@ -228,6 +228,7 @@ class OffloadAdamW(Optimizer):
 def _end(training: Training) -> None:
     # A fork's copy of the object ends nothing.
     if not training.is_elsewhere:
+        training.gradients.clear()
         training.end(keep_state=False)
 
 

@@ -55,12 +55,18 @@ def test_names_are_registered_when_lightning_is_imported() -> None:
 def test_ends_with_the_object() -> None:
     loop = make_loop("ours").train(2)
     assert len(workers()) == 1
-    parameter, gone = loop.model[0].weight, weakref.ref(loop.optimizer)
-    model = loop.model
+    parameter, model = loop.model[0].weight, loop.model
+    loss_of(model, 3).backward()
+    kept = parameter.grad
+    assert isinstance(loop.optimizer, OffloadAdamW) and loop.optimizer._engine is not None
+    gone = weakref.ref(loop.optimizer), weakref.ref(loop.optimizer._engine.training)
     del loop
     gc.collect()
-    assert gone() is None
+    assert not any(reference() for reference in gone)
     assert not workers()
+    with pytest.raises(ReferenceError):
+        kept.norm()
+    assert parameter.grad is None
     # The model is as if it had not been.
     loss_of(model, 1).backward()
     assert type(parameter.grad) is torch.Tensor

@@ -145,7 +145,7 @@ WAITS: dict[str, set[str]] = {
     "scaler": {*IN_CLIPPED, ""},
     "divided": IN_CLIPPED,
     "dropped": IN_FLUSHES,
-    "read": {"fill.gradient", "engine.copy_gradient"},
+    "read": {"fill.gradient", "full_state._whole"},
     "saved": IN_SAVES,
     "loaded": {
         *IN_SAVES,
