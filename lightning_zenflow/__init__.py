@@ -5,7 +5,7 @@ each public name is imported when it is used first.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
@@ -51,24 +51,21 @@ def register(registry: Any, module: str) -> None:
     registry.register("zenflow_adamw", make, "ZenFlow with AdamW's own weights in every step", override=True, **adamw)
 
 
-def _register_with_fabric(strategies: ModuleType) -> None:
+_REGISTRIES = {
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning_zenflow.fabric"),
+    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning_zenflow.strategy"),
+}
+"""Lightning's modules with a registry, its name, and the module whose strategy it gets."""
+
+
+def _register(strategies: ModuleType) -> None:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     from lightning_zenflow.core.errors import catch_as
 
     catch_as(MisconfigurationException)
-    register(strategies.STRATEGY_REGISTRY, "lightning_zenflow.fabric")
-
-
-def _register_with_trainer(strategies: ModuleType) -> None:
-    register(strategies.StrategyRegistry, "lightning_zenflow.strategy")
-
-
-_REGISTRIES: dict[str, Callable[[ModuleType], None]] = {
-    "lightning.fabric.strategies": _register_with_fabric,
-    "lightning.pytorch.strategies": _register_with_trainer,
-}
-"""Lightning's modules with a registry, and what registers the names there."""
+    registry, module = _REGISTRIES[strategies.__name__]
+    register(getattr(strategies, registry), module)
 
 
 class _Registering(SourceFileLoader):
@@ -77,7 +74,7 @@ class _Registering(SourceFileLoader):
     @override
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        _REGISTRIES[module.__name__](module)
+        _register(module)
 
 
 class _Finder(PathFinder):
@@ -94,7 +91,6 @@ class _Finder(PathFinder):
         return spec
 
 
-for _name, _register in _REGISTRIES.items():
-    if _name in sys.modules:
-        _register(sys.modules[_name])
+for _name in _REGISTRIES.keys() & sys.modules.keys():
+    _register(sys.modules[_name])
 sys.meta_path.insert(0, _Finder)

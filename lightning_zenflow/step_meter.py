@@ -51,19 +51,18 @@ METRICS: dict[str, _Formula] = {
 
 
 def interval_metrics(before: Reading, now: Reading, *, seconds: float) -> dict[str, float]:
-    """The metrics that are known, by name in `METRICS`, of the one or more steps between two readings, which took `seconds` > 0."""
+    """The metrics that are known, by name in `METRICS`, of the steps between two readings, which took `seconds`; none of no step."""
+    if seconds == 0:
+        return {}
     run = now.since(before)
-    assert run.steps > 0 and seconds > 0
     values = {name: formula(run, seconds) for name, formula in METRICS.items()}
     return {name: float(value) for name, value in values.items() if math.isfinite(value)}
 
 
 _WORKER: tuple[Cause, ...] = ("publish_wait", "slot", "correction")
 
-# Shares of the steps that are worth advice.
-_MANY_SKIPPED = 0.02
-_MANY_AT_END = 0.1
-_MANY_FOLLOWED = 0.1
+_MANY_SKIPPED, _MANY = 0.02, 0.1
+"""Shares of the steps that are worth advice, of those that are skipped and of others."""
 
 _SHOWN = 0.01
 """Smallest share of a step that is worth words."""
@@ -122,16 +121,13 @@ class StepMeter:
     def metrics(self) -> dict[str, float]:
         """The metrics of the steps since the last call, by name in `METRICS`; none if no step with gradients has ended since."""
         (before, n), now = self._last, self._parts.read_counters()
-        if now.steps == before.steps:
-            return {}
-        self._last = now, len(self.step_s)
-        return interval_metrics(before, now, seconds=sum(self.step_s[n:]))
+        if metrics := interval_metrics(before, now, seconds=sum(self.step_s[n:])):
+            self._last = now, len(self.step_s)
+        return metrics
 
     def averages(self) -> dict[str, float]:
         """As `metrics`, of all steps that the summary is about."""
         before, n = self._begin
-        if len(self.step_s) == n:
-            return {}
         return interval_metrics(before, self._parts.read_counters(), seconds=sum(self.step_s[n:]))
 
     def summary(self) -> str | None:
@@ -202,7 +198,7 @@ def advice(
     if skipped > _MANY_SKIPPED:
         return f"{skipped:.0%} of the steps were skipped: their gradient was not finite. Lower the learning rate, or look for NaN."
     remedies = _REMEDIES | dict.fromkeys(_WORKER, _of_worker(run, config, seconds, in_place=in_place))
-    if run.followed_steps > _MANY_FOLLOWED * run.steps:
+    if run.followed_steps > _MANY * run.steps:
         remedies["flush"] = "completing updates, as weights are written in place: write them in fewer steps"
     for cause, waited_s in sorted(run.device_stall_s.items(), key=lambda item: item[1], reverse=True):
         if waited_s < SMALL_STALL * seconds:
@@ -215,7 +211,7 @@ def advice(
 def _of_worker(run: Reading, config: ZenFlowConfig, seconds: float, *, in_place: bool) -> str:
     """Why steps wait for the worker, and the remedy; empty if its work does not explain that."""
     at_end = 1.0 - (run.steps_in_backward - run.corrected_steps) / run.steps
-    if speculates(run, config) and at_end > _MANY_AT_END:
+    if speculates(run, config) and at_end > _MANY:
         return f"waiting for the CPU, as {at_end:.0%} of the steps begin their update at their end: set clip_prediction=True"
     load = run.worker_busy_s / max(seconds - sum(run.device_stall_s.values()), 1e-9)
     if load < _SHOWN:

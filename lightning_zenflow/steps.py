@@ -77,7 +77,7 @@ class TrainerPrecision(PlainPrecision, _DeepSpeedPrecision):
             norm = float(clip_val)
             # Who clips twice has clipped to the smaller norm.
             self.norm_of_step = norm if self.norm_of_step is None else min(norm, self.norm_of_step)
-            optimizer.training.max_norm = self.norm_of_step
+            optimizer.training.max_norm = optimizer.training.gradients.max_norm = self.norm_of_step
 
 
 class TrainerSteps:
@@ -258,6 +258,7 @@ class LoopSteps:
         self._refuse_without_gradients(call)
         # Who clips twice has clipped to the smaller norm.
         self._norm_of_step = min(float(max_norm), math.inf if self._norm_of_step is None else self._norm_of_step)
+        self._training.gradients.max_norm = self._norm_of_step
         return self._training.gradient_norm()
 
     @contextmanager

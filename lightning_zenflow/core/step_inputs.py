@@ -14,18 +14,13 @@ from torch.optim import Optimizer
 
 @dataclass(frozen=True, kw_only=True)
 class GroupHyperparameters:
-    """Hyperparameters of one parameter group in one step."""
+    """Hyperparameters of one parameter group in one step, by the names of `torch.optim.AdamW`: all >= 0, `beta1` and `beta2` below 1."""
 
     lr: float
-    """Learning rate, >= 0."""
     beta1: float
-    """Decay of the first moment, 0 <= beta1 < 1."""
     beta2: float
-    """Decay of the second moment, 0 <= beta2 < 1."""
     eps: float
-    """Added to the square root of the second moment, >= 0."""
     weight_decay: float
-    """Coefficient of the weight decay, >= 0."""
     decoupled: bool
     """True for AdamW: the decay acts on the weight. False for Adam: it is added to the gradient."""
 
@@ -105,24 +100,19 @@ def step_scale(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float, co
     The squared norm is that of the gradients of all ranks, with loss scale: 0-D float64, as `count`, the number of steps applied before.
     """
     norm = _norm(sum_of_squares, loss_scale)
-    factor = clip_factor(sum_of_squares, max_norm=max_norm, loss_scale=loss_scale, norm=norm)
+    factor = clip_factor(sum_of_squares, max_norm=max_norm, loss_scale=loss_scale)
     finite = ~factor.isnan()
     return StepScale(factor=factor, finite=finite, norm=norm, count=count + finite)
 
 
-def clip_factor(
-    sum_of_squares: Tensor, *, max_norm: float | Tensor, loss_scale: float | Tensor, norm: Tensor | None = None
-) -> Tensor:
-    """`StepScale.factor` alone, in fewer launches; `norm`: that of `StepScale`, if it is known. Limit and loss scale may be on the device
-    too, 0-D float32.
-    """
+def clip_factor(sum_of_squares: Tensor, *, max_norm: float | Tensor, loss_scale: float | Tensor) -> Tensor:
+    """`StepScale.factor` alone, in fewer launches. Limit and loss scale may be on the device too, 0-D float32."""
     # Zero, or NaN where the sum is not finite in float32. Few operations: each block that is submitted in backward has a factor.
     single = sum_of_squares.float()
     gap = single - single
     if _is(max_norm, 0):
         return gap.add_(1.0 / loss_scale)
-    norm = _norm(sum_of_squares, loss_scale) if norm is None else norm
-    divisor = norm.add(1e-6).div_(max_norm).clamp_(min=1.0)
+    divisor = _norm(sum_of_squares, loss_scale).add(1e-6).div_(max_norm).clamp_(min=1.0)
     return (divisor if _is(loss_scale, 1) else divisor.mul_(loss_scale)).reciprocal_().add_(gap)
 
 

@@ -47,8 +47,7 @@ from lightning_zenflow.worker.machine import (
     read_place,
     worker_cores,
 )
-from lightning_zenflow.worker.process import Worker
-from lightning_zenflow.worker.supervisor import SupervisedWorker
+from lightning_zenflow.worker.process import SupervisedWorker, Worker
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from lightning_zenflow.kernels.base import Kernels
 from lightning_zenflow.native import Tentative
 from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena
-from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
+from lightning_zenflow.worker.process import Submission, SupervisedWorker
 
 if TYPE_CHECKING:
     from lightning_zenflow.offload.columns import ColumnSquaredNorms

@@ -77,11 +77,6 @@ class ZenFlowStep:
         self.start_over(count=0)
 
     @property
-    def trained(self) -> list[bool]:
-        """Whether each parameter is trained in the step that is next, in the order of `Slice.parameter`."""
-        return self._trained.flags
-
-    @property
     def is_exact(self) -> bool:
         """Whether the arena is the exact state of all steps so far."""
         is_flushed = self._flushed_number == self.number and not self._jobs.submitted_in_backward
@@ -125,6 +120,11 @@ class ZenFlowStep:
     def has_gradients(self) -> bool:
         """Whether the last micro-batch of a step is over, or under way, and the step is not."""
         return self._state is StepState.OPEN and not self.was_interrupted
+
+    @property
+    def trained(self) -> list[bool]:
+        """For each parameter whether the step that is next updates it."""
+        return self._trained.flags
 
     def state_written(self) -> None:
         """Notes that the arena's exact state has been changed from outside, right after a flush."""
@@ -226,7 +226,6 @@ class ZenFlowStep:
 
     def drop_gradients(self) -> None:
         """Drops the gradients since the last step; if the step was complete, by a flush."""
-        self._fill.accumulation.pending.clear()
         if self.is_complete:
             self._flush()
         if self._state == StepState.UNDER_WAY:
@@ -236,6 +235,7 @@ class ZenFlowStep:
         self._end_micro_batches()
 
     def _end_micro_batches(self) -> None:
+        self._fill.close()
         self._context = self._squared_norm = None
         self.micro_batches, self._state = 0, StepState.IDLE
 
@@ -276,14 +276,18 @@ class ZenFlowStep:
             **self._parts.state_dict(),
         }
 
-    def load_state_dict(self, saved: Mapping[str, Any] | None, count: int, counts: Mapping[str, int] | None) -> str:
+    def load_state_dict(
+        self, saved: Mapping[str, Any] | None, count: int, counts: Mapping[str, int] | None, *, continues: bool = True
+    ) -> str:
         """Continues a run after `count` applied steps, where AdamW's state has been loaded into the arena. `saved` is a `state_dict`, or
-        None; `counts` as of `Trained.changed`. Returns the reason why the run does not continue bit for bit; empty if it does.
+        None; `counts` as of `Trained.changed`; `continues` is false where a rank cannot do so bit for bit. Returns the reason; empty if
+        the run does.
         """
         self.count = torch.full_like(self.count, count)
         flags, difference = self._trained.flags, "it is not one of ZenFlow"
         if saved is not None:
             difference = difference_of(saved, self.layout, len(self._rank.blocks))
+            difference = difference or ("" if continues else "its partition is another")
             self.number = self._flushed_number = saved["step"]
             self._telemetry.skipped.fill_(saved["skipped"])
             # Columns are restored for the parameters that were trained at the save; `follow_freezing` compares `requires_grad` with them.

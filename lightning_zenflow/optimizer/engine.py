@@ -3,7 +3,7 @@
 import math
 import os
 import weakref
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_zenflow.between_steps.served_gradients import ServedGradients
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.errors import Calls, MisconfigurationException, unused
@@ -42,23 +41,16 @@ CALLS = Calls(
 
 
 class OptimizerEngine:
-    """The training of an `OffloadAdamW`, from its first gradient on: the `Engine` of a `Training`, and the source of its gradients.
+    """The training of an `OffloadAdamW`, from its first gradient on: the `Engine` of a `Training`.
 
     It does not hold the optimizer, which ends it.
     """
 
     loss_scale = 1.0
 
-    def __init__(
-        self, optimizer: Optimizer, config: ZenFlowConfig, signs: LastPass, with_hook: Container[Tensor]
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, config: ZenFlowConfig, signs: LastPass) -> None:
         self._optimizer, self._signs = weakref.ref(optimizer), signs
         self._trained, frozen = trained_parameters(optimizer.param_groups)
-        for of in self._trained:
-            if of.parameter not in with_hook:
-                raise MisconfigurationException(
-                    f"OffloadAdamW: {of.name}.requires_grad must be True when the optimizer gets it, got False: freeze it behind that"
-                )
         is_divided = any(isinstance(of.parameter, DTensor) for of in self._trained)
         with raising_together(MisconfigurationException) if is_divided else nullcontext():
             refuse_unsupported(self._trained)
@@ -69,9 +61,8 @@ class OptimizerEngine:
         self.training = Training(config, resources, CALLS, frozen)
         if config.predicts_clipping:
             self.training.max_norm = math.inf
-        self.training.start(part, self, serves=self)
-        assert isinstance(self.training.taken, ServedGradients), "as `serves` says"
-        self._gradients = self.training.taken
+        self.training.start(part, self, add=self.add_gradient)
+        self._gradients = self.training.gradients
         self.meter = StepMeter(self.training.parts, config)
         self._task = -1
         self._knows_last = False
@@ -88,19 +79,17 @@ class OptimizerEngine:
                 f"OffloadAdamW: gradients must be divided as their parameters, got {gradient.placements}"
             )
         parameter.grad = None
-        if (index := self.training.slice_of.get(parameter)) is not None:
-            self.add_gradient(index, local_part(gradient))
+        if parameter in self.training.slice_of:
+            self.add_gradient(parameter, local_part(gradient))
             self._gradients.put(parameter)
         else:
             # An empty shard is in collectives over gradients, such as norms; FSDP2's own keeps the memory of all gradients beside it.
             parameter.grad = torch.zeros_like(parameter, requires_grad=False)
 
-    def add_gradient(self, slice_index: int, gradient: Tensor) -> None:
-        """See `GradientSource`."""
+    def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Receives a gradient of a parameter of which this rank has a part, its first one of a step or a further one."""
         # Private: as `torch.utils.checkpoint`, which tells one backward pass from another by it.
         task = torch._C._current_graph_task_id()
-        if task == -1:
-            raise self._gradients.error("something other than a backward pass would change it")
         self._follow_stream()
         if not self.training.in_backward:
             self._begin_backward(task)
@@ -111,7 +100,7 @@ class OptimizerEngine:
             )
         # Its memory may be of another stream, and is freed behind this call.
         self._runtime.keep_for(self._stream, gradient)
-        self.training.receive(slice_index, gradient.detach().reshape(-1), last=self._knows_last)
+        self.training.receive(self.training.slice_of[parameter], gradient.detach().reshape(-1), last=self._knows_last)
 
     def _begin_backward(self, task: int) -> None:
         steps = self.training.steps
@@ -140,23 +129,14 @@ class OptimizerEngine:
 
     def step(self, *, in_closure: bool) -> None:
         """One step."""
-        training, gradients = self.training, self._gradients
+        training = self.training
         self._follow_stream()
         training.in_update.end()
         self._refuse_moved()
         n_passes, was_known = training.steps.micro_batches, training.steps.is_complete
-        factor = training.factor = gradients.factor()
-        try:
-            done = training.step(asks_finite=False)
-        finally:
-            training.factor = None
-        if done is None:
+        if training.step(asks_finite=False) is None:
             self._refuse_assigned()
             return
-        if factor is not None:
-            # From now on backward passes do not rely on a factor of 1.
-            training.max_norm = math.inf
-        gradients.use()
         self._signs.end_step(n_passes, in_closure=in_closure, was_known=was_known)
         self.meter.end_step()
 
@@ -167,6 +147,7 @@ class OptimizerEngine:
         try:
             self.meter.sum_up()
         finally:
+            self._gradients.clear()
             self.training.end(keep_state=False)
 
     def refuse_unused(self) -> None:
@@ -241,17 +222,6 @@ class OptimizerEngine:
             for of in self._trained:
                 local_part(of.parameter).copy_(weights[of.name])
         training.written.note()
-
-    def gradient_norm_of(self, slice_index: int) -> Tensor:
-        """See `GradientSource`."""
-        self.training.complete()
-        return self.training.parts.fill.squared_norm(slice_index).sqrt().float()
-
-    def copy_gradient(self, slice_index: int) -> Tensor:
-        """See `GradientSource`."""
-        self.training.complete()
-        rank = self.training.parts.rank
-        return self.training.parts.fill.gradient(slice_index).to(rank.device, rank.dtype, copy=True)
 
     def read_groups(self) -> list[GroupHyperparameters]:
         """See `Engine`, as below."""

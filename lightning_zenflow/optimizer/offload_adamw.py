@@ -19,6 +19,7 @@ from lightning_zenflow.core.step_inputs import read_hyperparameters
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 from lightning_zenflow.optimizer.engine import OptimizerEngine
 from lightning_zenflow.optimizer.last_pass import LastPass
+from lightning_zenflow.optimizer.parameters import trained_parameters
 from lightning_zenflow.step_meter import StepMeter
 from lightning_zenflow.telemetry import Reading
 
@@ -100,12 +101,23 @@ class OffloadAdamW(Optimizer):
             MisconfigurationException: parameters cannot be trained like this.
         """
         if self._engine is None:
-            self._engine = OptimizerEngine(self, self._config, self._signs, self._hooks)
+            self._refuse_later()
+            self._engine = OptimizerEngine(self, self._config, self._signs)
             weakref.finalize(self, self._engine.end)
             # For those who make state by a step with zero gradients where there is none, as torch.distributed.checkpoint. Without tensors:
             # Lightning would move them to the device.
             self.state.update({p: {} for p in self._hooks})
         return self._engine
+
+    def _refuse_later(self) -> None:
+        """Refuses parameters whose gradients would not be noticed."""
+        for of in trained_parameters(self.param_groups)[0]:
+            if of.parameter not in self._hooks:
+                raise MisconfigurationException(
+                    f"OffloadAdamW: {of.name}.requires_grad must be True when the optimizer gets it, got a parameter that was frozen then"
+                    " or has taken the place of another: freeze behind the optimizer's construction, and construct it behind `fully_shard`,"
+                    " which Accelerate calls in `prepare`"
+                )
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Context of backward passes that are not the step's last."""
@@ -126,6 +138,8 @@ class OffloadAdamW(Optimizer):
         if closure is not None:
             with self._signs.saying(is_last=True), torch.enable_grad():
                 loss = closure()
+        if any(p.grad is not None and p not in self._hooks for g in self.param_groups for p in g["params"]):
+            self._refuse_later()
         if self._engine is None and any(p.grad is not None for p in self._hooks):
             self._started()
         if self._engine is not None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.core.partition import Slice, align
+from lightning_zenflow.core.partition import Slice, round_up
 from lightning_zenflow.core.process import world_size
 from lightning_zenflow.core.shards import local_part
 from lightning_zenflow.offload.build import RankPart
@@ -97,7 +97,7 @@ def rank_part(trained: Sequence[Trained]) -> RankPart:
     for number, (shape, w) in enumerate(zip((w.shape for w in locals_), weights, strict=True)):
         if w.numel():
             slices.append(Slice.of(shape, parameter=number, param_group=number, begin=begin, start=0, numel=w.numel()))
-        begin = align(begin + w.numel())
+        begin = round_up(begin + w.numel())
     return RankPart(
         optimizer=torch.optim.AdamW([{"params": [master]} for master in masters]),
         groups=[{of.name: of.parameter for of in trained}],

@@ -47,7 +47,7 @@ RAY = "import ray.train"
 """In the snippet that `test_ray.py` runs, where Ray is installed."""
 FSDP = "fully_shard"
 """Of a snippet that runs in tests/optimizer/test_fsdp.py, on two ranks."""
-HUGGING_FACE = ("lightning_zenflow.accelerate", "lightning_zenflow.transformers")
+HUGGING_FACE = ("lightning_zenflow.accelerate", "TrainingArguments")
 """In snippets that `tests/huggingface/test_transformers.py` runs."""
 
 
