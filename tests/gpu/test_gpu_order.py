@@ -24,7 +24,7 @@ from lightning_zenflow.offload.fill import Fill
 from lightning_zenflow.offload.in_flight import JobsInFlight
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.worker.arena import StepWords
-from lightning_zenflow.worker.supervisor import SupervisedWorker
+from lightning_zenflow.worker.process import SupervisedWorker
 from same_bits import assert_same_state
 from worker_killer import seen
 

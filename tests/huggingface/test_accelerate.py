@@ -156,6 +156,7 @@ def test_accumulation_under_no_sync_and_a_second_training() -> None:
             accelerator.backward(2 * loop.loss(x, y), scale_wrt_gas=False)
         accelerator.backward(4 * loop.loss(x, y))
         trained = [p for p in loop.model.parameters() if p.requires_grad]
+        torch.testing.assert_close(nn.utils.get_total_norm([p.grad for p in trained]), norm, rtol=1e-5, atol=0)
         torch.testing.assert_close(accelerator.clip_grad_norm_(trained, 0.5), norm, rtol=1e-5, atol=0)
         loop.optimizer.step()
         torch.testing.assert_close(loop.weights()["layers.4.weight"], plain.layers[4].weight.data, rtol=0, atol=1e-6)

@@ -250,14 +250,19 @@ def test_what_cannot_be_kept_is_refused_by_name(
         trainer(tmp_path, **{**SHORT, **options}).train()
 
 
-class Writes(TrainerCallback):
+class Uses(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        model.lm_head.weight.grad.add_(1.0)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        # Behind the clipping.
+        torch.testing.assert_close(torch.nn.utils.get_total_norm(gradients), torch.tensor(SHORT["max_grad_norm"]))
+        gradients[0].zero_()
 
 
 def test_refused_gradients_are_in_the_words_of_the_front(tmp_path: Path) -> None:
-    ours = trainer(tmp_path, given=lambda _: {"callbacks": [Writes()]}, **SHORT)
-    with pytest.raises(MisconfigurationException, match="ZenFlowTrainer") as refused:
+    ours = trainer(tmp_path, given=lambda _: {"callbacks": [Uses()]}, **SHORT)
+    with pytest.raises(
+        MisconfigurationException, match="ZenFlowTrainer: .*zero_.* `on_pre_optimizer_step`.*max_grad_norm"
+    ) as refused:
         ours.train()
     assert not re.search("fabric|gradient_clip_val|on_before_optimizer_step", str(refused.value))
     end(ours)

@@ -41,10 +41,11 @@ class Scaled(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1, dtype=dtype))
+        self.is_used = True
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
+        return x * (self.weight if self.is_used else 1)
 
 
 def sharded(dtype: torch.dtype = torch.float32, **options: Any) -> nn.Sequential:
@@ -68,14 +69,21 @@ def limit(step: int) -> float:
 
 
 def assert_as_torch(
-    *, steps: int = 6, syncs: bool = True, of_model: dict[str, Any] | None = None, follows: bool = False, **options: Any
+    *,
+    steps: int = 6,
+    syncs: bool = True,
+    of_model: dict[str, Any] | None = None,
+    keys: dict[str, Any] | None = None,
+    follows: bool = False,
+    rtol: float = 3e-6,
+    **options: Any,
 ) -> None:
     """The same losses and norms; all steps but the first, of which the number of backward passes is not known, are hidden."""
-    ours, theirs = (make(who, **(of_model or {})) for who in ("ours", "torch"))
+    ours, theirs = (make(who, keys=keys, **(of_model or {})) for who in ("ours", "torch"))
     for loop in (ours, theirs):
         loop.syncs = syncs
         loop.train(steps, **options)
-    assert_close((ours.losses, ours.norms), (theirs.losses, theirs.norms))
+    assert_close((ours.losses, ours.norms), (theirs.losses, theirs.norms), rtol=rtol)
     reading = reading_of(ours.optimizer)
     assert reading.steps_in_backward == steps - 1 and (reading.followed_steps > 0) == follows
     close(ours)
@@ -87,6 +95,11 @@ def plain() -> None:
 
 def clipped() -> None:
     assert_as_torch(max_norm=limit)
+
+
+def predicted() -> None:
+    """Every step is clipped, by a limit that is learned."""
+    assert_as_torch(max_norm=lambda _: 0.5, keys={"clip_prediction": True}, rtol=1e-2)
 
 
 def accumulated() -> None:
@@ -193,6 +206,12 @@ def refused() -> None:
     weight.grad = weight.grad * 2
     refuse("must not be assigned between backward and step", training.optimizer.step)
     training.optimizer.zero_grad()
+    scaled = training.model[1]  # type: ignore[index]  # a Sequential
+    scaled.is_used = False
+    loss_of(training.model, 0).backward()
+    refuse("the loss of a step must depend on every trained parameter, got none of", training.optimizer.step)
+    training.optimizer.zero_grad()
+    scaled.is_used = True
     training.train(2)
     close(training)
 
@@ -297,7 +316,19 @@ def lightning() -> None:
 
 
 CASES = [
-    *(plain, clipped, accumulated, not_synchronised, not_resharded, written, bfloat16, gradients, recipe, checkpoints),
+    *(
+        plain,
+        clipped,
+        predicted,
+        accumulated,
+        not_synchronised,
+        not_resharded,
+        written,
+        bfloat16,
+        gradients,
+        recipe,
+        checkpoints,
+    ),
     *(checkpoints_of_bfloat16, refused, lightning),
 ]
 

@@ -2,8 +2,10 @@
 
 import copy
 import gc
+import logging
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -55,12 +57,18 @@ def test_names_are_registered_when_lightning_is_imported() -> None:
 def test_ends_with_the_object() -> None:
     loop = make_loop("ours").train(2)
     assert len(workers()) == 1
-    parameter, gone = loop.model[0].weight, weakref.ref(loop.optimizer)
-    model = loop.model
+    parameter, model = loop.model[0].weight, loop.model
+    loss_of(model, 3).backward()
+    kept = parameter.grad
+    assert isinstance(loop.optimizer, OffloadAdamW) and loop.optimizer._engine is not None
+    gone = weakref.ref(loop.optimizer), weakref.ref(loop.optimizer._engine.training)
     del loop
     gc.collect()
-    assert gone() is None
+    assert not any(reference() for reference in gone)
     assert not workers()
+    with pytest.raises(ReferenceError):
+        kept.norm()
+    assert parameter.grad is None
     # The model is as if it had not been.
     loss_of(model, 1).backward()
     assert type(parameter.grad) is torch.Tensor
@@ -91,6 +99,27 @@ def test_closed() -> None:
         MisconfigurationException, match=r"OffloadAdamW: a backward pass must not come behind `close\(\)`"
     ):
         loss_of(loop.model, 1).backward()
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_summary(closes: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Of 50 steps or more, once, at the end."""
+    with caplog.at_level(logging.INFO):
+        for steps in (49, 50):
+            weight = nn.Parameter(torch.ones(2, 2))
+            optimizer = OffloadAdamW([weight], worker_cores=1)
+            assert optimizer.telemetry is None
+            for _ in range(steps):
+                weight.square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert optimizer.telemetry is not None and optimizer.telemetry.steps == steps
+            if closes:
+                optimizer.close()
+            del optimizer
+            gc.collect()
+    assert re.findall(r"ZenFlow: (\d+) steps, median", caplog.text) == ["50"]
+    assert not workers()
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])

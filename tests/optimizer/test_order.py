@@ -89,7 +89,9 @@ CASES: dict[str, tuple[Body, dict[str, Any]]] = {
     "on the device": (accumulated(), {"accumulate_on": "device"}),
     "on the host": (accumulated(), {"accumulate_on": "host"}),
     "fewer": (accumulated(2), {"accumulate_on": "host"}),
+    "predicted": (steps(max_norm=lambda step: 1e3 if step == 5 else 0.5), {"clip_prediction": True}),
     "scaler": (scaled, {}),
+    "scaler, predicted": (scaled, {"clip_prediction": True}),
     "dropped": (dropped, {}),
     "read": (read, {"accumulation_steps": 1}),
     "saved": (saved, {}),
@@ -109,7 +111,7 @@ def divided(loop: Loop, step: int) -> None:
 
 
 CASES["divided"] = divided, {}
-FAST = ("known", "seldom clipped", "on the host", "scaler")
+FAST = ("known", "seldom clipped", "predicted", "on the host", "scaler, predicted")
 
 
 def record(
@@ -143,9 +145,10 @@ WAITS: dict[str, set[str]] = {
     "fewer": IN_CLIPPED,
     # Of torch itself.
     "scaler": {*IN_CLIPPED, ""},
+    "scaler, predicted": {""},
     "divided": IN_CLIPPED,
     "dropped": IN_FLUSHES,
-    "read": {"fill.gradient", "engine.copy_gradient"},
+    "read": {"fill.gradient", "full_state._whole"},
     "saved": IN_SAVES,
     "loaded": {
         *IN_SAVES,

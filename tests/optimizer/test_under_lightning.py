@@ -1,14 +1,21 @@
 """`OffloadAdamW` under Lightning's own strategy and its Fabric: clipping, accumulation, checkpoints, without a line for them."""
 
+import csv
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from typing_extensions import override
 
-from lightning_loops import fit
-from lightning_zenflow import OffloadAdamW
+from lightning_loops import Module, data, fit
+from lightning_zenflow import OffloadAdamW, StallMonitor
+from lightning_zenflow.core.errors import MisconfigurationException
 from plain_loops import Who, groups_of, loss_of, make_model, make_optimizer
 
 
@@ -33,6 +40,63 @@ def test_checkpoints(tmp_path: Path, second: Who) -> None:
     if second == "ours":
         assert rest == expected
     torch.testing.assert_close(rest, expected, rtol=3e-6, atol=0)
+
+
+class TwoOptimizers(L.LightningModule):
+    """The second optimizer steps in every second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    @override
+    def training_step(self, batch: Tensor, number: int) -> None:
+        for optimizer, layer in list(zip(self.optimizers(), (self.first, self.second), strict=True))[: 1 + number % 2]:
+            self.manual_backward(layer(torch.ones(2, 8)).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return [OffloadAdamW(layer.parameters(), worker_cores=1) for layer in (self.first, self.second)]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_monitor(tmp_path: Path, caplog: pytest.LogCaptureFixture, several: bool) -> None:
+    """Metrics of each optimizer by name, and one summary, which does not come again at the end of the object."""
+    module = TwoOptimizers() if several else Module("ours")
+    logger = CSVLogger(tmp_path)
+    trainer = L.Trainer(
+        strategy="auto",
+        accelerator="cpu",
+        max_epochs=1,
+        logger=logger,
+        log_every_n_steps=2,
+        callbacks=[StallMonitor()],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    with caplog.at_level(logging.INFO):
+        trainer.fit(module, data(7), None if several else data(7))
+        for optimizer in trainer.optimizers:
+            assert isinstance(optimizer, OffloadAdamW)
+            optimizer.close()
+    n_steps = [7, 3] if several else [7]
+    assert re.findall(r"ZenFlow: (\d+) steps, median", caplog.text) == list(map(str, n_steps))
+    with open(Path(logger.log_dir) / "metrics.csv", newline="") as file:
+        names = {name for row in csv.DictReader(file) for name, value in row.items() if value}
+    for suffix in ("", "-1")[: len(n_steps)]:
+        assert f"zenflow/overlap/step_ms{suffix}" in names & {*trainer.callback_metrics}
+    assert ("zenflow/overlap/step_ms-1" in names) == several
+
+
+def test_monitor_without_optimizer(tmp_path: Path) -> None:
+    with pytest.raises(
+        MisconfigurationException, match="or an optimizer OffloadAdamW, got SingleDeviceStrategy with AdamW"
+    ):
+        fit("torch", tmp_path, callbacks=[StallMonitor()])
 
 
 def test_fabric(tmp_path: Path) -> None:

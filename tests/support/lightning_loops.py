@@ -45,11 +45,15 @@ class Module(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+def data(batches: int) -> DataLoader[Any]:
+    """Batches of four."""
+    return DataLoader(TensorDataset(torch.cat([batch(number) for number in range(batches)])), batch_size=4)
+
+
 def fit(
     who: Who, folder: Path | str, *, batches: int = 7, epochs: int = 2, ckpt: Path | None = None, **options: Any
 ) -> list[Tensor]:
     """Losses of a training on the CPU, which saves its checkpoint in a folder."""
-    data = DataLoader(TensorDataset(torch.cat([batch(number) for number in range(batches)])), batch_size=4)
     module = Module(who)
     trainer = L.Trainer(
         accelerator="cpu",
@@ -60,7 +64,7 @@ def fit(
         enable_model_summary=False,
         **options,
     )
-    trainer.fit(module, data, data, ckpt_path=ckpt)
+    trainer.fit(module, data(batches), data(batches), ckpt_path=ckpt)
     for optimizer in trainer.optimizers:
         if isinstance(optimizer, OffloadAdamW):
             optimizer.close()

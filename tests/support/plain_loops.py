@@ -62,7 +62,7 @@ def make_optimizer(who: Who, params: Iterable[Any], **keys: Any) -> Optimizer:
 def reading_of(optimizer: Optimizer) -> Reading:
     """Counters of an `OffloadAdamW`."""
     assert isinstance(optimizer, OffloadAdamW)
-    reading = optimizer.read_counters()
+    reading = optimizer.telemetry
     assert reading is not None
     return reading
 

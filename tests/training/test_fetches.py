@@ -23,8 +23,7 @@ from harness import make_trainer, optimizer_of, weights_of
 from interrupts import Interrupt
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.deepspeed.fetch import FetchCoordinator
-from lightning_zenflow.worker.process import JobMessage
-from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
+from lightning_zenflow.worker.process import JobMessage, Submission, SupervisedWorker
 from models import generator
 
 N_LAYERS, WIDTH, STEPS = 5, 64, 5

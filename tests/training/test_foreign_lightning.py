@@ -17,7 +17,7 @@ from typing_extensions import override
 from callbacks import After, At
 from harness import fit, make_trainer, weights_of
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.checkpoint import checkpoints
+from lightning_zenflow.checkpoint.checkpoints import Checkpoints
 from lightning_zenflow.worker.process import WorkerError
 from models import TINY, LinearLossModule
 from side_by_side import NOTHING_LATE, Net, train
@@ -160,7 +160,7 @@ def test_the_last_checkpoint_stays_until_another_one_is_complete(
     def raises(trainer: pl.Trainer) -> None:
         if trainer.global_step == 3:
             if fails:
-                monkeypatch.setattr(checkpoints, "save_together", mock.Mock(side_effect=OSError("no space")))
+                monkeypatch.setattr(Checkpoints, "_save_together", mock.Mock(side_effect=OSError("no space")))
             raise KeyError("the user's own mistake")
 
     class Raises(LinearLossModule):

@@ -61,7 +61,13 @@ class State(pl.Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        self.gradients.append([utils.safe_get_full_grad(p) for p in parameters_of(pl_module)])
+        parameters = parameters_of(pl_module)
+        self.gradients.append([utils.safe_get_full_grad(p) for p in parameters])
+        # The same is in `grad`.
+        given = [p.grad for p in parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(given)
+        torch.testing.assert_close([g.clone().float() for g in given], self.gradients[-1], rtol=0, atol=0)
+        torch.testing.assert_close(norm, torch.cat([g.flatten() for g in self.gradients[-1]]).norm())
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
@@ -182,7 +188,7 @@ REFUSED: list[tuple[str, Callable[[Tensor], object], str]] = [
     ),
     (BETWEEN, lambda p: utils.safe_set_full_fp32_param(p, torch.zeros(3)), r"weights.0 must have the shape \[31, 29\]"),
     (BETWEEN, utils.safe_get_full_grad, r"safe_get_full_grad\(weights.0\): .* call it in `on_before_optimizer_step`"),
-    (BEFORE, replace_gradient, "`parameter.grad` must not be used between .*`parameter.register_hook"),
+    (BEFORE, replace_gradient, "copy_.* would change it: .*`parameter.register_hook"),
     (BEFORE, utils.safe_get_full_fp32_param, "have not been applied; call it between steps"),
 ]
 
@@ -213,7 +219,7 @@ PIECES: list[Callable[[Tensor], object]] = [
 
 def test_what_is_refused_under_stage_3() -> None:
     """State of single pieces; and another gradient between steps too, where DeepSpeed asks its optimizer, or writes to `parameter.grad`."""
-    no_gradient = r"(safe_set_full_grad\(weights.0\)|`parameter.grad` must not be used).*`parameter.register_hook"
+    no_gradient = r"(safe_set_full_grad\(weights.0\)|`parameter.grad` must be used before).*`parameter.register_hook"
 
     def tries(trainer: pl.Trainer) -> None:
         parameter = next(trainer.lightning_module.parameters())

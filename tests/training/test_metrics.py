@@ -23,7 +23,8 @@ from between_steps import Does
 from callbacks import At
 from harness import fit
 from lightning_zenflow import StallMonitor, ZenFlowStrategy, telemetry
-from lightning_zenflow.stall_monitor import METRICS, tensorboard_layout
+from lightning_zenflow.stall_monitor import tensorboard_layout
+from lightning_zenflow.step_meter import METRICS
 from models import LinearLossModule
 from networks import SmallNet
 from side_by_side import Net

@@ -101,3 +101,8 @@ def test_what_is_refused_is_refused_with_that_packages_exception() -> None:
     with pytest.raises(error, match="find the learning rate with another strategy"):
         finder = pytorch_lightning.callbacks.LearningRateFinder()
         make_trainer(pytorch_lightning, "zenflow", max_steps=1, callbacks=[finder]).fit(make_module(pytorch_lightning))
+    with pytest.raises(
+        error, match="strategy must be ZenFlowStrategy, or an optimizer OffloadAdamW, got SingleDeviceStrategy"
+    ):
+        trainer = make_trainer(pytorch_lightning, "auto", callbacks=[ours.StallMonitor()], max_steps=1)
+        trainer.fit(make_module(pytorch_lightning))

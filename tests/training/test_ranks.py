@@ -28,6 +28,7 @@ from test_provisional_update import PLAIN, UPDATED, check_updated_entries
 from test_short_moments import CASES as SHORT_MOMENTS
 from torch import Tensor
 
+from between_steps import clip
 from callbacks import At
 from checkpoint_files import assert_continues
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, optimizer_of
@@ -101,6 +102,12 @@ ON_DEVICE = {
 def on_host(case: Case) -> Case:
     return replace(case, offload_parameters=True)
 
+
+BY_TORCH = {
+    "device: clipped, synchronous": ON_DEVICE["clipped, synchronous"],
+    "host: clipped": on_host(CLIPPED_3),
+}
+"""Which are compared with what torch's function clips."""
 
 PLAIN_3 = {
     "clipped, synchronous": ON_DEVICE["clipped, synchronous"],
@@ -191,6 +198,12 @@ def cases(folder: Path) -> dict[str, Case]:
             max_worker_restarts=1000
         ),
         "host: clipped": on_host(CLIPPED_3),
+        **{
+            f"by torch, {name}": replace(
+                case, max_norm=None, callbacks=(At("on_before_optimizer_step", functools.partial(clip, case.max_norm)),)
+            )
+            for name, case in BY_TORCH.items()
+        },
         # Nothing but the model reads the weights: the worker's answers are awaited where its layers are fetched.
         "not watched": replace(on_host(ON_DEVICE["accumulated on the host"]), watched=False),
         **{f"host: {name}": on_host(case) for name, case in ON_DEVICE.items()},
@@ -254,6 +267,14 @@ def test_weights_are_those_of_plain_zero_3(name: str, runs: Runs) -> None:
     for ours, plain in zip(runs[f"device: {name}"], runs[f"plain: {name}"], strict=True):
         torch.testing.assert_close(ours.weights, plain.weights, rtol=0, atol=2e-6)
         torch.testing.assert_close(ours.losses, plain.losses, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", BY_TORCH)
+def test_clipped_by_torch(name: str, runs: Runs) -> None:
+    """On all ranks, each of which has a part of the gradients."""
+    for ours, by_torch in zip(runs[name], runs[f"by torch, {name}"], strict=True):
+        torch.testing.assert_close(ours.weights, by_torch.weights, rtol=0, atol=2e-6)
+        torch.testing.assert_close(ours.losses, by_torch.losses, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", RESUMED)

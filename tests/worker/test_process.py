@@ -28,8 +28,7 @@ from lightning_zenflow.offload.run_state import HostState
 from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena, arena_bytes
 from lightning_zenflow.worker.machine import allowed_cores, running_on
-from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
-from lightning_zenflow.worker.supervisor import SupervisedWorker
+from lightning_zenflow.worker.process import JobMessage, SupervisedWorker, Worker, WorkerError
 from processes import arena_mappings, leaves_no_file_open
 from small_arena import SIZES, make_arena, make_partition
 
@@ -51,7 +50,7 @@ def two_cores() -> list[int]:
 
 @pytest.fixture
 def worker(arena: Arena) -> Iterator[Worker]:
-    worker = Worker(arena, cores=allowed_cores()[-1:], timeout_s=30)
+    worker = Worker(arena, cores=allowed_cores()[-1:], timeout_s=30, word_timeout_s=30)
     yield worker
     worker.kill()
 
@@ -106,7 +105,7 @@ def test_an_executable_that_does_not_begin(
 ) -> None:
     install(script.encode())
     with pytest.raises(WorkerError, match=f"(?s){message}"):
-        Worker(arena, cores=two_cores, timeout_s=timeout_s)
+        Worker(arena, cores=two_cores, timeout_s=timeout_s, word_timeout_s=timeout_s)
 
 
 def test_a_worker_that_receives_nothing(worker: Worker) -> None:
@@ -143,7 +142,7 @@ def test_limits_on_the_trainers_threads_and_cores(
     """They do not hold for the worker, of which each core has a thread."""
     monkeypatch.setenv(limit, value)
     with running_on(two_cores[:1]):
-        worker = Worker(arena, cores=two_cores, timeout_s=30)
+        worker = Worker(arena, cores=two_cores, timeout_s=30, word_timeout_s=30)
     threads = Path(f"/proc/{worker.pid}/task").iterdir()
     assert sorted([*os.sched_getaffinity(int(thread.name))] for thread in threads) == [[core] for core in two_cores]
     worker.close()
@@ -154,9 +153,9 @@ def test_nothing_is_left_open() -> None:
         arena = make_arena(make_partition())
         if fail:
             with pytest.raises(WorkerError, match="4000"):
-                Worker(arena, cores=[4000], timeout_s=5)
+                Worker(arena, cores=[4000], timeout_s=5, word_timeout_s=5)
         else:
-            worker = Worker(arena, cores=allowed_cores()[:1], timeout_s=5)
+            worker = Worker(arena, cores=allowed_cores()[:1], timeout_s=5, word_timeout_s=5)
             worker.close()
             worker.close()
             assert not psutil.pid_exists(worker.pid)
@@ -226,7 +225,7 @@ def test_no_process_dumps_the_arena(worker: Worker) -> None:
 def start(arena: Arena) -> SupervisedWorker:
     cpu = torch.device("cpu")
     return SupervisedWorker(
-        partial(Worker, arena, cores=allowed_cores()[:1], timeout_s=30),
+        partial(Worker, arena, cores=allowed_cores()[:1], timeout_s=30, word_timeout_s=30),
         max_restarts=1,
         telemetry=Telemetry(cpu),
     )

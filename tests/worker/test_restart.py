@@ -26,8 +26,7 @@ from lightning_zenflow.offload import build
 from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.machine import allowed_cores
-from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
-from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
+from lightning_zenflow.worker.process import JobMessage, Submission, SupervisedWorker, Worker, WorkerError
 from processes import is_alive, leaves_no_file_open, wait_for
 from same_bits import assert_same_run
 from small_arena import resolved
