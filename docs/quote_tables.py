@@ -47,7 +47,6 @@ QUOTES = (
         ),
     ),
     Quote(document=CONVERGENCE, table="delay", record="convergence.jsonl"),
-    Quote(document=CONVERGENCE, table="moments", record="convergence_int8.jsonl"),
     *(
         Quote(
             document=CONVERGENCE,

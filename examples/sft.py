@@ -1,4 +1,5 @@
-"""Tune a language model on instructions in Alpaca's format with TRL's `SFTTrainer` under ZenFlow.
+"""Tune a language model on instructions in Alpaca's format with TRL's `SFTTrainer`: with `OffloadAdamW`, or, where there is a DeepSpeed
+configuration, as for late weights and parameters in host memory, under ZenFlow.
 
     python examples/sft.py                                                     # a small Llama, the bundled sample
     python examples/sft.py --model Qwen/Qwen2.5-0.5B --train_file alpaca_data.json --deepspeed conf/zf_config.json \\
@@ -21,6 +22,7 @@ from trl import SFTConfig, SFTTrainer, TrlParser
 
 from alpaca_task.prompts import find_template
 from alpaca_task.records import read_records
+from lightning_zenflow import OffloadAdamW
 from lightning_zenflow.transformers import ZenFlowTraining
 
 _SAMPLE = Path(__file__).parent / "data" / "alpaca"
@@ -63,7 +65,7 @@ def small_llama() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     return LlamaForCausalLM(LlamaConfig(vocab_size=len(fast), max_position_embeddings=512, **sizes, **special)), fast
 
 
-def main(arguments: list[str] | None = None) -> ZenFlowSFTTrainer:
+def main(arguments: list[str] | None = None) -> SFTTrainer:
     """Trains, evaluates and returns the trainer."""
     parser = TrlParser([Options, SFTConfig])
     defaults = {"output_dir": "sft_output", "learning_rate": 1e-3, "warmup_steps": 100, "report_to": "none"}
@@ -76,9 +78,12 @@ def main(arguments: list[str] | None = None) -> ZenFlowSFTTrainer:
     else:
         model, tokenizer = small_llama()
     train, evaluation = (read_dataset(file, options.template) for file in (options.train_file, options.eval_file))
-    trainer = ZenFlowSFTTrainer(
-        model, training, train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer
-    )
+    data = {"train_dataset": train, "eval_dataset": evaluation, "processing_class": tokenizer}
+    if training.deepspeed:
+        trainer = ZenFlowSFTTrainer(model, training, **data)
+    else:
+        optimizer = OffloadAdamW(model.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay)
+        trainer = SFTTrainer(model, training, **data, optimizers=(optimizer, None))
     trainer.train()
     trainer.save_model()
     return trainer

@@ -5,10 +5,9 @@ each public name is imported when it is used first.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -52,62 +51,46 @@ def register(registry: Any, module: str) -> None:
     registry.register("zenflow_adamw", make, "ZenFlow with AdamW's own weights in every step", override=True, **adamw)
 
 
-def _register_with_fabric(strategies: ModuleType) -> None:
+_REGISTRIES = {
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning_zenflow.fabric"),
+    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning_zenflow.strategy"),
+}
+"""Lightning's modules with a registry, its name, and the module whose strategy it gets."""
+
+
+def _register(strategies: ModuleType) -> None:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     from lightning_zenflow.core.errors import catch_as
 
     catch_as(MisconfigurationException)
-    register(strategies.STRATEGY_REGISTRY, "lightning_zenflow.fabric")
+    registry, module = _REGISTRIES[strategies.__name__]
+    register(getattr(strategies, registry), module)
 
 
-def _register_with_trainer(strategies: ModuleType) -> None:
-    register(strategies.StrategyRegistry, "lightning_zenflow.strategy")
-
-
-_REGISTRIES: dict[str, Callable[[ModuleType], None]] = {
-    "lightning.fabric.strategies": _register_with_fabric,
-    "lightning.pytorch.strategies": _register_with_trainer,
-}
-"""Lightning's modules with a registry, and what registers the names there."""
-
-
-class _Registering(Loader):
+class _Registering(SourceFileLoader):
     """Loads a module, and registers the names when it is there."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    @override
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
 
     @override
     def exec_module(self, module: ModuleType) -> None:
-        # As if this loader had never been there.
-        assert module.__spec__ is not None, "a module that is being imported has one"
-        module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        _REGISTRIES[module.__name__](module)
+        super().exec_module(module)
+        _register(module)
 
 
-class _Finder(MetaPathFinder):
+class _Finder(PathFinder):
     """Finds Lightning's modules with a registry."""
 
     @override
+    @classmethod
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname in _REGISTRIES:
-            for finder in sys.meta_path:
-                spec = None if finder is self else finder.find_spec(fullname, path, target)
-                if spec is not None and spec.loader is not None:
-                    spec.loader = _Registering(spec.loader)
-                    return spec
-        return None
+        spec = super().find_spec(fullname, path, target) if fullname in _REGISTRIES else None
+        if spec is not None and spec.origin is not None:
+            spec.loader = _Registering(fullname, spec.origin)
+        return spec
 
 
-for _name, _register in _REGISTRIES.items():
-    if _name in sys.modules:
-        _register(sys.modules[_name])
-sys.meta_path.insert(0, _Finder())
+for _name in _REGISTRIES.keys() & sys.modules.keys():
+    _register(sys.modules[_name])
+sys.meta_path.insert(0, _Finder)

@@ -1,13 +1,14 @@
-"""Hugging Face's Accelerate: engine and calls of the loop are those of Fabric's strategy; loaders, schedulers and checkpoints Accelerate's.
+"""Hugging Face's Accelerate, where weights are late or parameters in host memory: engine and steps are those of Fabric's strategy; loaders,
+schedulers and checkpoints Accelerate's. Where nothing is, `OffloadAdamW` needs none of this.
 
 Written against Accelerate 1.15. `_prepare_deepspeed` is private, and so are the names that are replaced in it.
 """
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -20,7 +21,7 @@ from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from lightning.fabric.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.fabric.plugins import DeepSpeedPrecision
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -29,11 +30,12 @@ from typing_extensions import override
 from lightning_zenflow.checkpoint.engine import ZenFlowEngine
 from lightning_zenflow.config import KEYS, ZenFlowConfig
 from lightning_zenflow.core.errors import Calls, MisconfigurationException
+from lightning_zenflow.core.process import world_size
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, resolve_config, without
 from lightning_zenflow.deepspeed.environment import use_cpu_accelerator
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.users_module import remove_hooks
-from lightning_zenflow.fabric import ZenFlowStrategy
+from lightning_zenflow.deepspeed.trained_engine import training_engine
+from lightning_zenflow.fabric import OF_THE_LOOP, ZenFlowStrategy
 
 _VARIABLE = "ACCELERATE_USE_DEEPSPEED"
 _OF_LIGHTNING = ("checkpoint_format", "sync_checkpoints", "async_checkpoints", "stall_monitor")
@@ -86,11 +88,10 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
     ) -> None:
         self._keys = {key: options.pop(key) for key in KEYS if key in options}
         ZenFlowConfig(**self._keys)
-        has_plugin = os.environ.get(_VARIABLE, "false").lower() == "true"
+        # Accelerate sets it for the process, and a plain Trainer in it would train by DeepSpeed, too.
+        of_launcher = os.environ.get(_VARIABLE)
+        has_plugin = (of_launcher or "false").lower() == "true"
         has_plugin |= "deepspeed_plugins" in options or bool(AcceleratorState._shared_state)
-        given = options.get("deepspeed_plugins") or deepspeed_plugin
-        for plugin in given.values() if isinstance(given, dict) else [given]:
-            self._refuse_keys_of_lightning(plugin)
         if deepspeed_plugin is None and not has_plugin:
             zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
             config = {"gradient_accumulation_steps": "auto", "zero_optimization": zero}
@@ -105,14 +106,13 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
             if not any(isinstance(handler, InitProcessGroupKwargs) for handler in handlers):
                 # On CPUs Accelerate knows of several ranks only if it is told their backend.
                 options["kwargs_handlers"] = [*handlers, InitProcessGroupKwargs(backend="gloo")]
-        # Accelerate sets it for the process, and a plain Trainer in it would train by DeepSpeed, too.
-        of_launcher = os.environ.get(_VARIABLE)
         try:
             super().__init__(deepspeed_plugin=deepspeed_plugin, **options)
         finally:
             os.environ.pop(_VARIABLE, None)
             os.environ.update({} if of_launcher is None else {_VARIABLE: of_launcher})
-        self.strategy: AccelerateStrategy | None = None
+        self.strategy: ZenFlowStrategy | None = None
+        self._said: str | None = None
         if self.distributed_type != DistributedType.DEEPSPEED:
             raise MisconfigurationException(
                 "ZenFlowAccelerator: no other Accelerator must have been made before in this process, got one without DeepSpeed: call"
@@ -123,86 +123,102 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
                 f"ZenFlowAccelerator: Accelerate must know of {ranks} ranks, got {self.num_processes}: on CPUs call"
                 " `PartialState(backend='gloo')` first; TrainingArguments need accelerator_config={'use_configured_state': True} then"
             )
-        # Accelerate may have read it from its own configuration.
-        self._refuse_keys_of_lightning(self.deepspeed_plugin)
         # What needs the process group next may be no `prepare`: `gather`, or DeepSpeed's engine of a reference model.
         self.start()
 
-    def _refuse_keys_of_lightning(self, plugin: DeepSpeedPlugin | None) -> None:
-        zero: dict[str, Any] = {} if plugin is None else plugin.deepspeed_config.get("zero_optimization") or {}
-        given = {**(zero.get("zenflow") or {}), **self._keys}
-        for key in given.keys() & set(_OF_LIGHTNING):
-            raise MisconfigurationException(
-                f"ZenFlowAccelerator: {key} must be absent, got {given[key]!r}: it is of Lightning's checkpoints and callbacks"
-            )
-
-    @property
-    def deepspeed_config(self) -> dict[str, Any]:
-        """DeepSpeed's configuration of the engine."""
-        return self._deepspeed_config
-
-    @deepspeed_config.setter
-    def deepspeed_config(self, config: Mapping[str, Any]) -> None:
-        # Accelerate assigns what it has completed right before it builds the engine.
-        assert self.strategy is not None
-        self._deepspeed_config = self.strategy.complete(config)
+    def start(self) -> ZenFlowStrategy:
+        """Returns `strategy`, whose first call makes the process group where no launcher has: Accelerate expects one under DeepSpeed."""
+        if self.strategy is None:
+            config = without(self.deepspeed_plugin.deepspeed_config, "auto")
+            self.strategy = _strategy_of(config, self._keys, self.device)
+            self.strategy.calls = self.calls
+            self.strategy.setup_environment()
+        return self.strategy
 
     @override
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
         models = [item for item in args if isinstance(item, Module)]
         optimizers = [item for item in args if isinstance(item, Optimizer | DummyOptim)]
-        build = partial(super()._prepare_deepspeed, *args)
-        if not models and not optimizers:
-            return tuple(build())
         # Under stage 2 an engine without optimizer has no part in anything, and DeepSpeed refuses it.
-        allowed = ((1, 1), (1, 0)) if self.deepspeed_plugin.zero_stage == 3 else ((1, 1),)
+        allowed = ((0, 0), (1, 1), (1, 0)) if self.deepspeed_plugin.zero_stage == 3 else ((0, 0), (1, 1))
         if (len(models), len(optimizers)) not in allowed:
             raise MisconfigurationException(
                 f"accelerator.prepare must be given one model together with its one optimizer, got {len(models)} models and"
                 f" {len(optimizers)} optimizers; several optimizers become parameter groups of one, and a model that is not trained goes to"
                 " `accelerator.device`"
             )
-        # DeepSpeed needs a number, whatever it is (`AccelerateStrategy.complete`).
+        # DeepSpeed needs a number, whatever it is; and no class of its own takes the place of the optimizer's.
         self.deepspeed_plugin.deepspeed_config.setdefault("train_micro_batch_size_per_gpu", 1)
-        strategy = self.start()
-        # Accelerate assigns `deepspeed_config` on the way, whose setter completes it.
-        return strategy.set_up(build, self) if optimizers else tuple(build())
+        self.deepspeed_plugin.deepspeed_config["zero_force_ds_cpu_optimizer"] = False
+        with (
+            # Accelerate makes engines by it, with the configuration that it has completed for the model.
+            patch("deepspeed.initialize", self._initialize),
+            patch("accelerate.accelerator.DeepSpeedOptimizerWrapper", partial(_Optimizer, self.start())),
+        ):
+            return tuple(super()._prepare_deepspeed(*args))
 
-    def start(self) -> "AccelerateStrategy":
-        """Returns `strategy`, whose first call makes the process group where no launcher has: Accelerate expects one under DeepSpeed."""
-        if self.strategy is None:
-            source = {**without(self.deepspeed_plugin.deepspeed_config, "auto"), "train_batch_size": None}
-            self.strategy = AccelerateStrategy(source, self._keys, self.device, self.calls)
-            self.strategy.setup_environment()
-        return self.strategy
+    def _initialize(
+        self,
+        model: Module,
+        config_params: Mapping[str, Any],
+        optimizer: Optimizer | None = None,
+        lr_scheduler: Any = None,
+        model_parameters: Any = None,
+    ) -> tuple[Any, Any, None, Any]:
+        """In the place of ``deepspeed.initialize``: the engine, the optimizer and the scheduler, if the configuration has one."""
+        strategy = self.start()
+        strategy.config = _of_engine(config_params)
+        if optimizer is None and model_parameters is None:
+            return strategy.setup_module(model), None, None, None
+        if strategy.trained is not None:
+            raise MisconfigurationException(
+                "accelerator.prepare: a model with an optimizer has been prepared before: call `accelerator.free_memory()` when its"
+                " training has ended, or train another one in another process"
+            )
+        if optimizer is not None:
+            # As DeepSpeed does: the Trainer of transformers makes two groups, and PEFT trains no parameter of the second. A scheduler
+            # needs as many groups as it has seen, and marked.
+            groups = optimizer.param_groups
+            groups[:] = [group for group in groups if group["params"] or "initial_lr" in group]
+        # Accelerate keeps the first, which may be of a model that is not trained.
+        self.deepspeed_engine_wrapped = None
+        build = partial(training_engine, model, optimizer, strategy.config, strategy.root_device, lr_scheduler)
+        # Private: the name of the engine's class in DeepSpeed's own `initialize`.
+        with patch("deepspeed.DeepSpeedEngine", ZenFlowEngine):
+            trained = strategy.begin_training(build, model, optimizer)
+        if trained.zenflow.is_immediate and self.deepspeed_plugin.zero_stage != 3 and world_size() == 1:
+            rank_zero_warn(
+                f"{self.calls.front}: no weight is late, and parameters are on the device. `lightning_zenflow.OffloadAdamW` trains so in"
+                " the place of torch.optim.AdamW, without DeepSpeed, under the plain Accelerator or Trainer"
+            )
+        return trained.engine, trained.optimizer, None, trained.engine.lr_scheduler
 
     @override
     @contextmanager
     def no_sync(self, model: Module) -> Iterator[None]:
-        with nullcontext() if self.strategy is None else self.strategy.micro_batches.no_backward_sync(model, True):
+        with self.start().micro_batches.no_backward_sync(model, True):
             yield
 
     @override
     def backward(self, loss: Tensor, *, scale_wrt_gas: bool = True, **kwargs: Any) -> None:
         """Backward pass of a micro-batch, whose loss is divided by their number in a step if `scale_wrt_gas`."""
-        wrapped: Any = self.deepspeed_engine_wrapped
-        if self.strategy is None or wrapped is None:
-            raise RuntimeError("accelerator.backward must come after `accelerator.prepare(model, optimizer)`")
+        strategy = self.start()
+        engine: Any = None if strategy.trained is None else strategy.trained.engine
         if scale_wrt_gas:
-            loss = loss / wrapped.engine.gradient_accumulation_steps()
-        with self.strategy.micro_batches.no_backward_sync(wrapped.engine, not self.sync_gradients):
-            self.strategy.backward(loss, wrapped.engine, **kwargs)
+            loss = loss / self.gradient_accumulation_steps
+        with strategy.micro_batches.no_backward_sync(engine, not self.sync_gradients):
+            strategy.backward(loss, engine, **kwargs)
 
     @override
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
         """`ZenFlowStrategy.clip_gradients_norm` of Fabric, behind the step's last backward pass, of all `parameters` that are trained."""
-        wrapped: Any = self.deepspeed_engine_wrapped
-        if self.strategy is None or wrapped is None or not self.sync_gradients:
+        strategy = self.start()
+        if strategy.trained is None or not self.sync_gradients:
             raise RuntimeError(
                 "accelerator.clip_grad_norm_ must come after `accelerator.prepare` and after the last micro-batch of a step: call it"
                 " `if accelerator.sync_gradients`"
             )
-        engine = wrapped.engine
+        engine = strategy.trained.engine
         given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
         others = [name for name, p in engine.module.named_parameters() if p.requires_grad and id(p) not in given]
         if others:
@@ -210,15 +226,22 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
                 f"accelerator.clip_grad_norm_: parameters must be all that are trained, got all but {len(others)}, of which the first is"
                 f" {others[0]}: ZenFlow clips by the norm of the whole gradient"
             )
-        return self.strategy.clip_gradients_norm(engine, engine.optimizer, max_norm, norm_type)
+        return strategy.clip_gradients_norm(engine, engine.optimizer, max_norm, norm_type)
+
+    def log_summary(self) -> None:
+        """Logs the strategy's summary, if there is one that has not been logged."""
+        summary = None if self.strategy is None else self.strategy.summary()
+        if summary not in (None, self._said):
+            rank_zero_info(summary)
+        self._said = summary
 
     @override
     def free_memory(self, *objects: Any) -> Any:
         """As Accelerate's, and ends the training: the model is as before `prepare`, with exact weights. All ranks call it together."""
+        self.log_summary()
         strategy, self.strategy = self.strategy, None
         if strategy is not None:
             trained = strategy.trained
-            strategy.log_summary()
             try:
                 # Without the gradients of a step that was interrupted.
                 if trained is not None:
@@ -242,83 +265,39 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
         AcceleratorState._reset_state()
 
 
-class AccelerateStrategy(ZenFlowStrategy):
-    """Fabric's strategy with ranks and device of an accelerator, whose `prepare` completes DeepSpeed's `config` later."""
+def _strategy_of(config: Mapping[str, Any], keys: Mapping[str, Any], device: torch.device) -> ZenFlowStrategy:
+    """Fabric's strategy with ranks and device of an accelerator. `prepare` replaces its DeepSpeed configuration."""
+    config = {key: value for key, value in config.items() if key not in ("train_batch_size", *OF_THE_LOOP)}
+    # What launchers set; else there is one rank, which sets it for DeepSpeed.
+    is_launched = "LOCAL_RANK" in os.environ
+    # Private: the limit of the ranks' group, which Accelerate has made, with the `ddp_timeout` of transformers; not all backends tell.
+    backend: Any = dist.group.WORLD._get_backend(device) if is_launched and dist.group.WORLD else None
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    strategy = ZenFlowStrategy(config, **keys, **({} if timeout is None else {"timeout": timeout}))
+    given = strategy.zenflow_config
+    for key in given.model_fields_set & set(_OF_LIGHTNING):
+        raise MisconfigurationException(
+            f"ZenFlowAccelerator: {key} must be absent, got {getattr(given, key)!r}: it is of Lightning's checkpoints and callbacks"
+        )
+    ranks = dist.get_world_size() if is_launched and dist.is_initialized() else 1
+    # The second is that of DeepSpeed's launcher.
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks)
+    strategy.cluster_environment = TorchElasticEnvironment() if is_launched else LightningEnvironment()
+    # With an index, which Accelerate's has under a launcher only.
+    strategy.parallel_devices = [torch.device(device.type, rank) for rank in range(on_host)]
+    strategy.num_nodes = ranks // on_host
+    strategy.accelerator = CPUAccelerator() if device.type == "cpu" else CUDAAccelerator()
+    strategy.precision = DeepSpeedPrecision("32-true")
+    return strategy
 
-    belongs_to_the_loop: ClassVar[Mapping[str, str]] = {}
-    _said: str | None = None
 
-    def __init__(self, config: Mapping[str, Any], keys: Mapping[str, Any], device: torch.device, calls: Calls) -> None:
-        self.calls = calls
-        # What launchers set; else there is one rank, which sets it for DeepSpeed.
-        is_launched = "LOCAL_RANK" in os.environ
-        # Private: the limit of the ranks' group, which Accelerate has made, with the `ddp_timeout` of transformers; not all backends tell.
-        backend: Any = dist.group.WORLD._get_backend(device) if is_launched and dist.group.WORLD else None
-        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-        super().__init__(config, **keys, **({} if timeout is None else {"timeout": timeout}))
-        ranks = dist.get_world_size() if is_launched and dist.is_initialized() else 1
-        # The second is that of DeepSpeed's launcher.
-        on_host = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks)
-        self.cluster_environment = TorchElasticEnvironment() if is_launched else LightningEnvironment()
-        # With an index, which Accelerate's has under a launcher only.
-        self.parallel_devices = [torch.device(device.type, rank) for rank in range(on_host)]
-        self.num_nodes = ranks // on_host
-        self.accelerator = CPUAccelerator() if device.type == "cpu" else CUDAAccelerator()
-        self.precision = DeepSpeedPrecision("32-true")
-
-    def complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The engine's configuration, of the one that Accelerate has completed."""
-        _, given = resolve_config(config, {})
-        of_set_up = self.config["zero_optimization"]
-        # DeepSpeed uses the batch's size for its throughput log alone.
-        own = {"gradient_clipping": 0.0, "train_micro_batch_size_per_gpu": 1}
-        self.config = prepare_deepspeed_config({**own, **(given or {}), "train_batch_size": None})
-        # For `get_state_dict`; Accelerate's plugin has False where its user has said nothing.
-        zero = {**self.config["zero_optimization"], "stage3_gather_16bit_weights_on_model_save": True}
-        if self._settings.chooses_buckets and "reduce_bucket_size" in of_set_up:
-            zero["reduce_bucket_size"] = of_set_up["reduce_bucket_size"]
-        self.config["zero_optimization"] = zero
-        return dict(self.config)
-
-    def log_summary(self) -> None:
-        """Logs `summary`, if there is one that has not been logged."""
-        before, self._said = self._said, self.summary()
-        if self._said not in (None, before):
-            rank_zero_info(self._said)
-
-    def set_up(self, build: partial[tuple[Any, ...]], accelerator: ZenFlowAccelerator) -> tuple[Any, ...]:
-        """Has Accelerate build the engine of a training; returns what `prepare` does."""
-        if self.trained is not None:
-            raise MisconfigurationException(
-                "accelerator.prepare: a model with an optimizer has been prepared before: call `accelerator.free_memory()` when its"
-                " training has ended, or train another one in another process"
-            )
-        model = next(item for item in build.args if isinstance(item, Module))
-        optimizer = next((item for item in build.args if isinstance(item, Optimizer)), None)
-        if optimizer is not None:
-            # As DeepSpeed does: the Trainer of transformers makes two groups, and PEFT trains no parameter of the second. A scheduler
-            # needs as many groups as it has seen, and marked.
-            groups = optimizer.param_groups
-            groups[:] = [group for group in groups if group["params"] or "initial_lr" in group]
-        # Of an engine that has evaluated it.
-        remove_hooks(model)
-
-        prepared: list[Any] = []
-
-        def build_engine() -> Any:
-            # Accelerate keeps the first, which may be of a model that is not trained.
-            accelerator.deepspeed_engine_wrapped = None
-            prepared.extend(build())
-            wrapped: Any = accelerator.deepspeed_engine_wrapped
-            return wrapped.engine
-
-        with (
-            # Private: the name of the engine's class, which each call of `deepspeed.initialize` reads.
-            patch("deepspeed.DeepSpeedEngine", ZenFlowEngine),
-            patch("accelerate.accelerator.DeepSpeedOptimizerWrapper", partial(_Optimizer, self)),
-        ):
-            self._begin_training(build_engine, model, optimizer)
-        return tuple(prepared)
+def _of_engine(config: Mapping[str, Any]) -> dict[str, Any]:
+    """An engine's configuration, of the one that Accelerate has completed."""
+    _, given = resolve_config(config, {})
+    result = prepare_deepspeed_config({"gradient_clipping": 0.0, **(given or {}), "train_batch_size": None})
+    # For `get_state_dict`; Accelerate's plugin has False where its user has said nothing.
+    result["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    return result
 
 
 class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
@@ -327,20 +306,17 @@ class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
     optimizer: ZenFlowOptimizer
     gradient_state: GradientState
 
-    def __init__(self, strategy: AccelerateStrategy, optimizer: Any) -> None:
+    def __init__(self, strategy: ZenFlowStrategy, optimizer: Any) -> None:
         super().__init__(optimizer)
         self._strategy = strategy
-        self._dropped = False
 
     @override
     def step(self, closure: None = None) -> None:
-        if self.gradient_state.sync_gradients:
-            dropped, self._dropped = self._dropped and self.optimizer.training.steps.micro_batches == 0, False
-            # Under torch a step without gradients changes nothing, and a callback of transformers cannot leave it out.
-            if not dropped or closure is not None:
-                self._strategy.optimizer_step(self, **({} if closure is None else {"closure": closure}))
+        # Under torch a step without gradients changes nothing, and a callback of transformers cannot leave it out.
+        has_gradients = self.optimizer.training.steps.micro_batches > 0
+        if self.gradient_state.sync_gradients and (has_gradients or closure is not None):
+            self._strategy.optimizer_step(self, **({} if closure is None else {"closure": closure}))
 
     @override
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        self._dropped |= self.optimizer.training.steps.micro_batches > 0
         AcceleratedOptimizer.zero_grad(self, set_to_none)

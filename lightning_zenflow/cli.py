@@ -169,8 +169,7 @@ def examine() -> tuple[str, bool]:
 
 def triad(cores: Sequence[int]) -> float:
     """Memory bandwidth in GB/s by STREAM's triad, in the worker's own benchmark on these cores; RuntimeError if that does not run."""
-    from lightning_zenflow.native import worker_executable
-    from lightning_zenflow.worker.process import worker_environment
+    from lightning_zenflow.native import worker_environment, worker_executable
 
     command = [str(worker_executable()), "--bench", ",".join(map(str, cores))]
     try:

@@ -264,11 +264,6 @@ class ZenFlowConfig(BaseModel):
         return self.overlap_step and 0 in self.publish_lags
 
     @property
-    def updates_in_backward(self) -> bool:
-        """True if weights may be written during backward."""
-        return self.submits_in_backward or not self.is_immediate
-
-    @property
     def measures(self) -> bool:
         """True if measured times choose S or d."""
         return len(self.update_intervals) * len(self.publish_lags) > 1

@@ -1,4 +1,4 @@
-"""The strategy for `lightning.fabric.Fabric`: the user's own training loop."""
+"""The strategy for `lightning.fabric.Fabric`: the user's own training loop; what `fabric.save` and `fabric.load` name."""
 
 import sys
 import weakref
@@ -6,30 +6,48 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning.fabric.strategies
-import torch
 from lightning.fabric.plugins import DeepSpeedPrecision
 from lightning.fabric.strategies import DeepSpeedStrategy
+from lightning.fabric.strategies.deepspeed import _validate_state_keys
+from lightning.fabric.utilities.load import _move_state_into
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.checkpoints import Checkpoints, all_cores, is_one_file, refuse_folder
+from lightning_zenflow.checkpoint.checkpoints import Checkpoints, Source, all_cores
+from lightning_zenflow.checkpoint.engine import (
+    FolderSource,
+    engine_in,
+    load_file_together,
+    load_together,
+    optimizer_of,
+    read_file_together,
+    to_save,
+)
+from lightning_zenflow.checkpoint.files import refusal
+from lightning_zenflow.checkpoint.single_file import FILE_KEY, FileSource
 from lightning_zenflow.config import KEYS, ZenFlowConfig
-from lightning_zenflow.core.errors import Calls, MisconfigurationException, raise_late_read
+from lightning_zenflow.core.errors import Calls, MisconfigurationException, naming_late_reads
 from lightning_zenflow.core.process import one_at_a_time
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, read_settings
-from lightning_zenflow.deepspeed.environment import PlainPrecision, RankProcess, named_device, own_precision
+from lightning_zenflow.deepspeed.environment import PlainPrecision, RankProcess, own_precision
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, inference_engine, leaving_engines, training_engine
 from lightning_zenflow.deepspeed.users_module import load_whole
 from lightning_zenflow.deepspeed.users_objects import refuse_unsupported_module, validate_optimizer
-from lightning_zenflow.fabric_checkpoints import load_all, source_of
 from lightning_zenflow.steps import LoopSteps, MicroBatches
+
+OF_THE_LOOP = {
+    "optimizer": "give it to `fabric.setup(model, optimizer)`",
+    "scheduler": "call its `step()` in the loop",
+    "gradient_accumulation_steps": "use `fabric.no_backward_sync(model)` for all micro-batches of a step but the last",
+}
+"""Keys of a DeepSpeed configuration that Fabric's loop has a call for, which is what to do instead."""
 
 
 class ZenFlowPrecision(PlainPrecision, DeepSpeedPrecision):
@@ -60,16 +78,11 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     `fabric.setup`, with their present weights. Without it the worker ends with the last reference to model, optimizer and Fabric.
 
     Args:
-        config: source of the keys that are not given as keywords: a `ZenFlowConfig`, an OmegaConf YAML file or DictConfig, or a DeepSpeed
-            configuration (JSON file or dict) with or without a ``zero_optimization.zenflow`` block.
+        config: as of `lightning_zenflow.ZenFlowStrategy`, which raises the same errors.
         **options: keys of `ZenFlowConfig`, and keywords of Fabric's `DeepSpeedStrategy`, such as `stage` or `timeout`.
 
     Attributes:
         trained: the present or last training; None before the first.
-
-    Raises:
-        ValueError: a key has a value that is not allowed.
-        MisconfigurationException: a keyword is unknown; `config` cannot be read, or asks DeepSpeed for what ZenFlow does not support.
     """
 
     calls = Calls(
@@ -80,12 +93,6 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         read="behind `fabric.backward`",
         write="before the forward pass or behind `optimizer.step`",
     )
-    belongs_to_the_loop: ClassVar[Mapping[str, str]] = {
-        "optimizer": "give it to `fabric.setup(model, optimizer)`",
-        "scheduler": "call its `step()` in the loop",
-        "gradient_accumulation_steps": "use `fabric.no_backward_sync(model)` for all micro-batches of a step but the last",
-    }
-    """Keys of a DeepSpeed configuration that are refused, with what to do instead."""
     precision_class = ZenFlowPrecision
     # Lightning would read the variable's file again, and as JSON (`read_settings`).
     DEEPSPEED_ENV_VAR = ""
@@ -96,7 +103,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         super().__init__(config=self._settings.deepspeed, **options)
         self.config: dict[str, Any] = prepare_deepspeed_config(self.config)
         self.zenflow_config = self._settings.zenflow
-        for key, instead in self.belongs_to_the_loop.items():
+        for key, instead in OF_THE_LOOP.items():
             if self.config.get(key) not in (None, "auto", 1):
                 raise MisconfigurationException(
                     f"DeepSpeed config: {key} must be absent with Fabric, got {self.config[key]!r}: {instead}"
@@ -109,7 +116,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         self.config = {"gradient_clipping": 0.0, **self.config}
         self._process = RankProcess()
         self.trained: TrainedEngine | None = None
-        self._checkpoints = Checkpoints()
+        self._checkpoints = Checkpoints(self.zenflow_config)
         # DeepSpeed's, of models that are not trained; a user may drop them before.
         self._inference: weakref.WeakSet[Module] = weakref.WeakSet()
         self.micro_batches = MicroBatches()
@@ -126,11 +133,6 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     def is_alone(self) -> bool:
         """Whether there is one rank, which has all batches."""
         return self.num_nodes * self.num_processes == 1
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        return named_device(super().root_device)
 
     @override
     def _configure_launcher(self) -> None:
@@ -176,12 +178,12 @@ class ZenFlowStrategy(DeepSpeedStrategy):
                 " call `fabric.setup_module(model)`, and train another one with another Fabric"
             )
         build = partial(training_engine, module, optimizers[0], self.config, self.root_device)
-        trained = self._begin_training(build, module, optimizers[0])
+        trained = self.begin_training(build, module, optimizers[0])
         # Private: as in the base class' own set-up.
         self._set_deepspeed_activation_checkpointing()
         return trained.engine, [trained.optimizer], scheduler
 
-    def _begin_training(self, build: Callable[[], Any], module: Module, optimizer: Optimizer | None) -> TrainedEngine:
+    def begin_training(self, build: Callable[[], Any], module: Module, optimizer: Optimizer | None) -> TrainedEngine:
         """Checks what is trained, builds its engine, and sets up what the loop's calls need."""
         refuse_unsupported_module(module)
         if optimizer is not None:
@@ -199,13 +201,9 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     @override
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
         """Backward pass of a micro-batch; the last of a step is the one outside of `fabric.no_backward_sync`."""
-        with self._steps_for(self.calls.backward).backward(module):
-            try:
-                # DeepSpeed would divide by the number of micro-batches, which the loop has done.
-                super().backward(tensor, module, *args, scale_wrt_gas=False, **kwargs)
-            except RuntimeError as error:
-                raise_late_read(error)
-                raise
+        with self._steps_for(self.calls.backward).backward(module), naming_late_reads():
+            # DeepSpeed would divide by the number of micro-batches, which the loop has done.
+            super().backward(tensor, module, *args, scale_wrt_gas=False, **kwargs)
 
     @override
     def clip_gradients_norm(
@@ -275,9 +273,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     @override
     @one_at_a_time()
     def teardown(self) -> None:
-        """Ends the worker, releases the shared memory, and makes modules and optimizer what they were before, with the weights of now and
-        without the optimizer's state.
-        """
+        """Ends the worker; modules and optimizer are what they were before, with the weights of now and without the optimizer's state."""
         if self.trained is not None and self.trained.training.is_elsewhere:
             return
         # As in a `finally` behind the loop.
@@ -302,12 +298,34 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     ) -> None:
         if self._steps is not None:
             self._steps.make_exact()
-        as_file = is_one_file(self.zenflow_config.checkpoint_format, world_size=self.world_size)
-        if not as_file:
-            refuse_folder(path, self.checkpoint_io, self.zenflow_config.checkpoint_format)
         with all_cores(ranks_on_host=self.num_processes):
-            source = source_of(self, path, state, storage_options, filter, as_file=as_file)
-            self._checkpoints.save(path, source, self.zenflow_config, self.checkpoint_io)
+            self._checkpoints.save(path, self._source(state, filter), self.checkpoint_io, storage_options)
+
+    def _source(self, state: dict[str, Any], filter: dict[str, Callable[[str, Any], bool]] | None) -> Source:
+        """One file, which Fabric's other strategies read as well, or a folder, which the Trainer's strategy and DeepSpeed read."""
+        engine, ours = engine_in(state)
+        optimizer, without_frozen = optimizer_of(engine), self.exclude_frozen_parameters
+        others = {name: item for name, item in state.items() if name not in ours}
+        # Private: what Lightning's own strategies convert and filter objects with.
+        convert = self._convert_stateful_objects_in_state
+        if not self._checkpoints.is_one_file(world_size=self.world_size):
+            if filter is not None:
+                raise TypeError(f"filter must be None for a folder, got {filter!r}: nothing reads it")
+            _validate_state_keys(others)
+            client_state = convert(to_save(others, engine), {})
+            return FolderSource(
+                engine=engine, state=optimizer, client_state=client_state, without_frozen=without_frozen
+            )
+        if FILE_KEY in state:
+            raise MisconfigurationException(f"fabric.save: no entry may have the name {FILE_KEY!r}, which is ours")
+        converted, weights = convert(others, {}), engine.module.state_dict()
+        moments = any(item is engine.optimizer for item in ours.values())
+
+        def content(file: FileSource) -> dict[str, Any]:
+            of_ours = {name: file.weights if item is engine else file.optimizer_state for name, item in ours.items()}
+            return dict(convert({name: {**converted, **of_ours}[name] for name in state}, filter or {}))
+
+        return FileSource(engine, optimizer, weights, content, moments=moments, without_frozen=without_frozen)
 
     @override
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -335,9 +353,36 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         self.wait_for_checkpoint()
         self.flush()
         if not isinstance(state, Module):
-            return load_all(path, state or {}, self.checkpoint_io, strict=strict, weights_only=weights_only)
+            return self._load_all(path, state or {}, strict=strict, weights_only=weights_only)
         # DeepSpeed's engine names its parameters "module.NAME".
         super().load_checkpoint(path, getattr(state, "module", state), strict, weights_only)
         if self.trained is not None and state is self.trained.engine:
             self.trained.optimizer.reset_master_from_model()
         return {}
+
+    def _load_all(self, path: Any, state: dict[str, Any], *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+        """Loads what `read_file_together` or `load_together` reads; returns what it has besides model and optimizer."""
+        engine, ours = engine_in(state)
+        optimizers = [name for name, item in ours.items() if item is not engine]
+        names = state.keys() - ours.keys()
+        saved = read_file_together(path, self.checkpoint_io, weights_only=weights_only)
+        if saved is not None:
+            saved.unmap_others(tuple(ours))
+            (weights,) = (saved.entry(name) for name, item in ours.items() if item is engine)
+            states = saved.entry(optimizers[0]) if optimizers else None
+            load_file_together(engine, saved, weights, states, strict=strict)
+            rest = {name: value for name, value in saved.content.items() if name not in ours}
+        else:
+            if weights_only:
+                raise refusal(
+                    path, "weights_only must be false for a folder, in which DeepSpeed has Python objects, got true"
+                )
+            rest = load_together(engine, path, strict=strict, optimizer_states=bool(optimizers))
+            if optimizer_of(engine) is None:
+                # As in the base class: what DeepSpeed has under these names is not the user's.
+                names -= {"optimizer", "lr_scheduler"}
+        if strict and (missing := names - rest.keys()):
+            raise refusal(path, f"the checkpoint must have an entry {min(missing)!r}, got {', '.join(map(str, rest))}")
+        # Private: what Lightning's own strategies load further objects with.
+        _move_state_into(rest, state, keys=names)
+        return rest

@@ -7,6 +7,7 @@ import enum
 import errno
 import os
 import platform
+import signal
 import sys
 from contextlib import suppress
 from ctypes import LittleEndianStructure, c_double, c_float, c_int64, c_uint8, c_uint32, c_uint64
@@ -175,6 +176,16 @@ class Acknowledged(LittleEndianStructure):
     _fields_ = fields((c_uint32, "type reserved"), (c_int64, "request_id busy_ns"))
 
 
+Answer = Ready | Done | Acknowledged
+
+ANSWERS: dict[int, type[Answer]] = {
+    MessageType.READY: Ready,
+    MessageType.DONE: Done,
+    MessageType.ACKNOWLEDGED: Acknowledged,
+}
+"""Of the worker, by their type; an error is a `MessageHeader` with a text."""
+
+
 _ENVIRONMENT_VARIABLE = "LIGHTNING_ZENFLOW_WORKER"
 
 
@@ -182,18 +193,22 @@ def worker_executable() -> Path:
     """Path of the worker's executable: ``bin/zenflow-worker`` in the installed package, or what the environment variable
     ``LIGHTNING_ZENFLOW_WORKER`` says; RuntimeError: the file is missing or not executable.
     """
-    override = os.environ.get(_ENVIRONMENT_VARIABLE)
-    candidates = [Path(override)] if override else _candidates()
+    if override := os.environ.get(_ENVIRONMENT_VARIABLE):
+        candidates = [Path(override)]
+    else:
+        package = sys.modules[__name__.partition(".")[0]]  # not imported: its __init__ imports rooms above this one
+        folders = [Path(folder) for folder in package.__path__]
+        # An editable install leaves the sources in place and puts compiled files next to the package's metadata.
+        with suppress(PackageNotFoundError):
+            folders.append(Path(str(distribution("lightning-zenflow").locate_file("lightning_zenflow"))))
+        candidates = [folder / "bin" / "zenflow-worker" for folder in dict.fromkeys(folders)]
     path = next(filter(Path.is_file, candidates), None)
-    if path is None and override:
-        raise RuntimeError(
-            f"The worker's executable {override}, named by the environment variable {_ENVIRONMENT_VARIABLE}, does not exist."
-        )
     if path is None:
         raise RuntimeError(
             f"The worker's executable is missing; looked for {', '.join(map(str, candidates))}. It is built when the package is installed:"
             " install a C++ compiler (Debian, Ubuntu: `apt-get install g++`), then run `pip install lightning-zenflow`, or"
-            f" `pip install -e .` in a clone of the repository. {_ENVIRONMENT_VARIABLE} can name an executable built elsewhere."
+            f" `pip install -e .` in a clone of the repository. The environment variable {_ENVIRONMENT_VARIABLE} names one elsewhere, got"
+            f" {override!r}."
         )
     if not os.access(path, os.X_OK):
         raise RuntimeError(f"The worker's executable {path} must be executable; run `chmod +x {path}`.")
@@ -202,8 +217,9 @@ def worker_executable() -> Path:
 
 def cannot_run(path: Path, reason: object) -> str:
     """The message for a compiled file that this machine cannot run, or that is missing, with what to do."""
-    if os.strerror(errno.EMFILE) in str(reason):
-        return f"{path} cannot be opened: {reason}; raise the limit of open files (`ulimit -n`), or close some"
+    for number, limit in ((errno.EMFILE, "open files (`ulimit -n`)"), (errno.EAGAIN, "processes (`ulimit -u`)")):
+        if os.strerror(number) in str(reason):
+            return f"{path} cannot be opened: {reason}; raise the limit of {limit}, or have fewer"
     machine = " ".join(filter(None, (platform.machine(), *platform.libc_ver())))
     return (
         f"{path} cannot run on this machine ({machine}): {reason}; install a wheel of lightning-zenflow for this machine, or build it here:"
@@ -211,10 +227,21 @@ def cannot_run(path: Path, reason: object) -> str:
     )
 
 
-def _candidates() -> list[Path]:
-    package = sys.modules[__name__.partition(".")[0]]  # not imported: its __init__ imports rooms above this one
-    folders = [Path(folder) for folder in package.__path__]
-    # An editable install leaves the sources in place and puts compiled files next to the package's metadata.
-    with suppress(PackageNotFoundError):
-        folders.append(Path(str(distribution("lightning-zenflow").locate_file("lightning_zenflow"))))
-    return [folder / "bin" / "zenflow-worker" for folder in dict.fromkeys(folders)]
+def cannot_start(status: int, output: str) -> str | None:
+    """Why a worker ended before it was ready, if the program does not suit the machine; None otherwise."""
+    if -status in (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGSYS):
+        refused = "memory that the system refuses (with vm.overcommit_memory=2: raise vm.overcommit_ratio)"
+        cause = refused if -status == signal.SIGBUS else "an instruction that the CPU lacks"
+        return f"{signal.Signals(-status).name} at its start, as by {cause}, or by an incomplete file"
+    if status > 0 and ("GLIBC" in output or "while loading shared libraries" in output):
+        return output.splitlines()[0]
+    return None
+
+
+def worker_environment() -> dict[str, str]:
+    """Environment variables of the worker's executable."""
+    # Such limits are meant for the trainer's libraries; the worker has one thread per core.
+    limits = ("OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS")
+    inherited = {name: value for name, value in os.environ.items() if name not in limits}
+    # Idle OpenMP threads must sleep: data loaders may use their cores.
+    return {**inherited, "OMP_WAIT_POLICY": "passive", "OMP_DYNAMIC": "false"}

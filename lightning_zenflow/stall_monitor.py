@@ -1,255 +1,39 @@
-"""What users see of `telemetry`: metrics of steps, a summary in two lines and one of advice, for the Trainer's loop and Fabric's, and the
-Trainer's callback that logs them. Nothing here changes how a step runs.
-"""
+"""The Trainer's callback that logs metrics of steps and their summary (`step_meter`)."""
 
 import math
-import time
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.offload.plan import HIDDEN, SMALL_STALL
-from lightning_zenflow.telemetry import CAUSES, Cause, Reading
+from lightning_zenflow.optimizer.offload_adamw import OffloadAdamW
+from lightning_zenflow.step_meter import METRICS, SUMMED_UP, StepMeter
+from lightning_zenflow.training import Training
 
 if TYPE_CHECKING:
-    from lightning_zenflow.training import Training
-
     _Callback = pl.Callback
 else:
     # Lightning has this class twice, for each of its Trainers: each front's is a subclass of one of them.
     _Callback = object
 
-_Formula = Callable[[Reading, float], float]
-"""Of a metric, from `Reading.since` and the seconds between the two readings; NaN: not known yet."""
-
-
-def _waits(*causes: Cause) -> _Formula:
-    """Share of the time in which the device was idle because of these causes, in percent."""
-    return lambda run, seconds: 100 * sum(run.device_stall_s[cause] for cause in causes) / seconds
-
-
-def _percent(share: float | None) -> float:
-    return math.nan if share is None else 100 * share
-
-
-METRICS: dict[str, _Formula] = {
-    "zenflow/stall/device_percent": _waits(*CAUSES),
-    "zenflow/stall/host_percent": lambda run, seconds: 100 * run.host_stall_s / seconds,
-    # Parts of the device's; each cause is in one.
-    "zenflow/stall/worker_percent": _waits("publish_wait", "slot"),
-    "zenflow/stall/correction_percent": _waits("correction"),
-    "zenflow/stall/flush_percent": _waits("flush"),
-    "zenflow/stall/other_percent": _waits("publish_buffer", "select", "restart", "reserve", "loss_scale"),
-    "zenflow/stall/skipped_steps": lambda run, _: run.skipped_steps,
-    "zenflow/stall/worker_restarts": lambda run, _: run.worker_restarts,
-    "zenflow/overlap/step_ms": lambda run, seconds: 1e3 * seconds / run.steps,
-    "zenflow/overlap/worker_busy_percent": lambda run, seconds: 100 * run.worker_busy_s / seconds,
-    "zenflow/overlap/update_interval_steps": lambda run, _: run.update_interval,
-    "zenflow/overlap/publish_lag_steps": lambda run, _: run.publish_lag,
-    "zenflow/overlap/late_blocks_percent": lambda run, _: _percent(run.late_share),
-    "zenflow/overlap/clip_prediction_error_percent": lambda run, _: _percent(run.factor_error),
-    "zenflow/selection/device_squared_norm_percent": lambda run, _: _percent(run.owned_norm_share),
-}
-"""Metric -> formula; docs/tuning.md has their meaning, and a test compares both with what a training logs."""
-
-
-def interval_metrics(before: Reading, now: Reading, *, seconds: float) -> dict[str, float]:
-    """The metrics that are known, by name in `METRICS`, of the one or more steps between two readings, which took `seconds` > 0."""
-    run = now.since(before)
-    assert run.steps > 0 and seconds > 0
-    values = {name: formula(run, seconds) for name, formula in METRICS.items()}
-    return {name: float(value) for name, value in values.items() if math.isfinite(value)}
-
-
-_WORKER: tuple[Cause, ...] = ("publish_wait", "slot", "correction")
-
-# Shares of the steps that are worth advice.
-_MANY_SKIPPED = 0.02
-_MANY_AT_END = 0.1
-_MANY_FOLLOWED = 0.1
-
-_SHOWN = 0.01
-"""Smallest share of a step that is worth words."""
-
-_FEW = 0.1
-"""Largest share of the CPU's work that is good news where it was waited for."""
-
-_REMEDIES: dict[str, str] = {
-    "publish_buffer": "in synchronous steps: lower full_warm_up_rounds, or validate and save checkpoints less often",
-    "select": "selecting columns: raise select_interval",
-    "flush": "completing updates before validations and checkpoints: have fewer of them",
-    "loss_scale": "waiting for the dynamic loss scale of fp16: train in bf16, or set a fixed loss scale",
-}
-"""Advice by cause of a wait, beside those for the worker; nothing can be done about the others."""
-
-
-class StepMeter:
-    """Measures the steps of a training, from its own construction on: `step_s` has the duration of each, waits included, pauses excluded.
-    It never synchronises the device.
-    """
-
-    def __init__(self, training: "Training") -> None:
-        self.step_s = array("d")
-        self._training = training
-        reading = training.parts.read_counters()
-        self._steps_before = reading.steps
-        # Readings, each with the number of steps before it: of the last metrics, and of the summary, which leaves out the first steps.
-        self._last = self._begin = reading, 0
-        self._pause_ns: int | None = None
-        self._end_ns = time.perf_counter_ns()
-
-    def end_step(self) -> None:
-        """Takes the time since the last call: of the steps of a batch, each an equal part; without gradients, it is the next step's."""
-        self.resume()
-        n = self._training.telemetry.steps - self._steps_before - len(self.step_s)
-        if n == 0:
-            return
-        before_ns, self._end_ns = self._end_ns, time.perf_counter_ns()
-        self.step_s.extend([1e-9 * (self._end_ns - before_ns) / n] * n)
-        if self._begin[1] == 0:
-            self._begin = self._training.parts.read_counters(), n
-
-    def pause(self) -> None:
-        """Excludes what follows, such as validation, from the step that is being measured."""
-        if self._pause_ns is None:
-            self._pause_ns = self._ns_without_waits()
-
-    def resume(self) -> None:
-        """Ends a pause, if there is one."""
-        if self._pause_ns is not None:
-            # The flush before validation is a stall of training.
-            self._end_ns += self._ns_without_waits() - self._pause_ns
-            self._pause_ns = None
-
-    def metrics(self) -> dict[str, float]:
-        """The metrics of the steps since the last call, by name in `METRICS`; none if no step with gradients has ended since."""
-        (before, n), now = self._last, self._training.parts.read_counters()
-        if now.steps == before.steps:
-            return {}
-        self._last = now, len(self.step_s)
-        return interval_metrics(before, now, seconds=sum(self.step_s[n:]))
-
-    def averages(self) -> dict[str, float]:
-        """As `metrics`, of all steps that the summary is about."""
-        before, n = self._begin
-        if len(self.step_s) == n:
-            return {}
-        return interval_metrics(before, self._training.parts.read_counters(), seconds=sum(self.step_s[n:]))
-
-    def summary(self) -> str | None:
-        """Times, waits and advice; None before the second call of `end_step`."""
-        before, n = self._begin
-        if len(self.step_s) == n:
-            return None
-        parts = self._training.parts
-        now, config, in_place = parts.read_counters(), self._training.config, parts.rank.in_place
-        return summary(self.step_s[n:], before, now, config, in_place=in_place)
-
-    def _ns_without_waits(self) -> int:
-        return time.perf_counter_ns() - round(1e9 * self._training.telemetry.host_s)
-
-
-def summary(
-    step_s: Sequence[float], before: Reading, now: Reading, config: ZenFlowConfig, *, in_place: bool = False
-) -> str:
-    """The summary and, where something limits, the advice, from the durations of the steps between two readings."""
-    n, seconds = len(step_s), sum(step_s)
-    run = now.since(before)
-    busy_s, waits = run.worker_busy_s, sum(run.device_stall_s.values()) / seconds
-    work = f"CPU work {_ms(busy_s / n)} ms a step"
-    waited_s = sum(run.device_stall_s[cause] for cause in (*_WORKER, "flush"))
-    # A low share of little work would sound like a fault.
-    if busy_s > _SHOWN * seconds and (waited_s < _FEW * busy_s or waited_s >= SMALL_STALL * seconds):
-        work += f", {max(0.0, 1.0 - waited_s / busy_s):.0%} hidden"
-    details = [work, f"update_interval={now.update_interval}, publish_lag={now.publish_lag}"]
-    if run.late_share is not None and waits > _SHOWN:
-        details.append(f"{run.late_share:.1%} of the blocks late")
-    if speculates(run, config):
-        in_time = run.steps_in_backward - run.corrected_steps
-        details.append(
-            f"update in backward in {in_time / n:.1%} of the steps, corrected in {run.corrected_steps / n:.1%}"
-        )
-    lines = [
-        f"ZenFlow: {n + before.steps} steps, median {_ms(quantile(step_s, 0.5))} ms, p99 {_ms(quantile(step_s, 0.99))} ms;"
-        f" waits of the device {waits:.1%}, of the training thread {run.host_stall_s / seconds:.1%}",
-        "; ".join(details),
-    ]
-    skipped = (now.skipped_steps - before.skipped_steps) / n
-    sentence = advice(run, config, seconds=seconds, skipped=skipped, in_place=in_place)
-    return "\n".join(lines if sentence is None else [*lines, sentence])
-
-
-def speculates(run: Reading, config: ZenFlowConfig) -> bool:
-    """True if steps are submitted in backward and corrected where they clip."""
-    return config.submits_in_backward and not config.predicts_clipping and run.publish_lag == 0
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least the given share of the values, 0 to 1, does not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
-
-
-def advice(
-    run: Reading, config: ZenFlowConfig, *, seconds: float, skipped: float = 0.0, in_place: bool = False
-) -> str | None:
-    """The largest limit that the user can do something about, and its remedy, in a line; None if waits are negligible. Of `seconds` are the
-    steps of `run` (`Reading.since`), of which the share `skipped` had no finite gradient.
-    """
-    if skipped > _MANY_SKIPPED:
-        return f"{skipped:.0%} of the steps were skipped: their gradient was not finite. Lower the learning rate, or look for NaN."
-    remedies = _REMEDIES | dict.fromkeys(_WORKER, _of_worker(run, config, seconds, in_place=in_place))
-    if run.followed_steps > _MANY_FOLLOWED * run.steps:
-        remedies["flush"] = "completing updates, as weights are written in place: write them in fewer steps"
-    for cause, waited_s in sorted(run.device_stall_s.items(), key=lambda item: item[1], reverse=True):
-        if waited_s < SMALL_STALL * seconds:
-            break
-        if said := remedies.get(cause):
-            return f"{waited_s / seconds:.0%} of the time is spent {said}."
-    return None
-
-
-def _of_worker(run: Reading, config: ZenFlowConfig, seconds: float, *, in_place: bool) -> str:
-    """Why steps wait for the worker, and the remedy; empty if its work does not explain that."""
-    at_end = 1.0 - (run.steps_in_backward - run.corrected_steps) / run.steps
-    if speculates(run, config) and at_end > _MANY_AT_END:
-        return f"waiting for the CPU, as {at_end:.0%} of the steps begin their update at their end: set clip_prediction=True"
-    load = run.worker_busy_s / max(seconds - sum(run.device_stall_s.values()), 1e-9)
-    if load < _SHOWN:
-        return ""
-    is_auto, slow = config.update_interval == "auto", load > HIDDEN
-    remedy = "give the worker more cores" if slow else "keep other processes off the worker's cores"
-    if slow and not in_place and (not is_auto or run.update_interval >= config.max_update_interval):
-        remedy += f", or raise {'max_' * is_auto}update_interval"
-    if not slow and not in_place and config.publish_lag == 0:
-        remedy += ", or set publish_lag=1"
-    return f"waiting for the CPU, which needs {load:.1f} steps per update: {remedy}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.1f}"
-
 
 class StallMonitoring(_Callback):
     """Logs stall, overlap and selection metrics through the trainer's loggers, every `log_every_n_steps` steps.
 
-    `ZenFlowStrategy` adds one unless `stall_monitor` is false. docs/tuning.md lists all metrics. They are those of rank zero; the callback
-    does nothing on other ranks. It never synchronises the device, whose times are read a step or more later. At the end of fit, averages
-    go to `trainer.callback_metrics`, after `log_every_n_steps` steps or more.
+    `ZenFlowStrategy` adds one unless `stall_monitor` is false; under other strategies the steps are those of `OffloadAdamW`. docs/tuning.md
+    lists all metrics. They are those of rank zero; the callback does nothing on other ranks. It never synchronises the device, whose times
+    are read a step or more later. At the end of fit, averages go to `trainer.callback_metrics`, after `log_every_n_steps` steps or more.
+    With several `OffloadAdamW` the names of the second one's metrics end in "-1", and so on.
 
     Args:
         progress_bar: show the device's idle time in percent in the progress bar.
         summary: log times, waits and a line of advice at the end of fit.
         summary_from: smallest number of steps of a fit with a summary; at least 2, as its averages leave out the first one. The strategy's
-            own monitor has 50: fewer say nothing about a training, and programs that fit many times would repeat it.
+            own monitor has 50.
     """
 
     tensorboard_logger: ClassVar[type[Any]]
@@ -258,63 +42,71 @@ class StallMonitoring(_Callback):
     def __init__(self, *, progress_bar: bool = True, summary: bool = True, summary_from: int = 2) -> None:
         self._progress_bar = progress_bar
         self._summary_from = summary_from if summary else math.inf
-        self._meter: StepMeter | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._of_strategy: StepMeter | None = None
+        self._optimizers: list[OffloadAdamW] = []
+
+    def _meters(self) -> list[StepMeter]:
+        """Of the strategy, or of each optimizer that has had a gradient."""
+        meters = [self._of_strategy, *(optimizer.meter for optimizer in self._optimizers)]
+        return [meter for meter in meters if meter is not None]
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # Before the strategy's own set-up: after an error it has the arena of the fit before.
-        self._meter = None
-        rank_zero_training(trainer)
+        self._forget()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        training = rank_zero_training(trainer)
-        if training is None:
+        training, optimizers = _measured(trainer)
+        if not trainer.is_global_zero:
             return
-        self._meter = StepMeter(training)
+        self._of_strategy = None if training is None else StepMeter(training.parts, training.config)
+        self._optimizers = optimizers
         for logger in trainer.loggers:
             if isinstance(logger, self.tensorboard_logger):
                 logger.experiment.add_custom_scalars(tensorboard_layout())
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if self._meter is None:
-            return
-        self._meter.end_step()
+        meters = self._meters()
+        for meter in meters:
+            meter.end_step()
         # None behind the micro-batches that end no step.
-        if trainer.global_step % _log_interval(trainer) or not (metrics := self._meter.metrics()):
+        if trainer.global_step % _log_interval(trainer) or not (metrics := _named([m.metrics() for m in meters])):
             return
         for logger in trainer.loggers:
             # Lightning logs a step's own metrics under the same number, counted from 0.
             logger.log_metrics(metrics, step=trainer.global_step - 1)
-        if self._progress_bar and trainer.progress_bar_callback is not None:
+        stall = metrics.get("zenflow/stall/device_percent")
+        if stall is not None and self._progress_bar and trainer.progress_bar_callback is not None:
             # Not by `log`, which makes it one of `trainer.callback_metrics` as well, the model's own results.
-            trainer.progress_bar_metrics["stall_%"] = metrics["zenflow/stall/device_percent"]
+            trainer.progress_bar_metrics["stall_%"] = stall
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._meter is not None:
-            self._meter.pause()
+        for meter in self._meters():
+            meter.pause()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._meter is not None:
-            self._meter.resume()
+        for meter in self._meters():
+            meter.resume()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._meter is None:
-            return
-        n = len(self._meter.step_s)
-        if n >= min(_log_interval(trainer), self._summary_from):
-            # Not before: the callbacks that monitor the model's own results would find them there.
-            of_fit = self._meter.averages().items()
-            trainer.callback_metrics.update(
-                {name: torch.tensor(value, dtype=torch.float32, device="cpu") for name, value in of_fit}
-            )
-        if n >= self._summary_from and (said := self._meter.summary()):
-            rank_zero_info(said)
-        self._meter = None
+        least = min(_log_interval(trainer), self._summary_from)
+        meters = self._meters()
+        # Not before: the callbacks that monitor the model's own results would find them there.
+        of_fit = _named([meter.averages() if len(meter.step_s) >= least else {} for meter in meters])
+        trainer.callback_metrics.update(
+            {name: torch.tensor(value, dtype=torch.float32, device="cpu") for name, value in of_fit.items()}
+        )
+        for meter in meters:
+            meter.sum_up(self._summary_from)
+        self._forget()
 
 
 class StallMonitor(StallMonitoring, pl.Callback):  # noqa: D101
@@ -328,7 +120,7 @@ def add_monitor(trainer: pl.Trainer, kind: type[StallMonitoring]) -> None:
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # one of Trainer's connectors sets it
     if not any(isinstance(callback, StallMonitoring) for callback in callbacks):
         # First: at the end it would be behind the checkpoint callbacks, which Lightning keeps last.
-        callbacks.insert(0, kind(summary_from=50))
+        callbacks.insert(0, kind(summary_from=SUMMED_UP))
 
 
 def tensorboard_layout() -> dict[str, dict[str, list[Any]]]:
@@ -345,14 +137,21 @@ def _log_interval(trainer: pl.Trainer) -> float:
     return interval if interval > 0 else math.inf
 
 
-def rank_zero_training(trainer: pl.Trainer) -> "Training | None":
-    """The training on rank zero, whose numbers are shown; None before the first fit, and on all other ranks."""
+def _named(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of several optimizers, by names as Lightning's `LearningRateMonitor` gives them."""
+    return {f"{name}-{i}" if i else name: value for i, of_one in enumerate(metrics) for name, value in of_one.items()}
+
+
+def _measured(trainer: pl.Trainer) -> tuple[Training | None, list[OffloadAdamW]]:
+    """The training of the strategy, or the optimizers whose steps are shown."""
     strategy: Any = trainer.strategy  # strategies are above this layer
+    optimizers = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, OffloadAdamW)]
     if not hasattr(strategy, "zenflow_optimizer"):
-        raise MisconfigurationException(
-            f"StallMonitor: strategy must be ZenFlowStrategy, got {type(strategy).__name__}; remove the callback or change the strategy"
-        )
-    if not trainer.is_global_zero or strategy.zenflow_optimizer is None:
-        return None
-    training: Training = strategy.zenflow_optimizer.training
-    return training
+        if not optimizers:
+            raise MisconfigurationException(
+                f"StallMonitor: strategy must be ZenFlowStrategy, or an optimizer OffloadAdamW, got {type(strategy).__name__} with"
+                f" {', '.join(type(optimizer).__name__ for optimizer in trainer.optimizers)}; remove the callback"
+            )
+        return None, optimizers
+    training: Training | None = None if strategy.zenflow_optimizer is None else strategy.zenflow_optimizer.training
+    return training, []

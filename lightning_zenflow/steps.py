@@ -18,7 +18,7 @@ from lightning_zenflow.core.errors import Calls, MisconfigurationException
 from lightning_zenflow.deepspeed.environment import PlainPrecision
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.trained_engine import TrainedEngine
-from lightning_zenflow.stall_monitor import StepMeter
+from lightning_zenflow.step_meter import StepMeter
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins import DeepSpeedPrecision as _DeepSpeedPrecision
@@ -77,7 +77,7 @@ class TrainerPrecision(PlainPrecision, _DeepSpeedPrecision):
             norm = float(clip_val)
             # Who clips twice has clipped to the smaller norm.
             self.norm_of_step = norm if self.norm_of_step is None else min(norm, self.norm_of_step)
-            optimizer.training.max_norm = self.norm_of_step
+            optimizer.training.max_norm = optimizer.training.gradients.max_norm = self.norm_of_step
 
 
 class TrainerSteps:
@@ -184,7 +184,7 @@ class LoopSteps:
         self._norm_of_step: float | None = None
         # The first step may be clipped: no block is submitted before its factor is known.
         trained.training.max_norm = self._max_norm or math.inf
-        self.meter = StepMeter(trained.training)
+        self.meter = StepMeter(trained.training.parts, trained.training.config)
         # Until the first forward pass.
         self.meter.pause()
         # DeepSpeed keeps engines and models for as long as the process lives, and with them what their hooks refer to.
@@ -259,6 +259,7 @@ class LoopSteps:
         self._refuse_without_gradients(call)
         # Who clips twice has clipped to the smaller norm.
         self._norm_of_step = min(float(max_norm), math.inf if self._norm_of_step is None else self._norm_of_step)
+        self._training.gradients.max_norm = self._norm_of_step
         return self._training.gradient_norm()
 
     @contextmanager

@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -19,12 +18,12 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.checkpoints import Checkpoints, is_one_file
+from lightning_zenflow.checkpoint.checkpoints import Checkpoints
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.errors import Calls, MisconfigurationException, raise_late_read
+from lightning_zenflow.core.errors import Calls, MisconfigurationException, naming_late_reads
 from lightning_zenflow.core.process import one_at_a_time
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, read_settings
-from lightning_zenflow.deepspeed.environment import RankProcess, named_device, own_precision
+from lightning_zenflow.deepspeed.environment import RankProcess, own_precision
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, inference_engine, leaving_engines, training_engine
 from lightning_zenflow.deepspeed.users_objects import configured, refuse_unsupported_module, refuse_unsupported_trainer
@@ -140,8 +139,8 @@ class TrainerStrategy(_DeepSpeedStrategy):
         super().__init__(config=self._settings.deepspeed, **deepspeed_options)
         self.config = prepare_deepspeed_config(self.config)
         self.zenflow_config = self._settings.zenflow
-        self._process, self._checkpoints = RankProcess(), Checkpoints()
-        self._requests = TrainerCheckpoints(self, self._checkpoints, self.zenflow_config)
+        self._process, self._checkpoints = RankProcess(), Checkpoints(self.zenflow_config)
+        self._requests = TrainerCheckpoints(self, self._checkpoints)
         self._steps: TrainerSteps | None = None
         # Ends the layers' synchronisation over ranks.
         self._revert_layers: Callable[[], object] | None = None
@@ -162,11 +161,6 @@ class TrainerStrategy(_DeepSpeedStrategy):
     def is_alone(self) -> bool:
         """Whether there is one rank, which has all batches."""
         return self.num_nodes * self.num_processes == 1
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        return named_device(super().root_device)
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -291,12 +285,9 @@ class TrainerStrategy(_DeepSpeedStrategy):
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         if self._steps is not None:
             self._steps.begin_backward()
-        try:
+        with naming_late_reads():
             # DeepSpeed would divide by the number of micro-batches, which Lightning has done.
             return super().backward(*args, scale_wrt_gas=False, **kwargs)
-        except RuntimeError as error:
-            raise_late_read(error)
-            raise
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -377,7 +368,7 @@ class TrainerStrategy(_DeepSpeedStrategy):
         self._checkpoints.wait()
 
     def _saves_file(self, *, weights_only: bool = False) -> bool:
-        return weights_only or is_one_file(self.zenflow_config.checkpoint_format, world_size=self.world_size)
+        return weights_only or self._checkpoints.is_one_file(world_size=self.world_size)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

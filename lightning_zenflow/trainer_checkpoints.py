@@ -14,14 +14,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_zenflow.checkpoint.checkpoints import (
-    Checkpoints,
-    Source,
-    all_cores,
-    io_of,
-    plugin_of,
-    refuse_folder,
-)
+from lightning_zenflow.checkpoint.checkpoints import Checkpoints, Source, all_cores
 from lightning_zenflow.checkpoint.engine import (
     AVERAGED,
     CURRENT,
@@ -33,9 +26,8 @@ from lightning_zenflow.checkpoint.engine import (
     read_file_together,
     to_save,
 )
-from lightning_zenflow.checkpoint.files import place_of, remove
-from lightning_zenflow.checkpoint.single_file import FileSource, SavedFile, WholeState
-from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.checkpoint.files import io_of, place_of, plugin_of, remove
+from lightning_zenflow.checkpoint.single_file import FileSource, SavedFile
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.process import raising_together
 from lightning_zenflow.deepspeed.users_module import is_in_pieces, load_whole
@@ -95,10 +87,10 @@ class Saves:
 
 
 class TrainerCheckpoints:
-    """Those of one Trainer, whose strategy has `checkpoints` and `config`; `saves` is of the Trainer's present run."""
+    """Those of one Trainer, whose strategy has `checkpoints`; `saves` is of the Trainer's present run."""
 
-    def __init__(self, strategy: DeepSpeedStrategy, checkpoints: Checkpoints, config: ZenFlowConfig) -> None:
-        self._strategy, self._checkpoints, self._config = strategy, checkpoints, config
+    def __init__(self, strategy: DeepSpeedStrategy, checkpoints: Checkpoints) -> None:
+        self._strategy, self._checkpoints = strategy, checkpoints
         self.saves = Saves()
         # What `load` has read, until `load_optimizer`.
         self._file: SavedFile | None = None
@@ -158,7 +150,7 @@ class TrainerCheckpoints:
             whole = [c for c in callbacks if not getattr(c, "save_weights_only", False)]
             roots = [] if plugin_of(io) is None else [self.module.trainer.default_root_dir]
             for folder in (*(getattr(c, "dirpath", "") for c in whole), *roots):
-                refuse_folder(folder, io, self._config.checkpoint_format)
+                self._checkpoints.refuse_folder(folder, io)
         models = [c for c in callbacks if isinstance(c, lightning.callbacks.ModelCheckpoint)]
         # Without a name, Lightning's; without formats, since {step:06d} and {step} may be the same.
         names = {c: re.sub(r"(\{[^:}]*):[^}]*", r"\1", c.filename or "{epoch}-{step}") for c in models}
@@ -167,7 +159,7 @@ class TrainerCheckpoints:
         self._needs_files = len({*places}) < len(places) or any(
             c.save_last == "link" or ("{step}" not in name and c.save_top_k not in (0, 1)) for c, name in names.items()
         )
-        if self._needs_files and self._config.async_checkpoints:
+        if self._needs_files and self._checkpoints.config.async_checkpoints:
             rank_zero_info(
                 "ZenFlow: async_checkpoints has no effect: a link of `ModelCheckpoint(save_last='link')` must lead to a complete"
                 " checkpoint, and two ModelCheckpoints in one folder, or one that keeps several, see by its files which names are free; use"
@@ -200,8 +192,8 @@ class TrainerCheckpoints:
         self._handed = dict(state) if self._strategy.zero_stage_3 else {}
         return state
 
-    def flush(self) -> None:
-        """`ZenFlowStrategy.flush`."""
+    def flush(self, *_: Any) -> None:
+        """`ZenFlowStrategy.flush`, also as a hook."""
         self._make_exact()
         self._checkpoints.check()
 
@@ -232,8 +224,8 @@ class TrainerCheckpoints:
         at_once = self._needs_files or Path(str(path)).name.startswith("hpc_ckpt_")
         with self.saves.undisturbed(), all_cores(ranks_on_host=self._strategy.num_processes):
             try:
-                source = self._source(checkpoint, path, storage_options, as_file=as_file)
-                self._checkpoints.save(path, source, self._config, self._strategy.checkpoint_io, at_once=at_once)
+                source, io = self._source(checkpoint, path, as_file=as_file), self._strategy.checkpoint_io
+                self._checkpoints.save(path, source, io, storage_options, at_once=at_once)
                 self.saves.is_missing = False
             except Exception as error:
                 if not self.ends_with_error:
@@ -243,7 +235,7 @@ class TrainerCheckpoints:
                 # `ModelCheckpoint(save_on_exception=True)`: Lightning would raise this error in the place of the one that ended training.
                 rank_zero_warn(f"no checkpoint at {path} of the training that ends with an error: {error}")
 
-    def _source(self, checkpoint: dict[str, Any], path: Any, storage_options: Any, *, as_file: bool) -> Source:
+    def _source(self, checkpoint: dict[str, Any], path: Any, *, as_file: bool) -> Source:
         """What is saved: of the present engine or, where that evaluates, of the training before."""
         engine, trained = self._strategy.model, self._checkpoints.trained
         if engine is self._strategy.lightning_module:
@@ -255,16 +247,11 @@ class TrainerCheckpoints:
             assert trained is not None
             engine = trained.engine
         optimizer = None if trained is None else trained.optimizer
-        io, without_frozen = self._strategy.checkpoint_io, self._strategy.exclude_frozen_parameters
+        without_frozen = self._strategy.exclude_frozen_parameters
         if not as_file:
             if evaluates and is_in_pieces(self.module):
                 raise MisconfigurationException(
                     f"save_checkpoint({str(path)!r}) must come before or after the evaluation under stage 3: the pieces are its own"
-                )
-            refuse_folder(path, io, self._config.checkpoint_format)
-            if storage_options is not None:
-                raise TypeError(
-                    f"storage_options must be None for a folder, got {storage_options!r}: nothing reads them"
                 )
             client_state = to_save(checkpoint, engine)
             # As Lightning's strategy: the engine saves both.
@@ -275,35 +262,27 @@ class TrainerCheckpoints:
             )
         has_states = bool(checkpoint.get("optimizer_states"))
         handed, self._handed = self._handed, {}
-        whole = WholeState(
+        return FileSource(
             engine,
             optimizer,
             # The averaged weights are elsewhere then (`WeightAveraging`).
             checkpoint.get(CURRENT, checkpoint.get("state_dict", {})),
+            lambda file: {**checkpoint, **({"optimizer_states": [file.optimizer_state]} if has_states else {})},
             moments=has_states,
             without_frozen=without_frozen,
             handed=handed,
         )
 
-        def content(state: WholeState) -> dict[str, Any]:
-            return {**checkpoint, **({"optimizer_states": [state.optimizer_state]} if has_states else {})}
-
-        writer = io_of(place_of(path), io)
-        return FileSource(state=whole, content=content, path=path, io=writer, storage_options=storage_options)
-
     def load(self, path: Any, *, weights_only: bool) -> dict[str, Any]:
-        """Loads a checkpoint of any number of ranks: a file, of this strategy or one for a single device, or a folder, also of DeepSpeed's
-        ZeRO. Weights and states of a file are loaded when hooks have seen them. Returns what the hooks of callbacks and module get.
-        """
+        """Loads a folder, or reads a file, whose weights and states are loaded when hooks have seen them; returns what the hooks get."""
         with self.saves.undisturbed():
             self._checkpoints.wait()
-            module, place = self.module, place_of(path)
-            io = io_of(place, self._strategy.checkpoint_io)
-            self._file = read_file_together(path, io, weights_only=weights_only)
+            module = self.module
+            self._file = read_file_together(path, self._strategy.checkpoint_io, weights_only=weights_only)
             if self._file is not None:
                 self._file.unmap_others(("state_dict", CURRENT, "optimizer_states"))
                 return self._file.content
-            client_state = load_together(self._strategy.deepspeed_engine, Path(place), strict=module.strict_loading)
+            client_state = load_together(self._strategy.deepspeed_engine, path, strict=module.strict_loading)
             if AVERAGED in client_state and module.trainer.state.fn != TrainerFn.FITTING:
                 # As from Lightning's own checkpoints.
                 load_whole(module, client_state[AVERAGED], strict=module.strict_loading)
@@ -336,14 +315,9 @@ class TrainerCheckpoints:
 
     def remove(self, path: Any) -> None:
         """Removes a checkpoint, which another one replaces: behind the other's save, and not if that has failed."""
-        background = self._checkpoints.background
         if self.saves.must_wait:
             self.saves.when_possible(partial(self.remove, place_of(path)))
-        elif self.saves.is_missing:
-            return
-        elif background is not None and background.is_under_way:
-            background.behind(partial(self._remove, place_of(path)))
-        else:
+        elif not self.saves.is_missing and not self._checkpoints.behind(partial(self._remove, place_of(path))):
             with raising_together(OSError):
                 self._remove(path)
 

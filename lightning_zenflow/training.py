@@ -1,6 +1,7 @@
 """One model's training on one rank: what every front calls, without DeepSpeed and without Lightning."""
 
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -13,18 +14,15 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_zenflow.between_steps.full_state import FullState
-from lightning_zenflow.between_steps.served_gradients import GradientSource, ServedGradients
-from lightning_zenflow.between_steps.uses import FOLLOWED, TakenGradients, WeightsInUpdate, WrittenWeights
+from lightning_zenflow.between_steps.uses import FOLLOWED, ServedGradients, WeightsInUpdate, WrittenWeights
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import runtime_of
-from lightning_zenflow.core.errors import Calls, MisconfigurationException, other_backward
-from lightning_zenflow.core.process import raise_together
+from lightning_zenflow.core.errors import Calls, MisconfigurationException, kept_gradients, other_backward, second_step
 from lightning_zenflow.offload.build import Engine, RankPart, RankResources, build
 from lightning_zenflow.offload.rank_state import StepInputs
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 from lightning_zenflow.offload.step import ZenFlowStep
-from lightning_zenflow.worker.process import WorkerError
-from lightning_zenflow.worker.supervisor import SupervisedWorker
+from lightning_zenflow.worker.process import SupervisedWorker, WorkerError
 
 _log = logging.getLogger(__name__)
 
@@ -46,11 +44,10 @@ class Training:
 
     Attributes:
         order: names of the parameters of each group of the user's optimizer, frozen ones as well; of trained ones unless it is given.
-        max_norm: largest norm of the whole gradient after clipping; also of a step that is complete already. 0: no clipping. Infinity: no
-            clipping, which backward passes do not rely on.
-        factor: what the user's code has multiplied to all gradients of the step that is next: 0-D float32; None: nothing.
+        max_norm: largest norm of the whole gradient after clipping; also of a step that is complete already. 0: no clipping. Infinity: that
+            of the user's code, which may clip.
         in_backward: whether a backward pass of the front is under way.
-        parts, telemetry, steps, host_state, full_state, written, taken, in_update: components of this rank, from `start` on.
+        parts, telemetry, steps, host_state, full_state, written, gradients, in_update: components of this rank, from `start` on.
         slice_of: for each trained parameter of which this rank has a part, the number of its slice; from `start` on.
         shapes_by_group: for each parameter group of the user's optimizer the shapes of its whole trained parameters, by name.
     """
@@ -65,16 +62,16 @@ class Training:
     ) -> None:
         self.config, self.calls, self.order = config, calls, order
         self.max_norm = 0.0
-        self.factor: Tensor | None = None
+        self._has_scaled = False  # the user's code, the gradients of some step before
         self._resources, self._frozen = resources, frozen
-        self._updates_in_backward = config.updates_in_backward
+        self._updates_in_backward = config.submits_in_backward or not config.is_immediate
         self._worker: SupervisedWorker | None = None
         self.in_backward = False
         self._process, self._thread = os.getpid(), threading.get_ident()
 
-    def start(self, part: RankPart, engine: Engine, *, serves: GradientSource | None = None) -> None:
-        """Makes the arena, which takes the place of the engine's memory, and starts the worker; all ranks call it together. `serves` reads
-        gradients that are asked for in `parameter.grad`; None: such uses are refused.
+    def start(self, part: RankPart, engine: Engine, *, add: Callable[[Tensor, Tensor], object] | None = None) -> None:
+        """Makes the arena, which takes the place of the engine's memory, and starts the worker; all ranks call it together. `add`: see
+        `ServedGradients`.
         """
         self.parts, self.host_state = parts, host_state = build(self.config, part, self._resources)
         self._worker, self.telemetry = parts.rank.worker, parts.rank.telemetry
@@ -91,10 +88,7 @@ class Training:
             gather_weights=self._gather_weights,
         )
         self.full_state = FullState(self.steps, parts, host_state.states, part, flush=self.flush)
-        names = self.full_state.names
-        self.taken: TakenGradients | ServedGradients = TakenGradients(names, self.calls)
-        if serves is not None:
-            self.taken = ServedGradients(names, self.slice_of, serves, self.calls)
+        self.gradients = ServedGradients(self.full_state, engine, self.config, self.calls, add=add)
         self.written = WrittenWeights(self.steps, parts, part, self.calls)
         self.in_update = WeightsInUpdate(parts.rank.weights, part, self.calls)
         # The engine's start needs up to 6 bytes a parameter more than a step, which `HostRuntime.has_room` would count for ever.
@@ -123,10 +117,11 @@ class Training:
     def before_backward(self, *, last: bool) -> None:
         """As `before_forward`, before a backward pass, of the step's last micro-batch or not; refuses gradients of other passes."""
         self.before_forward()
-        if self.steps.micro_batches == 0:
-            self.taken.refuse_accumulation()
+        if self.steps.micro_batches == 0 and self.gradients.are_there:
+            # torch would add to them.
+            raise kept_gradients(self.calls)
         self.in_update.end()
-        self.taken.begin_pass()
+        self.gradients.begin_pass()
         self._engine.refuse_other_backward()
         if last:
             self.complete()
@@ -142,9 +137,9 @@ class Training:
             self.written.note_arrival(self.parts.rank.partition.slices[slice_index].parameter)
 
     def end_backward(self) -> None:
-        """Behind a backward pass, when all gradients are taken: marks them, and refuses uses of weights where updates are under way."""
+        """Behind a backward pass, when all gradients are taken: shows them, and refuses uses of weights where updates are under way."""
         self.in_backward = False
-        self.taken.mark()
+        self.gradients.mark(self.steps.trained)
         if not self.steps.is_complete:
             self.written.note_pass()
         self._guard()
@@ -164,22 +159,29 @@ class Training:
         self._guard()
         return norm
 
-    def step(self, *, asks_finite: bool, refuses_unused: bool) -> StepResult | None:
+    def step(self, *, asks_finite: bool) -> StepResult | None:
         """One optimizer step; None: there was no gradient since the last one. With `asks_finite` the host waits for the device to know
-        whether weights have changed; with `refuses_unused` the step must have used every parameter, and this is a collective.
+        whether weights have changed.
         """
         self._follow_dropped()
         if self.steps.micro_batches == 0:
             # As torch's, which skips parameters without a gradient.
-            self.taken.refuse_second_step()
+            if self.gradients.are_there:
+                raise second_step(self.calls)
             self._engine.refuse_other_backward()
             return None
+        if (is_scaled := self.gradients.factor() is not None) and 0 < self.max_norm < math.inf:
+            raise MisconfigurationException(
+                f"{self.calls.front}: a step's gradients must be clipped once, got {self.calls.clip} or `gradient_clipping` for gradients"
+                " that have been scaled in `parameter.grad`: leave out one of them"
+            )
         if self.steps.is_complete:
             self.written.refuse()
         self.complete()
-        if refuses_unused:
-            self._refuse_unused()
+        self._engine.refuse_unused()
         scale, copy = self.steps.step(copies_finite=asks_finite)
+        self._has_scaled |= is_scaled
+        self.gradients.forget()
         finite = None
         if copy is not None:
             with self.telemetry.measure("loss_scale"):
@@ -199,9 +201,9 @@ class Training:
         self.steps.drop_gradients()
 
     def allow_all(self) -> None:
-        """Removes the marks, and allows all uses of weights, until the next backward pass."""
+        """Removes what stands in for gradients, and allows all uses of weights, until the next backward pass."""
         self.in_update.end()
-        self.taken.clear()
+        self.gradients.clear()
 
     def flush(self, *, lays_down: bool = True) -> None:
         """Makes arena and weights the exact state of all steps so far; drops the gradients of a step that is complete. Without `lays_down`
@@ -282,7 +284,8 @@ class Training:
         Args:
             weights: master weights by name, [*shape of the parameter], any type; others stay.
             saved: "count" of applied steps, and "counts" of each parameter's own, the same where there is none; "groups" of options;
-                "moments" by key and name, 0 where there is none; "zenflow", this rank's `state_dict` or None. None: weights only.
+                "moments" by key and name, 0 where there is none; "zenflow", this rank's `state_dict` or None, and whether it "continues"
+                bit for bit as far as the caller knows, true where it is missing. None: weights only.
         """
         for name, shape in self.full_state.shapes.items():
             if name in weights:
@@ -303,7 +306,8 @@ class Training:
                 group.update(deepcopy({key: value for key, value in values.items() if key != "params"}))
         self.host_state.write_count(count)
         run_state = None if saved is None else saved.get(CHECKPOINT_KEY)
-        difference = self.steps.load_state_dict(run_state, count, counts)
+        continues = saved is None or saved.get("continues", True)
+        difference = self.steps.load_state_dict(run_state, count, counts, continues=continues)
         # With true factors and nothing late there is nothing else that a run depends on.
         starts_again = self.config.predicts_clipping or not self.config.is_immediate
         if difference and saved is not None and starts_again:
@@ -356,8 +360,10 @@ class Training:
     def _read_inputs(self) -> StepInputs:
         self._engine.refuse_use()
         self.written.begin_updates()
-        groups, max_norm = self._engine.read_groups(), float(self.max_norm)
-        return StepInputs(groups=groups, loss_scale=self._engine.loss_scale, max_norm=max_norm, factor=self.factor)
+        # Who has scaled gradients may do so again: backward passes do not rely on a factor of 1.
+        max_norm = float(self.max_norm) or (math.inf if self._has_scaled else 0.0)
+        groups, factor = self._engine.read_groups(), self.gradients.factor()
+        return StepInputs(groups=groups, loss_scale=self._engine.loss_scale, max_norm=max_norm, factor=factor)
 
     def _gather_weights(self) -> None:
         self._engine.gather_weights()
@@ -372,15 +378,5 @@ class Training:
 
     def _follow_dropped(self) -> None:
         """Drops the gradients since the last step if the user's code has, by `module.zero_grad()`; Lightning does before a validation."""
-        if self.taken.are_dropped(pending=self.steps.micro_batches > 0):
+        if self.gradients.are_dropped(pending=self.steps.micro_batches > 0):
             self.drop_gradients()
-
-    def _refuse_unused(self) -> None:
-        """Refuses a step without gradients of parameters of which a rank holds a part. A collective."""
-        names, slices = list(self.full_state.parameters), self.parts.rank.partition.slices
-        unused = [names[slices[index].parameter] for index in self.parts.fill.unused()]
-        error = MisconfigurationException(
-            f"the loss of a step must depend on every trained parameter, got none of {', '.join(unused)}:"
-            " freeze them, or set DeepSpeed's zero_optimization.ignore_unused_parameters to true"
-        )
-        raise_together(error if unused else None, MisconfigurationException)

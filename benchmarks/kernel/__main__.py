@@ -75,7 +75,7 @@ def measure_replay(elements: int, cores: Sequence[int]) -> dict[str, Job]:
             n_threads=len(cores),
         )
         arena = Arena(partition, sizes, device=torch.device("cpu"))
-        worker = Worker(arena, cores=cores, timeout_s=600)
+        worker = Worker(arena, cores=cores, timeout_s=600, word_timeout_s=600)
         arena.master.fill_(0.5)
         arena.exp_avg_sq.write(0, torch.full((elements,), 1e-6))
         arena.exp_avg.write(0, torch.full((elements,), 1e-3))

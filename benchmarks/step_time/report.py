@@ -7,7 +7,7 @@ from benchmarks.common.results import markdown
 from benchmarks.step_time.methods import METHODS
 from benchmarks.step_time.models import PART_OF_STEP
 from benchmarks.step_time.run import StepResult
-from lightning_zenflow.stall_monitor import quantile
+from lightning_zenflow.step_meter import quantile
 
 _BASELINES = ("floor", "none", "floor3")
 """Steps without offloading: the first of these that was run."""

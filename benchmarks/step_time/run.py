@@ -215,7 +215,8 @@ class StepTimer(pl.Callback):
         self._result.schedule = [schedule.update_interval, schedule.publish_lag]
         rank = optimizer.training.parts.rank
         self._result.arena_bytes = rank.arena.reserved_bytes
-        self._result.page_locked_bytes = sum(end - begin for begin, end in rank.arena.ranges_of_device())
+        states_bytes = rank.arena.slots.data_ptr() - rank.arena.master.data_ptr()
+        self._result.page_locked_bytes = rank.arena.reserved_bytes - states_bytes
         moved = [now - before for now, before in zip(_counted(optimizer, self._link), self._counted, strict=True)]
         self._result.counted_sizes = self._result.in_model_sizes(moved, self._result.spec.steps)
 

@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_zenflow.core.partition import Slice
 from lightning_zenflow.core.saved_tensors import with_own_storage
+from lightning_zenflow.core.step_inputs import add_over_ranks
 from lightning_zenflow.offload.build import RankPart
 from lightning_zenflow.offload.run_state import StepParts
 from lightning_zenflow.offload.step import ZenFlowStep
@@ -33,6 +34,8 @@ class FullState:
         self._piece_of, self._flush = part.piece_of, flush
         self.parameters: dict[str, Any] = part.parameters
         self.names, self.shapes = {p: name for name, p in self.parameters.items()}, part.shapes
+        # A DTensor's shard is a whole here: torch's own operations exchange them.
+        self._group = None if isinstance(next(iter(self.parameters.values())), DTensor) else part.group
         in_order = list(self.parameters)
         self._slices = {in_order[s.parameter]: (index, s) for index, s in enumerate(parts.rank.partition.slices)}
 
@@ -66,16 +69,30 @@ class FullState:
             state.write(s.begin, value.detach().reshape(-1).narrow(0, s.start, s.numel))
         self._step.state_written()
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients that a step will use. No collective."""
+        return self._step.micro_batches > 0 and not self._step.was_interrupted
+
     def gradient(self, name: str) -> Tensor:
-        """Gradient of the whole step, averaged over the ranks; before clipping, times the loss scale. Waits for the device. [*shape of the
+        """Gradient of the step so far, averaged over the ranks; before clipping, times the loss scale. Waits for the device. [*shape of the
         parameter] float32, on its device; zero where the step did not use the parameter.
         """
-        if not self._step.has_gradients:
+        if not self.has_gradients:
             raise ValueError(
-                f"safe_get_full_grad({name}): gradients are there after the backward pass of a step's last micro-batch and"
-                " before the step: call it in `on_before_optimizer_step`"
+                f"safe_get_full_grad({name}): gradients are there after a backward pass of a step and before the step: call it in"
+                " `on_before_optimizer_step`"
             )
         return self._whole(name, lambda index, _: self._parts.fill.gradient(index))
+
+    def gradient_norms(self) -> dict[str, Tensor]:
+        """Norms of all `gradient`s by name: 0-D float32, on the device. Waits for nothing where gradients were measured at arrival."""
+        device, fill = self._parts.rank.device, self._parts.fill
+        squares = dict.fromkeys(self.names.values(), torch.zeros((), dtype=torch.float64, device=device))
+        squares |= {name: fill.squared_norm(index) for name, (index, _) in self._slices.items()}
+        of_all = torch.stack(list(squares.values()))
+        add_over_ranks(of_all, self._group)
+        return dict(zip(squares, of_all.sqrt().float(), strict=True))
 
     def refuse_gradient(self, name: str, value: Tensor) -> None:
         """Raises RuntimeError, which says where gradients can be changed."""
@@ -118,6 +135,5 @@ class FullState:
         if name in self._slices:
             index, s = self._slices[name]
             flat.narrow(0, s.start, s.numel).copy_(part(index, s))
-        if rank.group is not None:
-            dist.all_reduce(flat, group=rank.group)
+        add_over_ranks(flat, self._group)
         return flat.view(shape).to(self.parameters[name].device)

@@ -1,22 +1,29 @@
 """Uses of weights and gradients by the user's code between two steps: weights that are written in place become master weights, as under a
-torch optimizer; gradients that backward has taken, and weights of which some are updated already, must not be used.
+torch optimizer; gradients that backward has taken can be read; weights of which some are updated already must not be used.
 """
 
+import itertools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves  # private: torch's own way to look at arguments of `__torch_dispatch__`
-from typing_extensions import Self, override
+from typing_extensions import override
 
+from lightning_zenflow.between_steps.full_state import FullState
+from lightning_zenflow.between_steps.served_gradients import ServedGradient, StepGradients, refused_use
+from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import AsyncHostCopy
-from lightning_zenflow.core.errors import Calls, MisconfigurationException, kept_gradients, second_step
-from lightning_zenflow.offload.build import RankPart
+from lightning_zenflow.core.errors import Calls, MisconfigurationException, other_backward
+from lightning_zenflow.core.shards import as_shard, local_part
+from lightning_zenflow.core.step_inputs import GivenFactor
+from lightning_zenflow.offload.build import Engine, RankPart
 from lightning_zenflow.offload.run_state import StepParts
 from lightning_zenflow.offload.step import ZenFlowStep
 
@@ -74,7 +81,7 @@ class WrittenWeights:
         self.begin_updates()
 
     def note_arrival(self, number: int) -> None:
-        """Notes that updates in backward may write a parameter from here on; autograd refuses to use it then (`raise_late_read`)."""
+        """Notes that updates in backward may write a parameter from here on; autograd refuses to use it then (`naming_late_reads`)."""
         self._arrived.add(number)
         torch.autograd.graph.increment_version(self._parameters[number])
 
@@ -197,97 +204,122 @@ class WrittenWeights:
         return torch.stack(sums)[1:]
 
 
-def _instead(calls: Calls) -> str:
-    return (
-        f"under {calls.front} gradients are taken in backward: read them with `deepspeed.utils.safe_get_full_grad` {calls.read}; change"
-        f" them in backward, with `parameter.register_hook(lambda gradient: ...)`; clip them by `{calls.clip}`; drop those of a whole step"
-        " with `optimizer.zero_grad()`; to leave a parameter as it is, call `parameter.requires_grad_(False)` before the forward pass; for"
-        " the gradient of an input, call `torch.autograd.grad(loss, input)`, which leaves weights alone"
-    )
+class ServedGradients:
+    """`ServedGradient` in `grad` of the parameters that have a gradient of the step that is next, of a DTensor as its local shard.
 
+    Args:
+        state: of the parameters.
+        engine: has the loss scale.
+        config: of the training.
+        calls: the front's, for messages.
+        add: receives a parameter and a gradient that autograd adds to its present one; the front then calls `put` when a gradient arrives.
+            None: `mark` puts them behind a backward pass, and none are there in one.
 
-class TakenGradient(Tensor):
-    """Of the shape and type of a parameter's gradient, with memory for one element; refuses to be read or changed."""
+    Attributes:
+        max_norm: as of `StepGradients`.
+    """
 
-    _calls: Calls
+    def __init__(
+        self,
+        state: FullState,
+        engine: Engine,
+        config: ZenFlowConfig,
+        calls: Calls,
+        *,
+        add: Callable[[Tensor, Tensor], object] | None,
+    ) -> None:
+        self._state, self._engine, self._add = state, engine, add
+        # Who puts them at their arrival has its factors learned.
+        is_true = add is not None or not (config.predicts_clipping and config.submits_in_backward)
+        self._follows_factors = config.is_immediate and is_true
+        self._calls, self._error, self._names = calls, partial(refused_use, calls), state.names
+        self._of_parameter = {
+            p: as_shard(ServedGradient(local_part(p), state.shapes[name], name, self), p)
+            for p, name in self._names.items()
+        }
+        self._put: dict[Tensor, None] = {}
+        self._asked: StepGradients | None = None
+        self.max_norm: float | None = None
 
-    @staticmethod
-    def __new__(cls, parameter: Tensor, calls: Calls) -> Self:
-        """The one for parameters of this shape, type and device."""
-        # Private: torch's constructor of subclasses that see operations.
-        taken: Self = Tensor._make_subclass(cls, parameter.detach().new_zeros(()).expand(parameter.shape))
-        taken._calls = calls
-        return taken
-
-    # Functions of torch go on to `__torch_dispatch__`; what compiles a module may look at shapes and types.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's documentation has it
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]  # torch's has no `func`
-        """Refuses every operation."""
-        (taken, *_) = (t for t in tree_leaves((args, kwargs)) if isinstance(t, cls))
-        taken._refuse()
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise MisconfigurationException(
-            f"`parameter.grad` must not be used between backward and `zero_grad`: {_instead(self._calls)}"
-        )
-
-    # What torch refuses in its own name, or answers without an operation.
-    tolist = numpy = storage = map_ = __array__ = __reduce_ex__ = __format__ = _refuse
-    __bool__ = __float__ = __int__ = __index__ = _refuse
-
-
-class TakenGradients:
-    """`TakenGradient` in the parameters that are trained, as long as torch would have gradients there."""
-
-    def __init__(self, names: Mapping[Tensor, str], calls: Calls) -> None:
-        self._names, self._calls = names, calls
-        self._of_shape: dict[torch.Size, TakenGradient] = {}
-        self._are_put = False
-
-    def mark(self) -> None:
-        """Puts them into the parameters, after a backward pass."""
+    def put(self, parameter: Tensor) -> None:
+        """Puts the stand-in into a parameter whose gradient has been received."""
         # First: `clear` after an interruption removes what has been put in.
-        self._are_put = True
-        for p in self._names:
-            # Under stage 3 parameters have another shape where they are gathered.
-            if p.shape not in self._of_shape:
-                self._of_shape[p.shape] = TakenGradient(p, self._calls)
-            p.grad = self._of_shape[p.shape]
+        self._put[parameter] = None
+        served = self._of_parameter[parameter]
+        if served.shape == parameter.shape:
+            parameter.grad = served
+        else:
+            assert isinstance(served, ServedGradient), "a DTensor has its parameter's shape"
+            served.put_into(parameter)
+
+    def stands_in(self, parameter: Tensor) -> bool:
+        """Whether `grad` of a parameter is the stand-in."""
+        return parameter.grad is not None and parameter.grad is self._of_parameter.get(parameter)
 
     def begin_pass(self) -> None:
-        """Before a backward pass, which puts gradients there."""
-        self.clear()
+        """Before a backward pass; MisconfigurationException: gradients have been scaled already."""
+        if self._asked is not None and self._asked.factors:
+            raise self._error(
+                "a backward pass must not add to gradients that have been scaled: scale or clip behind the last one"
+            )
+        self.forget()
+        if self._add is None:
+            self.clear()
+
+    def mark(self, trained: Iterable[bool]) -> None:
+        """Behind a backward pass: puts those of all parameters that the step updates, unless each is put at its arrival."""
+        if self._add is None:
+            for p in itertools.compress(self._names, trained):
+                self.put(p)
 
     def clear(self) -> None:
-        """Removes them, before a backward pass and at the end of training."""
-        if self._are_put:
-            for p in self._names:
+        """Removes them: before a backward pass, where the step is dropped, and at the end of training."""
+        for p in self._put:
+            if self.stands_in(p):
                 p.grad = None
-            # Last: after an interruption `clear` does it again.
-            self._are_put = False
+        # Last: after an interruption `clear` does it again.
+        self._put.clear()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets what has been asked of the gradients, which are there no longer or change."""
+        self._asked = self.max_norm = None
 
     def are_dropped(self, *, pending: bool) -> bool:
-        """Whether the user's code has dropped them, by `module.zero_grad()`; refuses others, and some while a step is `pending`."""
-        marked = self._names.items() if self._are_put else ()
-        replaced = {name: p.grad for p, name in marked if not isinstance(p.grad, TakenGradient)}
-        in_part = 0 < len(replaced) < len(self._names)
+        """Whether the user's code has removed them, by `module.zero_grad()`; refuses others, and some while a step is `pending`."""
+        replaced = {self._names[p]: p.grad for p in self._put if not self.stands_in(p)}
+        in_part = 0 < len(replaced) < len(self._put)
         if (pending and in_part) or any(gradient is not None for gradient in replaced.values()):
-            raise MisconfigurationException(
-                f"{', '.join(replaced)}: `grad` must not be assigned between backward and step: {_instead(self._calls)}"
-            )
+            raise self._error(f"`grad` of {', '.join(replaced)} must not be assigned between backward and step")
         return bool(replaced) and not in_part
 
-    def refuse_accumulation(self) -> None:
-        """Refuses gradients that were there before a step's first backward pass, to which torch would add."""
-        if any(isinstance(p.grad, TakenGradient) for p in self._names):
-            raise kept_gradients(self._calls)
+    @property
+    def are_there(self) -> bool:
+        """Whether some stand in, be the step done or not."""
+        return any(map(self.stands_in, self._put))
 
-    def refuse_second_step(self) -> None:
-        """Refuses a step by gradients that a step before has used."""
-        if self._are_put:
-            raise second_step(self._calls)
+    def factor(self) -> GivenFactor | None:
+        """`StepGradients.factor`."""
+        return None if self._asked is None else self._asked.factor()
+
+    def of_step(self) -> StepGradients:
+        """See `GradientHolder`."""
+        if not (self._put and self._state.has_gradients):
+            raise self._error("`parameter.grad` must be used before `optimizer.step()`, got a use behind it")
+        if self._asked is None:
+            names = (self._names[p] for p in self._put)
+            self._asked = StepGradients(self._state, names, self._engine.loss_scale, self._follows_factors, self._error)
+        self._asked.max_norm = self.max_norm
+        return self._asked
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """See `GradientHolder`."""
+        # Private: as `torch.utils.checkpoint`.
+        if torch._C._current_graph_task_id() == -1:
+            raise self._error("something other than a backward pass would change it")
+        if self._add is None:
+            raise other_backward(self._calls)
+        self._add(self._state.parameters[name], gradient)
 
 
 # Private: torch's documented way to see each operation, and its stack of those who do. Neither has a public name.

@@ -1,10 +1,6 @@
 """A strategy's checkpoints, and a save, in three parts, of which each is completed by all ranks, or raises an error on all of them.
-
-* *gather*: the state, as a flush has left it, is put together where the files' writer can read it: for one file on rank 0, for a folder in
-  DeepSpeed's order on each rank, in memory or in files without a name (`DiskCopies`);
-* *write*: each rank writes the files that it has, or with `async_checkpoints` copies what they will have;
-* *commit*: behind the files of all ranks, and their syncs, rank 0 gives the checkpoint its name. With `async_checkpoints` a thread does so,
-  and before it writes the copies.
+*Gather*: the state, as a flush has left it, is put together where the writer of a file can read it. *Write*: each rank writes its files, or
+copies what they will have. *Commit*: behind the files of all ranks, and their syncs, rank 0 gives the checkpoint its name.
 
 Behind an error nothing of the new checkpoint remains, and the one before is as it was.
 """
@@ -19,7 +15,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import copy_context
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -33,9 +28,10 @@ from torch import Tensor, UntypedStorage
 # Private: what `torch.save` consists of, and what finds the tensors in nested containers.
 from torch.serialization import DEFAULT_PROTOCOL, _open_zipfile_writer, _save
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from lightning_zenflow.checkpoint.engine import FolderSource
-from lightning_zenflow.checkpoint.files import FileContent, StagedSave, place_of, sync_all
+from lightning_zenflow.checkpoint.files import FileContent, StagedSave, io_of, place_of, plugin_of, sync_all
 from lightning_zenflow.checkpoint.single_file import FileSource
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
@@ -51,52 +47,195 @@ _log = logging.getLogger(__name__)
 
 Source: TypeAlias = FolderSource | FileSource
 
-
-def plugin_of(io: CheckpointIO) -> CheckpointIO | None:
-    """A strategy's `checkpoint_io` if it is the user's."""
-    # By name: there is one in each of Lightning's packages.
-    return None if type(io).__name__ == "TorchCheckpointIO" else io
+_Put: TypeAlias = Callable[[Any], None]
+"""Has a plugin, or Lightning for a store, write the content of the one file of a checkpoint."""
 
 
-def io_of(place: Path | str, io: CheckpointIO) -> CheckpointIO | None:
-    """What writes, reads and removes a checkpoint: a user's plugin, or Lightning's own in a store; None: this package, and all folders."""
-    is_ours = isinstance(place, Path) and (plugin_of(io) is None or place.is_dir())
-    return None if is_ours else io
-
-
-def is_one_file(format_: str, *, world_size: int) -> bool:
-    """Whether a checkpoint with states is one file (`ZenFlowConfig.checkpoint_format`)."""
-    return format_ == "lightning" or (format_ == "auto" and world_size == 1)
-
-
-def refuse_folder(path: Any, io: CheckpointIO, format_: str) -> None:
-    """Raises MisconfigurationException if a checkpoint that is a folder cannot be written here."""
-    if plugin_of(io) is not None or isinstance(place_of(path), str):
-        raise MisconfigurationException(
-            f"checkpoint_format must be 'lightning', one file, for checkpoints in {path} by {type(io).__name__}, got {format_!r}: folders,"
-            " the default on several ranks, need a local path and no plugin"
-        )
-
-
-class BackgroundSaves:
-    """Saves of one rank that a thread finishes, one at a time, and what has to come after each. The training thread calls all methods.
-    `timeout` limits the threads' waits for each other; None: torch's default.
+class Checkpoints:
+    """Those of one strategy, with the `config` of its trainings. With `async_checkpoints` a thread finishes saves, one at a time, and what
+    has to come after each. The training thread calls all methods, on all ranks together.
     """
 
-    def __init__(self, *, ranks_on_host: int, timeout: timedelta | None) -> None:
-        self._ranks_on_host = ranks_on_host
-        # A group of their own: the training thread's collectives have another order on every rank.
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self._thread = ThreadPoolExecutor(1, "zenflow-save")
+    trained: TrainedEngine | None = None
+    """The present or last training, whose state is saved."""
+
+    def __init__(self, config: ZenFlowConfig) -> None:
+        self.config = config
+        self._thread: ThreadPoolExecutor | None = None
         self._under_way: list[Future[None]] = []
         # By size: memory of the save before, which is used again, and of the present one. Memory that is new takes four times as long to
         # write.
         self._before, self._present = defaultdict[int, list[Tensor]](list), defaultdict[int, list[Tensor]](list)
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether there is a save whose end nothing has waited for; the same on all ranks."""
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Of a copy: a training, and its thread, belong to this process."""
+        return Checkpoints, (self.config,)
+
+    def begin(self, trained: TrainedEngine, strategy: Strategy) -> None:
+        """Begins a training of a strategy, whose `timeout` limits the threads' waits for each other."""
+        self.trained = trained
+        if trained.zenflow.async_checkpoints:
+            # A group of their own: the training thread's collectives have another order on every rank.
+            self._group = dist.new_group(backend="gloo", timeout=strategy._timeout)
+            self._thread, self._ranks_on_host = ThreadPoolExecutor(1, "zenflow-save"), strategy.num_processes
+
+    def end(self, *, together: bool) -> None:
+        """Ends the thread behind `wait`, whose errors it raises; `together` is false behind an error, when the ranks end alone."""
+        thread, self._thread = self._thread, None
+        if thread is None or (self.trained is not None and self.trained.training.is_elsewhere):
+            return
+        # Otherwise training ends with another error, and the thread has logged this one.
+        with nullcontext() if together else suppress(Exception):
+            try:
+                self.wait(together=together)
+            finally:
+                self._before.clear()
+                thread.shutdown()
+                if dist.is_initialized():
+                    dist.destroy_process_group(self._group)
+
+    def is_one_file(self, *, world_size: int) -> bool:
+        """Whether a checkpoint with states is one file (`ZenFlowConfig.checkpoint_format`)."""
+        format_ = self.config.checkpoint_format
+        return format_ == "lightning" or (format_ == "auto" and world_size == 1)
+
+    def refuse_folder(self, path: Any, io: CheckpointIO) -> None:
+        """Raises MisconfigurationException if a checkpoint that is a folder cannot be written here."""
+        if plugin_of(io) is not None or isinstance(place_of(path), str):
+            raise MisconfigurationException(
+                f"checkpoint_format must be 'lightning', one file, for checkpoints in {path} by {type(io).__name__}, got"
+                f" {self.config.checkpoint_format!r}: folders, the default on several ranks, need a local path and no plugin"
+            )
+
+    def behind(self, call: Callable[[], None]) -> bool:
+        """Calls a function after the save that is under way, if that succeeds; False: none is, which is the same on all ranks."""
+        if self._thread is not None and self._under_way:
+            save = self._under_way[0]
+            self._under_way.append(self._thread.submit(lambda: call() if save.exception() is None else None))
         return bool(self._under_way)
+
+    def wait(self, *, together: bool = True) -> None:
+        """Waits for the save that is under way; each save begins so. OSError if it, or what was to come behind it, has failed, on this rank
+        or, with `together`, when all ranks call it, on another one.
+        """
+        wait(self._under_way)
+        ended, self._under_way = self._under_way, []
+        if self._present:
+            self._before, self._present = self._present, defaultdict(list)
+        error = next((error for future in ended if (error := future.exception()) is not None), None)
+        if ended and together:
+            raise_together(error, OSError)
+        elif error is not None:
+            raise error
+
+    def check(self) -> None:
+        """Raises what `wait` does if the save has ended on all ranks, which call it together."""
+        if self._under_way and all_agree(all(future.done() for future in self._under_way)):
+            self.wait()
+
+    def save(self, path: Any, source: Source, io: CheckpointIO, storage_options: Any, *, at_once: bool = False) -> None:
+        """Saves the exact state after the last step, atomically; an existing checkpoint is replaced. With `at_once` it is there at the end
+        of the call, whatever `async_checkpoints` says; a plugin of the user's, which alone reads `storage_options`, decides itself when it
+        writes. OSError if the save failed, and the checkpoint before is as it was; or the one before, in the background, and this one is
+        made.
+        """
+        if isinstance(source, FolderSource):
+            self.refuse_folder(path, io)
+        place = place_of(path)
+        if (writer := io_of(place, io)) is None and storage_options is not None:
+            raise TypeError(f"storage_options must be None without a plugin that reads them, got {storage_options!r}")
+        put = None if writer is None else lambda content: writer.save_checkpoint(content, path, storage_options)
+        before: OSError | None = None
+        try:
+            self.wait()
+        except OSError as error:
+            before = error
+        if (trained := self.trained) is not None:
+            trained.training.flush()
+            if not in_common([trained.training.steps.number]):
+                raise WorkerError(
+                    "an exception has interrupted the ranks in different steps: no state is exact; continue from the last checkpoint"
+                )
+        released = [] if trained is None else trained.released
+        # A file has the parameters as they are after training, DeepSpeed's code needs its own attributes of them.
+        with (
+            pickled_as_before(p for of_module in released for p in of_module),
+            nullcontext() if isinstance(source, FileSource) else as_in_training(released),
+        ):
+            thread = None if at_once or plugin_of(io) is not None else self._thread
+            self._save_together(place if put is None else str(path), source, put, thread)
+        if before is not None:
+            raise before
+
+    def _save_together(
+        self, path: Path | str, source: Source, put: _Put | None, thread: ThreadPoolExecutor | None
+    ) -> None:
+        """Gathers, writes and commits a checkpoint, as above. The `path` of rank 0 counts. `thread` finishes the save behind this call;
+        None: all is done at the end.
+        """
+        staged: StagedSave | None = None
+        state = source.state if isinstance(source, FolderSource) else source
+        with ExitStack() as ending:
+            with _saving(path):
+                if dist.get_rank() == 0 and isinstance(path, Path):
+                    staged = StagedSave(path, sync=self.config.sync_checkpoints, is_file=isinstance(source, FileSource))
+                    ending.callback(staged.abandon)
+            places: list[Any] = [path if staged is None else staged.content, path]
+            dist.broadcast_object_list(places, src=0)
+            place, path = places
+            # Not in the checkpoint, where network storage gives an open file another name; of a store where all such files are.
+            disk = DiskCopies(path.parent if isinstance(path, Path) else Path(tempfile.gettempdir()))
+            ending.callback(disk.free)
+            # Gather.
+            with _saving(path):
+                if isinstance(source, FolderSource) and not place.is_dir():
+                    raise OSError(f"{place}, which rank 0 has made, is not there: all nodes must share the storage")
+                if state is not None:
+                    state.reserve(disk)
+            # Write, or copy what is to be written.
+            with nullcontext() if state is None else state.gathered(), _saving(path):
+                left = [self._write(file, disk, put, copies=thread is not None) for file in source.files(place)]
+            last = ending.pop_all()
+
+        def commit() -> None:
+            group = None if thread is None else self._group
+            with last:
+                with _saving(path, group):
+                    for write_copy in filter(None, left):
+                        write_copy()
+                    if self.config.sync_checkpoints and isinstance(place, Path):
+                        # Each rank its own, since network storage keeps what has been written with the host that wrote it.
+                        sync_all(place.glob(f"*/*zero_pp_rank_{dist.get_rank()}_mp_rank_*"))
+                with _saving(path, group):
+                    if staged is not None:
+                        staged.commit()
+
+        if thread is None:
+            commit()
+        else:
+            self._start(thread, commit)
+
+    def _start(self, thread: ThreadPoolExecutor, finish: Callable[[], None]) -> None:
+        # torch's settings for files are variables of the context.
+        self._under_way.append(thread.submit(copy_context().run, finish))
+        # At once, too: the training thread raises the error at its next save or flush only.
+        self._under_way[0].add_done_callback(_log_error)
+
+    def _write(
+        self, file: FileContent, disk: DiskCopies, put: _Put | None, *, copies: bool
+    ) -> Callable[[], None] | None:
+        """Writes a file, or copies what it has at present for the thread; returns what is left to do there."""
+        content, path, write = file
+        # To a store Lightning writes as `torch.save`.
+        if copies and (write is torch.save or put is not None) and (archive := self.copied(content, disk)) is not None:
+            return partial(archive.write, partial(open, path, "wb") if put is None else partial(_in_store, path))
+        if put is not None:
+            put(content)
+        else:
+            with open(path, "wb") as opened:
+                write(content, opened)
+        return None
 
     def copied(self, content: Any, on_disk: DiskCopies) -> "Archive | None":
         """What `torch.save` would write of `content` at present; None where host memory has no room for a copy of its tensors. Tensors in
@@ -129,47 +268,6 @@ class BackgroundSaves:
         self._present[n_bytes].append(kept.pop() if kept else new_pages(n_bytes))
         return self._present[n_bytes][-1].untyped_storage().copy_(storage)
 
-    def start(self, finish: Callable[..., None]) -> None:
-        """Begins a save, after `wait`; all ranks call it together. The thread calls `finish`, with the group of its collectives."""
-        assert not self._under_way
-        # torch's settings for files are variables of the context.
-        self._under_way.append(self._thread.submit(copy_context().run, finish, group=self._group))
-        # At once, too: the training thread raises the error at its next save or flush only.
-        self._under_way[0].add_done_callback(_log_error)
-
-    def behind(self, call: Callable[[], None]) -> None:
-        """Calls a function after the save that is under way, if that succeeds."""
-        save = self._under_way[0]
-        self._under_way.append(self._thread.submit(lambda: call() if save.exception() is None else None))
-
-    def wait(self, *, together: bool = True) -> None:
-        """Waits for the save that is under way; each save begins so. OSError if it, or what was to come behind it, has failed, on this rank
-        or, with `together`, when all ranks call it, on another one.
-        """
-        wait(self._under_way)
-        ended, self._under_way = self._under_way, []
-        if self._present:
-            self._before, self._present = self._present, defaultdict(list)
-        error = next((error for future in ended if (error := future.exception()) is not None), None)
-        if ended and together:
-            raise_together(error, OSError)
-        elif error is not None:
-            raise error
-
-    def check(self) -> None:
-        """Raises what `wait` does if the save has ended on all ranks, which call it together."""
-        if self._under_way and all_agree(all(future.done() for future in self._under_way)):
-            self.wait()
-
-    def close(self, *, together: bool) -> None:
-        """Ends the thread behind `wait`, whose errors it raises."""
-        try:
-            self.wait(together=together)
-        finally:
-            self._thread.shutdown()
-            if dist.is_initialized():
-                dist.destroy_process_group(self._group)
-
 
 def _log_error(save: Future[None]) -> None:
     if (error := save.exception()) is not None:
@@ -192,139 +290,6 @@ class Archive:
         with opened() as file, _open_zipfile_writer(file) as writer:
             for record in self._records:
                 writer.write_record(*record)
-
-
-class Checkpoints:
-    """Those of one strategy. All ranks call the methods together."""
-
-    trained: TrainedEngine | None = None
-    """The present or last training, whose state is saved."""
-    background: BackgroundSaves | None = None
-    """Finishes saves of the present training; None without `async_checkpoints`."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Of a copy: a training, and its thread, belong to this process."""
-        return {}
-
-    def begin(self, trained: TrainedEngine, strategy: Strategy) -> None:
-        """Begins a training of a strategy."""
-        self.trained = trained
-        if trained.zenflow.async_checkpoints:
-            self.background = BackgroundSaves(ranks_on_host=strategy.num_processes, timeout=strategy._timeout)
-
-    def end(self, *, together: bool) -> None:
-        """Ends what is in the background; `together` is false behind an error, when the ranks end alone."""
-        background, self.background = self.background, None
-        is_elsewhere = self.trained is not None and self.trained.training.is_elsewhere
-        if background is not None and not is_elsewhere:
-            # Otherwise training ends with another error, and the thread has logged this one.
-            with nullcontext() if together else suppress(Exception):
-                background.close(together=together)
-
-    def wait(self) -> None:
-        """Waits for the save in the background; raises OSError if it has failed, on this rank or on another one."""
-        if self.background is not None:
-            self.background.wait()
-
-    def check(self) -> None:
-        """Raises what `wait` does if the save in the background has ended."""
-        if self.background is not None:
-            self.background.check()
-
-    def save(
-        self, path: Any, source: Source, config: ZenFlowConfig, io: CheckpointIO, *, at_once: bool = False
-    ) -> None:
-        """Saves the exact state after the last step, atomically; an existing checkpoint is replaced. With `at_once` it is there at the end
-        of the call, whatever `async_checkpoints` says; a plugin of the user's decides itself when it writes. OSError if the save failed,
-        and the checkpoint before is as it was; or the one before, in the background, and this one is made.
-        """
-        before: OSError | None = None
-        try:
-            self.wait()
-        except OSError as error:
-            before = error
-        trained, place = self.trained, place_of(path)
-        if trained is not None:
-            trained.training.flush()
-            if not in_common([trained.training.steps.number]):
-                raise WorkerError(
-                    "an exception has interrupted the ranks in different steps: no state is exact; continue from the last checkpoint"
-                )
-        released = [] if trained is None else trained.released
-        # A file has the parameters as they are after training, DeepSpeed's code needs its own attributes of them.
-        with (
-            pickled_as_before(p for of_module in released for p in of_module),
-            nullcontext() if isinstance(source, FileSource) else as_in_training(released),
-        ):
-            background = None if at_once or plugin_of(io) is not None else self.background
-            to = place if io_of(place, io) is None else str(path)
-            save_together(to, source, sync=config.sync_checkpoints, background=background)
-        if before is not None:
-            raise before
-
-
-def save_together(path: Path | str, source: Source, *, sync: bool, background: BackgroundSaves | None) -> None:
-    """Gathers, writes and commits a checkpoint, as above. A collective: all ranks must call it. The `path` of rank 0 counts; if it is a
-    string, `source` writes all of it. `background` finishes the save behind this call; None: all is done at the end.
-    """
-    staged: StagedSave | None = None
-    with ExitStack() as ending:
-        with _saving(path):
-            if dist.get_rank() == 0 and isinstance(path, Path):
-                staged = StagedSave(path, sync=sync, is_file=isinstance(source, FileSource))
-                ending.callback(staged.abandon)
-        places: list[Any] = [path if staged is None else staged.content, path]
-        dist.broadcast_object_list(places, src=0)
-        place, path = places
-        # Not in the checkpoint, where network storage gives an open file another name; of a store where all such files are.
-        disk = DiskCopies(path.parent if isinstance(path, Path) else Path(tempfile.gettempdir()))
-        ending.callback(disk.free)
-        # Gather.
-        with _saving(path):
-            if isinstance(place, Path) and isinstance(source, FolderSource) and not place.is_dir():
-                raise OSError(f"{place}, which rank 0 has made, is not there: all nodes must share the storage")
-            if source.state is not None:
-                source.state.reserve(disk)
-        # Write, or copy what is to be written.
-        with nullcontext() if source.state is None else source.state.gathered(), _saving(path):
-            is_local = isinstance(place, Path)
-            left = [_write(file, disk, background, is_local=is_local) for file in source.files(place)]
-        last = ending.pop_all()
-
-    def commit(group: dist.ProcessGroup | None = None) -> None:
-        with last:
-            with _saving(path, group):
-                for write_copy in filter(None, left):
-                    write_copy()
-                if sync and isinstance(place, Path):
-                    # Each rank its own, since network storage keeps what has been written with the host that wrote it.
-                    sync_all(place.glob(f"*/*zero_pp_rank_{dist.get_rank()}_mp_rank_*"))
-            with _saving(path, group):
-                if staged is not None:
-                    staged.commit()
-
-    if background is None:
-        commit()
-    else:
-        background.start(commit)
-
-
-def _write(
-    file: FileContent, disk: DiskCopies, background: BackgroundSaves | None, *, is_local: bool
-) -> Callable[[], None] | None:
-    """Writes a file, or copies what it has at present for the background; returns what is left to do there."""
-    content, path, write = file
-    # To a store Lightning writes as `torch.save`.
-    if background is not None and (write is torch.save or not is_local):
-        archive = background.copied(content, disk)
-        if archive is not None:
-            return partial(archive.write, partial(open, path, "wb") if is_local else partial(_in_store, path))
-    if is_local:
-        with open(path, "wb") as opened:
-            write(content, opened)
-    else:
-        write(content, path)
-    return None
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 and its *client state*, what a folder has beside the engine's and the optimizer's state, as Lightning and callbacks have it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +22,8 @@ from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.files import CheckpointError, FileContent, place_of, read, recover, verify
-from lightning_zenflow.checkpoint.reader import SavedCheckpoint, with_another_partition
+from lightning_zenflow.checkpoint.files import CheckpointError, FileContent, io_of, place_of, read, recover, verify
+from lightning_zenflow.checkpoint.reader import SavedCheckpoint
 from lightning_zenflow.checkpoint.single_file import COUNTS, SavedFile, restore_counts
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.process import all_agree, raising_together
@@ -85,7 +85,7 @@ class ZenFlowEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no 
     ) -> tuple[str, dict[str, Any]]:
         """Loads a folder of any number of ranks (`load_together`); returns `load_dir` and the client state."""
         with_states = {"strict": load_module_strict, "optimizer_states": load_optimizer_states}
-        client_state = load_together(self, Path(load_dir), tag=tag, **with_states)
+        client_state = load_together(self, load_dir, tag=tag, **with_states)
         scheduler = client_state.get("lr_scheduler")
         if load_optimizer_states and load_lr_scheduler_states and None not in (scheduler, self.lr_scheduler):
             self.lr_scheduler.load_state_dict(scheduler)
@@ -110,11 +110,9 @@ class FolderSource:
     """Whether weights are left out that are not trained at present."""
 
     def files(self, place: Any) -> list[FileContent]:
-        """What the engine's `save_checkpoint` has to write on this rank to `place`; small files it writes itself.
-
-        No collective, so that a rank whose part fails leaves no other waiting: the engine's barriers and its comparison of the tag, a
-        constant, are not needed here, where the directory exists before and all ranks meet afterwards. Private: the engine calls
-        ``deepspeed.comm`` by a module-level name, and has what writes files as `checkpoint_engine`.
+        """What the engine's `save_checkpoint` has to write on this rank to `place`; small files it writes itself. No collective, so that a
+        rank whose part fails leaves no other waiting. Private: the engine calls ``deepspeed.comm`` by a module-level name, and has what
+        writes files as `checkpoint_engine`.
         """
         skipped = dict.fromkeys(("barrier", "all_reduce"), lambda *_, **__: None)
         comm, writer = SimpleNamespace(**{**vars(engine_module.dist), **skipped}), self.engine.checkpoint_engine
@@ -168,14 +166,17 @@ def as_lightning_saved(client_state: Mapping[str, Any], module: pl.LightningModu
     return checkpoint
 
 
-def one_engine(items: Iterable[Any]) -> DeepSpeedEngine:
-    """The engine among the objects that are saved or loaded; raises MisconfigurationException unless there is one, under one name."""
-    engines = [item for item in items if isinstance(item, DeepSpeedEngine)]
+def engine_in(state: Mapping[str, Any]) -> tuple[DeepSpeedEngine, dict[str, Any]]:
+    """The engine among the objects that are saved or loaded, and the entries that are engine or optimizer; raises MisconfigurationException
+    unless there is one engine, under one name.
+    """
+    ours = {name: item for name, item in state.items() if isinstance(item, DeepSpeedEngine | ZenFlowOptimizer)}
+    engines = [item for item in ours.values() if isinstance(item, DeepSpeedEngine)]
     if len(engines) != 1:
         raise MisconfigurationException(
             f"a checkpoint must have one model that was set up, under one name, got {len(engines)}: save or load each model by itself"
         )
-    return engines[0]
+    return engines[0], ours
 
 
 def optimizer_of(engine: Any) -> ZenFlowOptimizer | None:
@@ -198,12 +199,13 @@ def _loading(path: Path | str) -> Iterator[None]:
             raise CheckpointError(f"checkpoint {path}: {says}") from reason
 
 
-def read_file_together(path: Any, io: CheckpointIO | None, *, weights_only: bool | None) -> SavedFile | None:
-    """Reads a checkpoint that is one file; None: it is a folder. A collective: all ranks must call it. Without `io`, by which it is read,
-    what a killed save was replacing is put back first, and the file, or a folder's of the model, is verified.
+def read_file_together(path: Any, io: CheckpointIO, *, weights_only: bool | None) -> SavedFile | None:
+    """Reads a checkpoint that is one file, of this package or a strategy for one device; None: it is a folder. A collective: all ranks must
+    call it. Where `io`, the strategy's, does not read it (`io_of`), what a killed save was replacing is put back first, and the file, or a
+    folder's of the model, is verified.
     """
     place, is_file = place_of(path), [True]
-    if io is None:
+    if (reader := io_of(place, io)) is None:
         with _loading(place):
             if dist.get_rank() == 0:
                 recover(Path(place))
@@ -215,21 +217,20 @@ def read_file_together(path: Any, io: CheckpointIO | None, *, weights_only: bool
         dist.broadcast_object_list(is_file, src=0)
     if not is_file[0]:
         return None
-    load = partial(read, Path(place)) if io is None else partial(io.load_checkpoint, path)
+    load = partial(read, Path(place)) if reader is None else partial(reader.load_checkpoint, path)
     with _loading(place):
         return SavedFile(place, load(weights_only=weights_only))
 
 
 def load_together(
-    engine: Any, path: Path, *, strict: bool, optimizer_states: bool = True, tag: str | None = None
+    engine: Any, folder: Any, *, strict: bool, optimizer_states: bool = True, tag: str | None = None
 ) -> dict[str, Any]:
-    """Loads model and optimizer from a folder of any number of ranks, after `read_file_together`; from `tag` in `path`, or from the one
-    that was saved last. Returns the client state. A collective: all ranks must call it.
-
+    """Loads model and optimizer from a folder of this package or of DeepSpeed's ZeRO, of any number of ranks, after `read_file_together`;
+    from `tag` in `folder`, or from the one that was saved last. Returns the client state. A collective: all ranks must call it.
     Only weights are loaded without `optimizer_states`, or where the engine has no optimizer of this package. Behind a CheckpointError
     nothing has been loaded, unless the model's weights do not fit.
     """
-    optimizer = optimizer_of(engine)
+    optimizer, path = optimizer_of(engine), Path(place_of(folder))
     groups = [] if optimizer is None else optimizer.training.shapes_by_group
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if optimizer is not None:
@@ -299,10 +300,8 @@ def load_file_together(
 
 def _begun_alike(path: Path | str, state: Mapping[str, Any], optimizer: ZenFlowOptimizer) -> Mapping[str, Any]:
     """The state to load: all ranks start over where one of them cannot continue bit for bit. A collective."""
-    ours = state[CHECKPOINT_KEY]
     with _loading(path):
         n_blocks = len(optimizer.training.parts.rank.blocks)
-        continues = ours is None or not difference_of(ours, optimizer.training.steps.layout, n_blocks)
-    if all_agree(continues) or ours is None:
-        return state
-    return {**state, CHECKPOINT_KEY: with_another_partition(ours)}
+        if continues := state["continues"] and (ours := state[CHECKPOINT_KEY]) is not None:
+            continues = not difference_of(ours, optimizer.training.steps.layout, n_blocks)
+    return {**state, "continues": all_agree(continues)}

@@ -1,11 +1,8 @@
 """Files of checkpoints: where they are; atomic creation and replacement, safe against kills and failures of power; reading, with errors
 that name the file.
 
-A checkpoint, directory or file, is written in a directory beside it and renamed when it is complete. Names that only this module makes:
-
-* ``.HASH.TOKEN.zenflow-saving``: a directory in which a checkpoint is being written, or anything of one that is being deleted, with a hash
-  of the checkpoint's name and a random token. The next save of that name deletes what killed processes have left.
-* ``STEM.zenflow-replaced.SUFFIX``: the complete checkpoint STEM.SUFFIX between two renames, see `StagedSave.commit`.
+A checkpoint, directory or file, is written in a directory beside it and renamed when it is complete (docs/reliability.md, *Killed saves*,
+has the names). What is deleted gets such a name first.
 """
 
 import contextlib
@@ -22,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from lightning.fabric.plugins import CheckpointIO
 
 from lightning_zenflow.core.process import SAVING
 from lightning_zenflow.core.saved_tensors import WithoutConversion
@@ -43,8 +41,7 @@ class StagedSave:
         self._path = path
         self._sync = sync
         created = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
-        for folder in reversed(created):
-            folder.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         if sync:
             sync_all(folder.parent for folder in created)
         recover(path)
@@ -178,6 +175,18 @@ def place_of(path: Any) -> Path | str:
         return str(path)
     # The process may be in another folder when a thread writes. Without a trailing slash, as the name of a file.
     return Path(os.path.abspath(name if separator else scheme))
+
+
+def plugin_of(io: CheckpointIO) -> CheckpointIO | None:
+    """A strategy's `checkpoint_io` if it is the user's."""
+    # By name: there is one in each of Lightning's packages.
+    return None if type(io).__name__ == "TorchCheckpointIO" else io
+
+
+def io_of(place: Path | str, io: CheckpointIO) -> CheckpointIO | None:
+    """What writes, reads and removes a checkpoint: a user's plugin, or Lightning's own in a store; None: this package, and all folders."""
+    is_ours = isinstance(place, Path) and (plugin_of(io) is None or place.is_dir())
+    return None if is_ours else io
 
 
 class FileContent(NamedTuple):

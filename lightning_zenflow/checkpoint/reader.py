@@ -29,6 +29,9 @@ from lightning_zenflow.checkpoint.files import read, refusal, refuse_other_versi
 from lightning_zenflow.deepspeed.flat_buffers import Layout, copy_parts
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY, MOMENTS
 
+_MODEL_FILE = "mp_rank_00_model_states.pt"
+"""Of all ranks; under stage 3 with a prefix for each."""
+
 _ATTRIBUTES = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 """Attributes of DeepSpeed's optimizers that checkpoints have."""
 
@@ -58,9 +61,8 @@ class SavedCheckpoint:
             raise refusal(
                 self.path, "the path must be a file, or a folder of DeepSpeed with its file `latest`, got neither"
             )
-        # Not `Path.is_file`, which raises an error for a name that is too long.
-        if not any(map(os.path.isfile, self._first_model_files)):
-            name = self._first_model_files[0].relative_to(self.path)
+        if not self.is_stage_3 and not os.path.isfile(file := self.folder / _MODEL_FILE):
+            name = file.relative_to(self.path)
             raise refusal(self.path, f"a file is missing in the folder that `latest` or the tag names: {name}")
 
     @cached_property
@@ -69,16 +71,11 @@ class SavedCheckpoint:
         # Below `path`, whatever a damaged file says.
         return self.path / (self.tag or (self.path / "latest").read_text(errors="replace")).strip().lstrip("/")
 
-    @property
-    def _first_model_files(self) -> tuple[Path, Path]:
-        """Paths of the first rank's model file in stages 1 and 2, and in stage 3."""
-        name = "mp_rank_00_model_states.pt"
-        return self.folder / name, self.folder / f"zero_pp_rank_0_{name}"
-
     @cached_property
     def is_stage_3(self) -> bool:
         """True if stage 3 has saved, which divides the weights, too."""
-        return self._first_model_files[1].is_file()
+        # Not `Path.is_file`, which raises an error for a name that is too long.
+        return os.path.isfile(self.folder / f"zero_pp_rank_0_{_MODEL_FILE}")
 
     def refuse_other_stage(self, *, is_stage_3: bool) -> None:
         """Refuses files of another stage than this run's: a model in pieces loads those of stage 3, a whole one others."""
@@ -102,8 +99,7 @@ class SavedCheckpoint:
         return found[0]
 
     def _model_file(self, rank: int) -> Path:
-        whole = self._first_model_files[0]
-        return self._file(rank, f"zero_pp_rank_{rank}_{whole.name}") if self.is_stage_3 else whole
+        return self._file(rank, f"zero_pp_rank_{rank}_{_MODEL_FILE}") if self.is_stage_3 else self.folder / _MODEL_FILE
 
     @cached_property
     def model_states(self) -> Mapping[str, Any]:
@@ -200,7 +196,8 @@ class SavedCheckpoint:
         own = self.optimizer_state(own_rank)
         base, ours, saved_layouts = own[BASE_OPTIMIZER_STATE], own[CHECKPOINT_KEY], self._layouts(own)
         partitions = _partitions_of(own)
-        if world_size != self.world_size or saved_layouts != list(layouts):
+        is_other = world_size != self.world_size or saved_layouts != list(layouts)
+        if is_other:
 
             def read(r: int) -> list[list[Tensor]]:
                 return _partitions_of(own if r == own_rank else self.optimizer_state(r))
@@ -208,9 +205,6 @@ class SavedCheckpoint:
             sizes = [(1 + len(MOMENTS), layout.partition_numel) for layout in layouts]
             partitions = [list(torch.zeros(size, dtype=torch.float32, device="cpu")) for size in sizes]
             copy_parts(read, saved_layouts, layouts, rank, partitions)
-            if self.is_stage_3 and ours:
-                # Parameters of one shape may have changed places. (Stage 2 trains in another order than it saves in.)
-                ours = with_another_partition(ours)
         return {
             "partitions": partitions,
             "count": int(base["state"][_keys_of(base)[0]]["step"]),
@@ -219,6 +213,8 @@ class SavedCheckpoint:
             "groups": base["param_groups"],
             "attributes": {name: own[name] for name in _ATTRIBUTES if name in own},
             CHECKPOINT_KEY: ours,
+            # Parameters of one shape may have changed places. (Stage 2 trains in another order than it saves in.)
+            "continues": not (self.is_stage_3 and is_other),
         }
 
     def _layouts(self, state: Mapping[str, Any]) -> list[Layout]:
@@ -247,29 +243,18 @@ class SavedCheckpoint:
         def cut(n_ranks: int, names: Iterable[str]) -> list[Layout]:
             return [Layout.of_pieces({name: math.prod(saved[name])}, n_ranks=n_ranks) for name in names]
 
-        targets = cut(world_size, names)
+        def read(r: int) -> list[list[Tensor]]:
+            masters, fragments = self.optimizer_state(r)[SINGLE_PARTITION_OF_FP32_GROUPS], self.read_model(r)
+            return [[part] for part in (*masters, *(fragments[FROZEN_PARAM_FRAGMENTS][name] for name in frozen))]
+
+        targets, frozen = cut(world_size, names), [name for name in of_frozen if name in names]
         pieces = {
             name: torch.zeros(target.partition_numel, dtype=module[name].dtype, device="cpu")
             for name, target in zip(names, targets, strict=True)
         }
-        frozen = [name for name in of_frozen if name in names]
-        to = [[piece] for piece in pieces.values()]
-
-        def masters(r: int) -> list[list[Tensor]]:
-            return [[flat] for flat in self.optimizer_state(r)[SINGLE_PARTITION_OF_FP32_GROUPS]]
-
-        def fragments(r: int) -> list[list[Tensor]]:
-            of_names = self.read_model(r)[FROZEN_PARAM_FRAGMENTS]
-            return [[of_names[name]] for name in frozen]
-
-        copy_parts(masters, self._layouts({}), targets, rank, to)
-        copy_parts(fragments, cut(self.world_size, frozen), targets, rank, to)
+        sources = [*self._layouts({}), *cut(self.world_size, frozen)]
+        copy_parts(read, sources, targets, rank, [[piece] for piece in pieces.values()])
         return pieces
-
-
-def with_another_partition(run_state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a run which no run continues bit for bit, as `difference_of` finds: who loads it starts over."""
-    return {**run_state, "layout": {**run_state["layout"], "slices": None}}
 
 
 def _keys_of(base: Mapping[str, Any]) -> list[Any]:

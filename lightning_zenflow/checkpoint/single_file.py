@@ -20,8 +20,6 @@ user's own objects is loaded by ``torch.load(path, weights_only=True)``.
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,6 @@ import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero import GatheredParameters
-from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 
 from lightning_zenflow.checkpoint.files import FileContent, refusal, refuse_other_version
@@ -50,8 +47,9 @@ COUNTS = ("global_steps", "global_samples", "skipped_steps")
 _WEIGHTS_ONLY = "`model = Module.load_from_checkpoint(path)`"
 
 
-class WholeState:
-    """The state of a model and its optimizer that rank 0 writes to a file. All ranks put together one parameter at a time.
+class FileSource:
+    """What is saved as one file, which rank 0 writes: the state of a model and its optimizer, of which all ranks put together one parameter
+    at a time, and what else `content` has.
 
     One rank's float32 states are written from where they are, all others from `DiskCopies`: torch writes a file when all of it is there.
 
@@ -59,6 +57,7 @@ class WholeState:
         engine: of the model.
         optimizer: the one that trains or has trained the model, if any.
         weights: the module's state dict, as hooks have left it.
+        content: what the file has, from the attributes as they are in `gathered`.
         moments: whether the optimizer's state is saved.
         without_frozen: whether weights are left out that are not trained at present.
         handed: the state dict that hooks were given, if there are some.
@@ -75,12 +74,13 @@ class WholeState:
         engine: DeepSpeedEngine,
         optimizer: ZenFlowOptimizer | None,
         weights: dict[str, Any],
+        content: "Callable[[FileSource], Mapping[str, Any]]",
         *,
         moments: bool,
-        without_frozen: bool = False,
+        without_frozen: bool,
         handed: Mapping[str, Any] | None = None,
     ) -> None:
-        self._engine, self._optimizer, self.weights = engine, optimizer, weights
+        self._engine, self._optimizer, self.weights, self._content = engine, optimizer, weights, content
         self._firsts = further_names(engine.module)
         # A user may have replaced parameters since training ended.
         self._parameters: dict[str, Any] = dict(engine.module.named_parameters())
@@ -164,7 +164,13 @@ class WholeState:
                     whole = self._optimizer.training.full_state.read(name, key)
                     if self._whole:
                         self._whole[key][name].copy_(whole)
-        self._gather_pieces()
+        for name, parameter in (pieces := self._in_pieces).items():
+            with GatheredParameters([parameter]):
+                if self._whole:
+                    self._whole[None][name].copy_(parameter.detach())
+        if pieces and self._optimizer is not None:
+            # Those that DeepSpeed keeps gathered.
+            self._optimizer.gather_weights()
         if self._optimizer is not None and len(self._keys) > 1:
             of_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
             dist.gather_object(self._optimizer.training.state_dict(), of_ranks)
@@ -183,16 +189,6 @@ class WholeState:
         finally:
             self.weights.update(shown)
             self.optimizer_state = {}
-
-    @torch.no_grad()
-    def _gather_pieces(self) -> None:
-        """Puts together the parameters of `_in_pieces`; those that DeepSpeed keeps gathered are gathered again afterwards."""
-        for name, parameter in (pieces := self._in_pieces).items():
-            with GatheredParameters([parameter]):
-                if self._whole:
-                    self._whole[None][name].copy_(parameter)
-        if pieces and self._optimizer is not None:
-            self._optimizer.gather_weights()
 
     def _fill(self) -> None:
         masters = self._whole[None]
@@ -221,34 +217,12 @@ class WholeState:
             ],
         }
 
-
-@dataclass(frozen=True, kw_only=True)
-class FileSource:
-    """What is saved as one file, which rank 0 writes."""
-
-    state: WholeState
-    content: Callable[[WholeState], Mapping[str, Any]]
-    """What the file has, when `state` is put together."""
-    path: Any
-    io: CheckpointIO | None
-    """Writes the file to `path`; None: this package."""
-    storage_options: Any
-
-    def __post_init__(self) -> None:
-        """Refuses options that nothing reads."""
-        if self.io is None and self.storage_options is not None:
-            given = self.storage_options
-            raise TypeError(f"storage_options must be None without a plugin that reads them, got {given!r}")
-
     def files(self, place: Any) -> list[FileContent]:
-        """As of `FolderSource.files`: this rank's."""
+        """As of `FolderSource.files`: this rank's, in `gathered`."""
         if dist.get_rank() != 0:
             return []
-        run_state = self.state.run_state
-        content = {**self.content(self.state), **({} if run_state is None else {FILE_KEY: run_state})}
-        if self.io is None:
-            return [FileContent(content, place)]
-        return [FileContent(content, self.path, partial(self.io.save_checkpoint, storage_options=self.storage_options))]
+        ours = {} if self.run_state is None else {FILE_KEY: self.run_state}
+        return [FileContent({**self._content(self), **ours}, place)]
 
 
 class SavedFile:
@@ -339,6 +313,7 @@ class SavedFile:
             "groups": groups,
             "moments": {key: {name: of_one[key] for name, of_one in states.items()} for key in MOMENTS},
             CHECKPOINT_KEY: copy.deepcopy(ours),
+            "continues": True,
         }
 
     def restore_engine(self, engine: DeepSpeedEngine) -> None:

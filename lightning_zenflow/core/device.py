@@ -9,16 +9,13 @@ import logging
 import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
-from typing import cast
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, TypeAlias, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
-
-from lightning_zenflow.core.process import new_pages
 
 _log = logging.getLogger(__name__)
 
@@ -26,34 +23,16 @@ _RESERVE = 0.05
 """Share of the device's memory that stays free, for fragmentation and longer batches."""
 
 
-class Event:
-    """As `torch.cuda.Event`: a point in a stream's order; on the CPU one that everything precedes."""
+Event: TypeAlias = torch.Event
+"""A point in a stream's order: `torch.cuda.Event`, or on the CPU `torch.cpu.Event`, which everything precedes."""
 
-    def query(self) -> bool:
-        """Whether the device has reached the event."""
-        return True
-
-    def synchronize(self) -> None:
-        """Waits until it has."""
-
-    def elapsed_time(self, end_event: "Event", /) -> float:
-        """Milliseconds between two events that were recorded with timing."""
-        return 0.0
-
-
-class Stream:
-    """As `torch.cuda.Stream`: a queue of the device; on the CPU one that is always empty."""
-
-    def wait_stream(self, stream: "Stream", /) -> None:
-        """Orders later work of this stream behind the present end of another one."""
-
-    def wait_event(self, event: Event, /) -> None:
-        """Orders later work of this stream behind an event."""
+Stream: TypeAlias = torch.Stream
+"""A queue of the device: `torch.cuda.Stream`, or on the CPU `torch.cpu.Stream`, which is always empty."""
 
 
 class HostRuntime:
-    """Operations on a device that are not operations on tensors: those of the CPU, which are done when the call returns. Other devices
-    override them.
+    """Operations on a device that are not operations on tensors: what torch has for each type of device, and the rest as a CPU has it,
+    which other devices override.
     """
 
     runs_behind = False
@@ -63,24 +42,32 @@ class HostRuntime:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    @property
+    def _module(self) -> Any:
+        """`torch.cuda`, `torch.cpu` or the like."""
+        return torch.get_device_module(self.device)
+
     def new_stream(self) -> Stream:
         """A new stream."""
-        return Stream()
+        return cast(Stream, self._module.Stream(self.device))
 
     def current_stream(self) -> Stream:
         """The stream that operations of this thread are enqueued on."""
-        return Stream()
+        return cast(Stream, self._module.current_stream(self.device))
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Makes `stream` the current one in the context."""
-        return nullcontext()
+        return cast(AbstractContextManager[object], self._module.stream(stream))
 
     def record_event(self, *, timing: bool = False) -> Event:
-        """Records a new event on the current stream, with a timestamp for `Event.elapsed_time` if `timing`."""
-        return Event()
+        """Records a new event on the current stream, with a timestamp for `Event.elapsed_time` if `timing`, which a CPU has not."""
+        event: Event = self._module.Event(**({"enable_timing": True} if timing else {}))
+        event.record(self.current_stream())
+        return event
 
     def synchronize(self) -> None:
         """Waits for all work of the device."""
+        self._module.synchronize(self.device)
 
     def keep_for(self, stream: Stream, tensor: Tensor) -> None:
         """Keeps the tensor's memory from being reused before the present work of `stream`."""
@@ -145,30 +132,8 @@ class CudaRuntime(HostRuntime):
     runs_behind = True
 
     @override
-    def new_stream(self) -> Stream:
-        return cast(Stream, torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
-
-    @override
-    def current_stream(self) -> Stream:
-        return cast(Stream, torch.cuda.current_stream(self.device))
-
-    @override
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
-        return torch.cuda.stream(stream)  # type: ignore[arg-type]
-
-    @override
-    def record_event(self, *, timing: bool = False) -> Event:
-        event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return cast(Event, event)
-
-    @override
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
-
-    @override
     def keep_for(self, stream: Stream, tensor: Tensor) -> None:
-        tensor.record_stream(stream)  # type: ignore[arg-type]
+        tensor.record_stream(stream)
 
     @override
     def page_lock(self, address: int, n_bytes: int) -> None:
@@ -249,56 +214,6 @@ def runtime_of(device: torch.device) -> HostRuntime:
 
 PAGE_BYTES = max(4096, mmap.PAGESIZE)
 """Of the system's memory; 64 KiB on some kernels for aarch64. What is page-locked apart shares no page."""
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple that is not below `value`."""
-    return -(-value // multiple) * multiple
-
-
-class PageLocks:
-    """Page-locked host memory of one rank, which is unlocked together."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._runtime = runtime_of(device)
-        self._addresses: list[int] = []
-        self._copies: list[Tensor] = []  # must not be freed before `release`
-
-    @property
-    def are_needed(self) -> bool:
-        """True if copies from and to pageable memory would make the host wait."""
-        return self._runtime.runs_behind
-
-    def lock(self, address: int, n_bytes: int) -> None:
-        """Page-locks memory, unless the system refuses."""
-        try:
-            self._runtime.page_lock(address, n_bytes)
-        except RuntimeError as refusal:
-            warn_of_pageable_memory(str(refusal))
-        else:
-            self._addresses.append(address)
-
-    def copy_of(self, values: Tensor) -> Tensor:
-        """A copy in page-locked memory, which children do not inherit; where that is not needed, `values`."""
-        if not self.are_needed or values.numel() == 0:
-            return values
-        copy = new_pages(values.nbytes).view(values.dtype).view(values.shape).copy_(values)
-        # Whole memory pages, which no other range shares; torch's allocator would round to powers of two.
-        self.lock(copy.data_ptr(), round_up(values.nbytes, mmap.PAGESIZE))
-        self._copies.append(copy)
-        return copy
-
-    def release(self) -> None:
-        """Unlocks the memory. Errors of the device are logged."""
-        # After an error, copies may still be in flight.
-        unlocks: list[Callable[[], None]] = [partial(self._runtime.page_unlock, a) for a in self._addresses]
-        for release in [self._runtime.synchronize, *unlocks]:
-            try:
-                release()
-            except RuntimeError as fault:
-                # After a fault of the device every call reports it. The error that ends training stays the one that is raised.
-                _log.warning("at the end of training the device reports: %s", fault)
-        self._copies.clear()
 
 
 class SideStream:

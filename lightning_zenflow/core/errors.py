@@ -1,5 +1,7 @@
 """The exception for what a user has set wrongly, and what messages call a front's methods."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 
@@ -51,6 +53,13 @@ def kept_gradients(calls: Calls) -> MisconfigurationException:
     )
 
 
+def unused(names: Iterable[str], instead: str = "") -> MisconfigurationException:
+    """The error for a step without gradients of some parameters."""
+    return MisconfigurationException(
+        f"the loss of a step must depend on every trained parameter, got none of {', '.join(names)}: freeze them{instead}"
+    )
+
+
 def second_step(calls: Calls) -> MisconfigurationException:
     """The error for a step by gradients that a step before has used."""
     return MisconfigurationException(
@@ -58,9 +67,16 @@ def second_step(calls: Calls) -> MisconfigurationException:
     )
 
 
-def raise_late_read(error: RuntimeError) -> None:
-    """Raises an error of ours for torch's, which has no class of its own, of a backward pass that uses what has been written in place."""
-    if "modified by an inplace operation" in str(error):
+@contextmanager
+def naming_late_reads() -> Iterator[None]:
+    """Context of a backward pass: raises an error of ours for torch's, which has no class of its own, where the pass uses what has been
+    written in place.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
         raise MisconfigurationException(
             "ZenFlowStrategy: a backward pass must not use a weight whose gradient is there already, as of `weight.detach()`, of layers"
             " with `requires_grad_(False)` in a part of the forward pass, or of one in two checkpoints without use_reentrant=False: weights"

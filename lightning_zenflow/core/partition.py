@@ -114,7 +114,7 @@ class Partition:
     @property
     def block_numel(self) -> int:
         """Elements of the largest block, including padding, rounded up to `ALIGNMENT`."""
-        return align(max((block.end - block.begin for block in self.blocks), default=0))
+        return round_up(max((block.end - block.begin for block in self.blocks), default=0))
 
     @cached_property
     def tiles_by_slice(self) -> Sequence[Sequence[int]]:
@@ -125,9 +125,9 @@ class Partition:
         return found
 
 
-def align(numel: int) -> int:
-    """`numel` rounded up to a multiple of `ALIGNMENT`."""
-    return -(-numel // ALIGNMENT) * ALIGNMENT
+def round_up(value: int, multiple: int = ALIGNMENT) -> int:
+    """The smallest multiple that is not below `value`."""
+    return -(-value // multiple) * multiple
 
 
 def group_begins(partition_sizes: Sequence[int]) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ def group_begins(partition_sizes: Sequence[int]) -> tuple[int, ...]:
     begins, end = [], 0
     for size in partition_sizes:
         begins.append(end)
-        end = align(end + size)
+        end = round_up(end + size)
     return tuple(begins)
 
 
@@ -146,7 +146,7 @@ def build_partition(
     `partition_sizes` include padding; `multiple` is that of `Partition.block_length`, None: blocks end between rows where they can.
     """
     begins = group_begins(partition_sizes)
-    numel = begins[-1] + align(partition_sizes[-1]) if begins else 0
+    numel = begins[-1] + round_up(partition_sizes[-1]) if begins else 0
     length = None if multiple is None else max(1, -(-numel // (n_blocks * multiple))) * multiple
     tiles, blocks = cut_between_rows(slices, n_blocks) if length is None else cut_at_multiples(slices, numel, length)
     return Partition(

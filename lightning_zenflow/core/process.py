@@ -18,6 +18,7 @@ import re
 import socket
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -139,34 +140,31 @@ def one_at_a_time() -> Iterator[None]:
 
 
 class PutBack:
-    """A value of the process, or of each thread, that trainings note when they begin and put back when they end: the last end restores what
-    the first begin has found.
-    """
+    """A value of the process, or of each thread, that trainings change: the end of the last one puts back what the first one has found."""
 
     def __init__(self, read: Callable[[], Any], write: Callable[[Any], object], *, of_thread: bool = False) -> None:
         self._read, self._write, self._of_thread = read, write, of_thread
-        self._notes: list[dict[str, Any]] = []
+        # By thread.
+        self._trainings: defaultdict[int, set[object]] = defaultdict(set)
+        self._found: dict[int, Any] = {}
         # The garbage collector may end a training within each call.
         self._lock = threading.RLock()
 
     def begin(self) -> Callable[[], None]:
-        """Notes the value; what is returned ends that, and may be called again."""
-        note: dict[str, Any] = {"thread": threading.get_ident() if self._of_thread else 0}
+        """Notes a training; what is returned ends that, and may be called again."""
+        thread, training = threading.get_ident() if self._of_thread else 0, object()
         with self._lock:
-            self._notes.append(note)
-            # Unless an end has just handed on its own.
-            note.setdefault("before", self._read())
-        return partial(self._end, note)
+            # First, so that none that ends meanwhile is the last.
+            self._trainings[thread].add(training)
+            if thread not in self._found:
+                self._found[thread] = self._read()
+        return partial(self._end, thread, training)
 
-    def _end(self, note: dict[str, Any]) -> None:
+    def _end(self, thread: int, training: object) -> None:
         with self._lock:
-            of_thread = [n for n in self._notes if n["thread"] == note["thread"]]
-            for number in (i for i, known in enumerate(of_thread) if known is note):
-                self._notes[:] = [known for known in self._notes if known is not note]
-                if later := of_thread[number + 1 :]:
-                    later[0]["before"] = note["before"]
-                else:
-                    self._write(note["before"])
+            self._trainings[thread].discard(training)
+            if not self._trainings[thread] and thread in self._found:
+                self._write(self._found.pop(thread))
 
 
 def _write_variables(values: Mapping[str, str | None]) -> None:

@@ -1,9 +1,8 @@
 """Staggered update schedule: the steps at which windows close and update jobs are published, the memory for them, and the compensation of
 the staleness that remains. Pure Python.
 
-Steps count from 1. Blocks have phases 0..S-1 (S = update_interval). Each step closes the windows of one phase, so that all steps copy the
-same number of bytes and give the worker the same work. A job submitted at the end of step t is published before step t + 1 + d
-(d = publish_lag). The step number alone determines all of this, so that runs repeat bit for bit.
+Steps count from 1. Blocks have phases 0..S-1 (S = update_interval), and each step closes the windows of one phase. A job submitted at the
+end of step t is published before step t + 1 + d (d = publish_lag). docs/how_it_works.md, "Staggered windows and replay", says why.
 
 Compensation moves weights beyond the exact ones, so that a forward pass sees nearly AdamW's (docs/decisions.md has the reasons).
 A window that closes with step t is published d steps later. The forward passes of steps t + d + 1 to t + d + S see its weights: the exact

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,20 +14,23 @@ from torch.optim import Optimizer
 
 @dataclass(frozen=True, kw_only=True)
 class GroupHyperparameters:
-    """Hyperparameters of one parameter group in one step."""
+    """Hyperparameters of one parameter group in one step, by the names of `torch.optim.AdamW`: all >= 0, `beta1` and `beta2` below 1."""
 
     lr: float
-    """Learning rate, >= 0."""
     beta1: float
-    """Decay of the first moment, 0 <= beta1 < 1."""
     beta2: float
-    """Decay of the second moment, 0 <= beta2 < 1."""
     eps: float
-    """Added to the square root of the second moment, >= 0."""
     weight_decay: float
-    """Coefficient of the weight decay, >= 0."""
     decoupled: bool
     """True for AdamW: the decay acts on the weight. False for Adam: it is added to the gradient."""
+
+
+class GivenFactor(NamedTuple):
+    """What the user's code has multiplied to all gradients of a step, 0-D float32 on the device or the CPU."""
+
+    whole: Tensor
+    unscaling: Tensor | None
+    """The part of it that takes off a loss scale, as of `torch.amp.GradScaler`; None: there was none. The rest is clipping."""
 
 
 def read_hyperparameters(optimizer: Optimizer) -> list[GroupHyperparameters]:
@@ -97,21 +100,24 @@ def step_scale(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float, co
     The squared norm is that of the gradients of all ranks, with loss scale: 0-D float64, as `count`, the number of steps applied before.
     """
     norm = _norm(sum_of_squares, loss_scale)
-    factor = clip_factor(sum_of_squares, max_norm=max_norm, loss_scale=loss_scale, norm=norm)
+    factor = clip_factor(sum_of_squares, max_norm=max_norm, loss_scale=loss_scale)
     finite = ~factor.isnan()
     return StepScale(factor=factor, finite=finite, norm=norm, count=count + finite)
 
 
-def clip_factor(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float, norm: Tensor | None = None) -> Tensor:
-    """`StepScale.factor` alone, in fewer launches; `norm`: that of `StepScale`, if it is known."""
+def clip_factor(sum_of_squares: Tensor, *, max_norm: float | Tensor, loss_scale: float | Tensor) -> Tensor:
+    """`StepScale.factor` alone, in fewer launches. Limit and loss scale may be on the device too, 0-D float32."""
     # Zero, or NaN where the sum is not finite in float32. Few operations: each block that is submitted in backward has a factor.
     single = sum_of_squares.float()
     gap = single - single
-    if max_norm == 0:
+    if _is(max_norm, 0):
         return gap.add_(1.0 / loss_scale)
-    norm = _norm(sum_of_squares, loss_scale) if norm is None else norm
-    divisor = norm.add(1e-6).div_(max_norm).clamp_(min=1.0)
-    return (divisor if loss_scale == 1 else divisor.mul_(loss_scale)).reciprocal_().add_(gap)
+    divisor = _norm(sum_of_squares, loss_scale).add(1e-6).div_(max_norm).clamp_(min=1.0)
+    return (divisor if _is(loss_scale, 1) else divisor.mul_(loss_scale)).reciprocal_().add_(gap)
+
+
+UNCLIPPED = 1 - 2**-20
+"""Smallest clip coefficient of a step without clipping: 1 but for the rounding of the factor."""
 
 
 def step_word(factor: Tensor, step: int) -> Tensor:
@@ -121,9 +127,14 @@ def step_word(factor: Tensor, step: int) -> Tensor:
     return torch.cat([bits, bits ^ number[:1], number])  # little-endian
 
 
-def _norm(sum_of_squares: Tensor, loss_scale: float) -> Tensor:
+def _norm(sum_of_squares: Tensor, loss_scale: float | Tensor) -> Tensor:
     norm = sum_of_squares.sqrt()
-    return (norm if loss_scale == 1 else norm / loss_scale).float()
+    return (norm if _is(loss_scale, 1) else norm / loss_scale).float()
+
+
+def _is(value: float | Tensor, number: float) -> bool:
+    """Whether the host knows that a value is a number."""
+    return not isinstance(value, Tensor) and value == number
 
 
 def _by_type(parts: Sequence[Tensor]) -> list[Tensor]:
@@ -139,7 +150,12 @@ class GradientNorms:
     function of the gradients alone, so that runs repeat; ranks predict from their own parts. Nothing here is read by the host. If
     `speculates`, `word` takes the factor of a step that is not clipped, instead.
 
+    Where the user's code clips, its limit and its loss scale are *learned* from the factors of the steps before. Only a clipped step shows
+    the limit; a step above it that is not clipped makes it unknown again, and none is predicted to be clipped then.
+
     Attributes:
+        learns: whether the step is predicted with what has been learned.
+        max_norm, loss_scale: of `step_scale`; those that have been learned are 0-D float32 on the device.
         sum: 0-D float64; of what blocks have counted in the step.
         partial: [n_blocks] float64; for each block the sum when it was complete.
         ratio: [n_blocks] float64; of the whole to `partial`; NaN: not known.
@@ -155,18 +171,25 @@ class GradientNorms:
         self.partial = torch.zeros(n_blocks, dtype=torch.float64, device=device)
         self.ratio = torch.full((n_blocks,), torch.nan, dtype=torch.float64, device=device)
         self._last = torch.zeros((), dtype=torch.float64, device=device)
+        self._limit = torch.full((), torch.inf, dtype=torch.float32, device=device)
+        self._scale = torch.ones_like(self._limit)
         self.expected = self._last.clone()
         self.knows_last = False
 
     def open(self, step: int, *, max_norm: float, loss_scale: float) -> None:
-        """Begins a step; the norms are those of `step_scale`."""
-        self.step, self.max_norm, self.loss_scale = step, max_norm, loss_scale
+        """Begins a step; the norms are those of `step_scale`. Infinity: the user's code clips, to what is learned."""
+        self.step, self.learns = step, math.isinf(max_norm) and not self.speculates
+        self.max_norm: float | Tensor = max_norm
+        self.loss_scale: float | Tensor = loss_scale
+        if self.learns:
+            # Copies, as below.
+            self.max_norm, self.loss_scale = self._limit.clone(), self._scale.clone()
         self._parts.clear()
         self._n_in_sum = 0
         self.sum.zero_()
         self.partial.zero_()
         # In its own memory: backward and the step use different streams.
-        torch.mul(self._last, loss_scale**2, out=self.expected)
+        torch.mul(self._last, self.loss_scale**2, out=self.expected)
 
     def add(self, parts: Iterable[Tensor]) -> None:
         """Adds `SquaredNorms.parts` of gradients that have arrived."""
@@ -198,11 +221,22 @@ class GradientNorms:
         squared_norm = self.up_to(block)
         if self.speculates:
             squared_norm = squared_norm - squared_norm  # zero, or NaN where the sum is not finite
-        elif self.max_norm > 0:
+        elif not _is(self.max_norm, 0):
             squared_norm = self.predict(block)
         return step_word(clip_factor(squared_norm, max_norm=self.max_norm, loss_scale=self.loss_scale), self.step)
 
-    def end_step(self, squared_norm: Tensor, *, finite: Tensor, loss_scale: float) -> None:
+    def learn(self, squared_norm: Tensor, scale: StepScale, unscaling: Tensor) -> Tensor:
+        """Learns from a step's own squared norm and factor, of which `unscaling` takes off the loss scale; returns the loss scale."""
+        norm, coefficient = squared_norm.sqrt() * unscaling + 1e-6, scale.factor / unscaling
+        limit = torch.where(coefficient < UNCLIPPED, norm * coefficient, self._limit)
+        # Rounding makes no other limit.
+        limit = torch.where(norm * coefficient > limit * (1 + 1e-5), torch.inf, limit)
+        loss_scale = unscaling.reciprocal()
+        for learned, of_step in ((self._limit, limit), (self._scale, loss_scale)):
+            learned.copy_(torch.where(scale.finite, of_step, learned))
+        return loss_scale
+
+    def end_step(self, squared_norm: Tensor, *, finite: Tensor, loss_scale: float | Tensor) -> None:
         """Takes the step's own squared norm, 0-D float64; one that is not finite is not predicted from."""
         # Geometric mean of the step's own ratio and of the mean so far.
         latest = torch.where(self.partial > 0, squared_norm / self.partial, torch.nan)
@@ -213,11 +247,17 @@ class GradientNorms:
 
     def state_dict(self) -> dict[str, Any] | None:
         """What the next step is predicted from, on the CPU; None: nothing yet."""
-        return {"ratio": self.ratio.cpu(), "last": self._last.cpu()} if self.knows_last else None
+        if not self.knows_last:
+            return None
+        return {name: value.cpu() for name, value in self._state.items()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Inverse of `state_dict`, for the same blocks."""
         self.knows_last = state is not None
         if state is not None:
-            self.ratio.copy_(state["ratio"])
-            self._last.copy_(state["last"])
+            for name, value in self._state.items():
+                value.copy_(state.get(name, value))  # earlier checkpoints have no "limit" and "scale"
+
+    @property
+    def _state(self) -> dict[str, Tensor]:
+        return {"ratio": self.ratio, "last": self._last, "limit": self._limit, "scale": self._scale}

@@ -68,11 +68,6 @@ def use_cpu_accelerator() -> None:
         set_accelerator(CpuAccelerator())
 
 
-def named_device(device: torch.device) -> torch.device:
-    """A rank's device by the name that its tensors have."""
-    return CPU if device.type == "cpu" else device
-
-
 class RankProcess:
     """What a strategy has changed in the process of its rank, from the set-up of Lightning's environment to the end."""
 
@@ -98,15 +93,16 @@ class RankProcess:
         if group is not None and group not in distributed_c10d._world.pg_map:
             groups._release_process_group_references()
         devices = strategy.parallel_devices or []
-        if all(device.type == "cpu" for device in devices):
-            # Lightning leaves them without index; its check, like DeepSpeed's, expects the local rank.
-            strategy.parallel_devices = [torch.device("cpu", rank) for rank in range(len(devices))]
         if strategy.root_device.type == "cpu":
             use_cpu_accelerator()
             # Lightning's `DeepSpeedStrategy` only refuses the CPU.
             set_up = partial(lightnings.DDPStrategy.setup_environment, strategy)
+            # Its check expects the local rank as index.
+            strategy.parallel_devices = [torch.device("cpu", rank) for rank in range(len(devices))]
         with _as_one_device(lightnings.DeepSpeedStrategy.__module__) if is_alone else nullcontext():
             set_up()
+        if strategy.root_device.type == "cpu":
+            strategy.parallel_devices = [CPU] * len(devices)
         if (timeout := strategy._timeout) is not None:
             # Private: all of ZeRO's collectives use this group, which DeepSpeed makes with torch's default timeout of 30 minutes; torch
             # before 2.14 has no public way to change it.

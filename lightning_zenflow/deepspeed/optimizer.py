@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zenflow.core.device import Stream, runtime_of
-from lightning_zenflow.core.errors import MisconfigurationException, other_backward
+from lightning_zenflow.core.errors import MisconfigurationException, other_backward, unused
+from lightning_zenflow.core.process import raise_together
 from lightning_zenflow.core.saved_tensors import DiskCopies
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, read_hyperparameters
 from lightning_zenflow.deepspeed.flat_buffers import Layout, ReorderedStates, slices_of
@@ -189,9 +190,7 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
         # Private: torch's Optimizer.step sets it; schedulers warn without it that they were stepped first.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         # A dynamic loss scale (fp16) must know on the host whether the step overflowed, and waits for the device.
-        done = self.training.step(
-            asks_finite=self.loss_scaler.dynamic, refuses_unused=not self.ignore_unused_parameters
-        )
+        done = self.training.step(asks_finite=self.loss_scaler.dynamic)
         if done is None:
             return
         # Private: DeepSpeed's engine reads it for `get_global_grad_norm`.
@@ -201,6 +200,14 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
             # Private: the loss scaler's own rule, which DeepSpeed's `step` calls.
             self._update_scale(self.overflow)
         self._is_behind_step = True
+
+    def refuse_unused(self) -> None:
+        """See `Engine`. A collective: a rank knows of the parameters that it holds a part of."""
+        if not self.ignore_unused_parameters:
+            names, slices = list(self.training.full_state.parameters), self.training.parts.rank.partition.slices
+            found = [names[slices[index].parameter] for index in self.training.parts.fill.unused()]
+            error = unused(found, ", or set DeepSpeed's zero_optimization.ignore_unused_parameters to true")
+            raise_together(error if found else None, MisconfigurationException)
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         """Refused: the ranks divide all parameters at set-up."""

@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO-3 offload optimizer around `ZenFlowStep`, with parameters on the device or in host memory."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -68,7 +68,6 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
     def __init__(self, *args: Any, ds_config: dict[str, Any], **kwargs: Any) -> None:
         # DeepSpeed itself reads it under stage 1 and 2 only.
         self.ignore_unused_parameters = ds_config["zero_optimization"].get("ignore_unused_parameters", True)
-        self._gathers_afterwards = False
         super().__init__(*args, ds_config=ds_config, **kwargs)
         in_pieces.add(self)
 
@@ -98,7 +97,7 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
             ],
             piece_of=lambda parameter: getattr(parameter, "ds_tensor", parameter),
             in_place=self.offload_param,
-            release_weights=self._release_weights,
+            release_weights=lambda: self._use_memory_of(list(map(_without_memory, self.fp16_partitioned_groups_flat))),
         )
         if self.offload_param:
             self._use_memory_of(self.training.parts.rank.weights)
@@ -137,10 +136,6 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
         super().create_reduce_and_remove_grad_hooks()
         # Private: DeepSpeed's list of those that `destroy` removes.
         self._leaf_module_hooks += check_inputs_of_leaf_modules(self.module)
-
-    def _release_weights(self) -> None:
-        """Frees DeepSpeed's copy of the weights in host memory."""
-        self._use_memory_of([_without_memory(flat) for flat in self.fp16_partitioned_groups_flat])
 
     def _slice_in_flight(self, parameter: Any) -> int | None:
         """This rank's slice of a parameter in host memory, which the worker may write; None: it is frozen or all padding here."""
@@ -278,7 +273,9 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
     @override
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        with super().gathered(), self._gathered_afterwards():
+        with super().gathered(), ExitStack() as end:
+            # Also where it fails on some ranks only.
+            end.callback(self.gather_weights)
             yield
 
     @override
@@ -286,18 +283,9 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
     def loading(self) -> Iterator[None]:
         # As DeepSpeed's engine: drops what is gathered.
         self.checkpoint_event_prologue()
-        with super().loading(), self._gathered_afterwards():
+        with super().loading(), ExitStack() as end:
+            end.callback(self.gather_weights)
             yield
-
-    @contextmanager
-    def _gathered_afterwards(self) -> Iterator[None]:
-        """Context of a save or a load, which may fail on some ranks only: all gather again what stays gathered at its end."""
-        self._gathers_afterwards = True
-        try:
-            yield
-        finally:
-            self._gathers_afterwards = False
-            self.gather_weights()
 
     @override
     def checkpoint_event_prologue(self) -> None:
@@ -307,9 +295,7 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
 
     @override
     def checkpoint_event_epilogue(self) -> None:
-        """As DeepSpeed's, which gathers; nothing in `_gathered_afterwards`."""
-        if not self._gathers_afterwards:
-            super().checkpoint_event_epilogue()
+        """Nothing: the contexts of saves and loads gather at their end, and what is not gathered is where it is used."""
 
     @property
     @override

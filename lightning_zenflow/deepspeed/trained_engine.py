@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import deepspeed
 import torch
-from deepspeed import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine, initialize
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -81,7 +81,7 @@ def training_engine(
     module: Module, optimizer: Optimizer | None, config: dict[str, Any], device: torch.device, scheduler: Any = None
 ) -> DeepSpeedEngine:
     """DeepSpeed's engine of a model that is trained, with the optimizer that its configuration has if there is no other."""
-    engine, *_ = deepspeed.initialize(
+    engine, *_ = initialize(
         args=_device_of(device),
         config=config,
         model=module,
@@ -104,7 +104,7 @@ def inference_engine(module: Module, config: Mapping[str, Any], device: torch.de
     settings = {"train_micro_batch_size_per_gpu": 1, **{key: config[key] for key in keys if key in config}}
     # In bf16 it prints the memory in use, on six lines.
     with redirect_stdout(io.StringIO()):
-        engine, *_ = deepspeed.initialize(
+        engine, *_ = initialize(
             args=_device_of(device), config=settings, model=module, model_parameters=[], dist_init_required=False
         )
     return engine

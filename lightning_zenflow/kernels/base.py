@@ -198,8 +198,10 @@ class Kernels:
 
     def select(self, part: Tensor, selection: Selection) -> None:
         """Copies the selection's columns of a part of a gradient, [rows, width], to its entries."""
-        columns = selection.columns
-        selection.entries.copy_(part if columns is None else part.index_select(1, columns))
+        if selection.columns is None:
+            selection.entries.copy_(part)
+        else:
+            torch.index_select(part, 1, selection.columns, out=selection.entries)
 
     def factored_step_(
         self, moment: SecondMoment, squared_norms: SquaredNorms, *, beta2: float, lr: float, scale: Tensor
@@ -382,10 +384,9 @@ def kernels_for(device: torch.device) -> Kernels:
     Triton that cannot compile or run its kernels is replaced by torch, with a warning.
     """
     name = os.environ.get(_VARIABLE) or {"cpu": "cpu", "cuda": "triton"}.get(device.type, "torch")
-    if name not in ("torch", "triton", "cpu"):
-        raise ValueError(f"{_VARIABLE} must be torch, triton or cpu, or not be set, got {name!r}")
-    if name == "cpu" and device.type != "cpu":
-        raise ValueError(f"{_VARIABLE} must be torch or triton for training on {device.type}, got 'cpu'")
+    names = ("torch", "triton", "cpu") if device.type == "cpu" else ("torch", "triton")
+    if name not in names:
+        raise ValueError(f"{_VARIABLE} must be {' or '.join(names)} on {device.type}, or not be set, got {name!r}")
     if name == "cpu":
         return CpuKernels()
     if name == "triton":

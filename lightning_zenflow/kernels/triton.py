@@ -45,19 +45,9 @@ class TritonKernels(Kernels):
     def route(
         self, gradient: Tensor, destinations: Sequence[Destination], *, per_axis: bool, copies: Copies = IN_ORDER
     ) -> SquaredNorms:
-        """One launch besides the copies; one more for each further destination with a selection."""
+        """One launch besides the copies and the selections."""
         self.copy_parts(gradient, destinations, copies)
-        # The first columns that are selected are copied in the launch of the sums.
-        columns: Tensor | None = None
-        entries = part = gradient
-        for destination in destinations:
-            selection = destination.selection
-            if selection is None:
-                continue
-            if columns is None and selection.columns is not None and selection.entries.numel():
-                columns, entries, part = selection.columns, selection.entries, destination.part_of(gradient)
-            else:
-                self.select(destination.part_of(gradient), selection)
+        self.select_parts(gradient, destinations)
         n_rows, n_columns = gradient.shape
         n_tiles = _ELEMENTS // (_ROWS * _COLUMNS) * triton.cdiv(gradient.numel(), _LARGE_MATRIX)
         n_groups, n_strips = triton.cdiv(n_rows, _ROWS * n_tiles), triton.cdiv(n_columns, _COLUMNS)
@@ -66,23 +56,11 @@ class TritonKernels(Kernels):
         if per_axis:
             row_parts = torch.empty(n_strips, n_rows, dtype=torch.float32, device=gradient.device)
             column_parts = torch.empty(n_groups, n_columns, dtype=torch.float32, device=gradient.device)
-        n_copies = 0 if columns is None else _copy_programs(*entries.shape)
-        device.route[(parts.numel() + n_copies,)](
-            gradient, parts, row_parts, column_parts, n_rows, n_columns, n_strips, n_tiles, parts.numel(),
-            part, gradient if columns is None else columns, entries, *part.shape, entries.shape[1],
-            per_axis=per_axis, gathers=columns is not None, enable_fp_fusion=False,
+        device.sum_squares[(parts.numel(),)](
+            gradient, parts, row_parts, column_parts, n_rows, n_columns, n_strips, n_tiles,
+            per_axis=per_axis, enable_fp_fusion=False,
         )  # fmt: skip
         return SquaredNorms(parts=parts, per_axis=(row_parts, column_parts) if per_axis else ())
-
-    @override
-    def select(self, part: Tensor, selection: Selection) -> None:
-        columns, entries = selection.columns, selection.entries
-        if columns is None:
-            super().select(part, selection)
-            return
-        device.gather_columns[(_copy_programs(*entries.shape),)](
-            part, columns, entries, *part.shape, columns.numel(), enable_fp_fusion=False
-        )
 
     @override
     def factored_step_(
@@ -156,10 +134,11 @@ class TritonKernels(Kernels):
         word = norms.sum.new_empty(2, dtype=torch.int64)
         new = {parts.dtype: parts for parts in norms.take_new()}
         singles, doubles = (new.get(t, norms.sum.new_empty(0, dtype=t)) for t in (torch.float32, torch.float64))
+        clips, inverse_scale = norms.learns or bool(norms.max_norm > 0), 1.0 if norms.learns else 1.0 / norms.loss_scale
         device.block_word[(1,)](
             singles, len(singles), doubles, len(doubles), norms.sum, norms.partial, norms.ratio, norms.expected,
-            word, block, norms.step, norms.max_norm, norms.loss_scale, 1.0 / norms.loss_scale,
-            clips=norms.max_norm > 0, speculates=norms.speculates, enable_fp_fusion=False,
+            word, block, norms.step, norms.max_norm, norms.loss_scale, inverse_scale,
+            clips=clips, speculates=norms.speculates, learns=norms.learns, enable_fp_fusion=False,
         )  # fmt: skip
         return word.view(torch.int32)
 
@@ -168,8 +147,23 @@ class TritonKernels(Kernels):
         writes = [(matrix, s) for matrix, s in writes if s.entries.numel()]
         if not writes:
             return lambda: None
+        rows = []
+        for matrix, s in writes:
+            columns, n_indices = (0, 0) if s.columns is None else (s.columns.data_ptr(), s.columns.numel())
+            sizes = n_indices, *matrix.shape, s.entries.shape[1]
+            rows.append((matrix.data_ptr(), columns, s.entries.data_ptr(), *sizes))
+        # Each program has the number of its write, and its own in that write.
+        n_programs = torch.tensor(
+            [_copy_programs(*s.entries.shape) for _, s in writes], dtype=torch.int64, device="cpu"
+        )
+        of_write = torch.repeat_interleave(n_programs)
+        first = (n_programs.cumsum(0) - n_programs)[of_write]
+        programs = torch.stack([of_write, torch.arange(len(first), dtype=torch.int64, device="cpu") - first], dim=1)
         runtime = runtime_of(writes[0][0].device)
-        on_host = [runtime.empty_on_host(table.shape, table.dtype).copy_(table) for table in _tables(writes)]
+        on_host = [
+            runtime.empty_on_host(table.shape, table.dtype).copy_(table)
+            for table in (torch.tensor(rows, dtype=torch.int64, device="cpu"), programs)
+        ]
         # In stream order, without waiting for the device.
         tables = [runtime.to_device(table) for table in on_host]
 
@@ -178,22 +172,6 @@ class TritonKernels(Kernels):
             device.write_columns[(len(tables[1]),)](*tables, writes[0][0], enable_fp_fusion=False)
 
         return write
-
-
-def _tables(writes: Sequence[ColumnWrite]) -> tuple[Tensor, Tensor]:
-    """For `write_columns`: of each write the addresses and sizes; of each program its write, and its number in that write."""
-    rows = []
-    for matrix, s in writes:
-        columns, n_indices = (0, 0) if s.columns is None else (s.columns.data_ptr(), s.columns.numel())
-        sizes = n_indices, *matrix.shape, s.entries.shape[1]
-        rows.append((matrix.data_ptr(), columns, s.entries.data_ptr(), *sizes))
-    of_writes = [_copy_programs(*s.entries.shape) for _, s in writes]
-    n_programs = torch.tensor(of_writes, dtype=torch.int64, device="cpu")
-    of_write = torch.repeat_interleave(n_programs)
-    first = n_programs.cumsum(0) - n_programs
-    numbers = torch.arange(len(of_write), dtype=torch.int64, device="cpu")
-    programs = torch.stack([of_write, numbers - first[of_write]], dim=1)
-    return torch.tensor(rows, dtype=torch.int64, device="cpu"), programs
 
 
 def _adamw_programs(numel: int) -> int:
@@ -215,7 +193,6 @@ def kernels_that_run(device: torch.device) -> TritonKernels:
     norms = kernels.route(matrix, (), per_axis=True)
     factors = kernels.factored_step_(SecondMoment.zeros(2, 2, device), norms, beta2=0.5, lr=0.0, scale=one)
     kernels.provisional_update_(matrix, matrix, factors, RoundingNoise(0, device))
-    kernels.select(matrix, selection)
     kernels.column_writer([(matrix, selection)])()
     h = GroupHyperparameters(lr=0.0, beta1=0.5, beta2=0.5, eps=1.0, weight_decay=0.0, decoupled=True)
     scale = StepScale(factor=one, finite=one.bool(), norm=one, count=one.double())

@@ -17,7 +17,7 @@ ROWS, COLUMNS = tl.constexpr(8), tl.constexpr(256)
 """Rectangle of the sums of squares and of `provisional_update`. One warp reads a row of it and adds it up without shared memory."""
 
 COPY_ROWS, COPY_COLUMNS = tl.constexpr(16), tl.constexpr(128)
-"""Rectangle of one program that copies columns, counted in selected columns."""
+"""Rectangle of one program of `write_columns`, counted in selected columns."""
 
 CHUNK, PARTS_AT_ONCE = tl.constexpr(2048), tl.constexpr(16)
 """Of `factored_step`, a single program of 16 warps: loads in flight hide their latency."""
@@ -29,12 +29,12 @@ NO_DECAY, DECAY_OF_WEIGHT, DECAY_OF_GRADIENT = tl.constexpr(0), tl.constexpr(1),
 """Of `adamw`: whether the decay acts on the weight or is added to the gradient."""
 
 
-@triton.jit
-def _sum_squares(
-    program, gradient, parts, row_parts, column_parts, n_rows, n_columns, n_strips, n_tiles,
-    per_axis: tl.constexpr,
+@triton.jit(do_not_specialize=["n_rows", "n_strips", "n_tiles"])
+def sum_squares(
+    gradient, parts, row_parts, column_parts, n_rows, n_columns, n_strips, n_tiles, per_axis: tl.constexpr
 ):  # fmt: skip
     """Sums over one strip of adjacent rectangles, one below the other. No two programs write the same element."""
+    program = tl.program_id(0)
     group, strip = program // n_strips, program % n_strips
     columns = strip * COLUMNS + tl.arange(0, COLUMNS)
     in_tile = tl.arange(0, ROWS)
@@ -57,39 +57,6 @@ def _sum_squares(
     if per_axis:
         tl.store(column_parts + group.to(tl.int64) * n_columns + columns, of_columns, mask=columns < n_columns)
     tl.store(parts + program, tl.sum(of_columns, axis=0))
-
-
-@triton.jit
-def _copy_rectangle(program, matrix, columns, n_indices, selected, n_rows, width, n_selected, gather: tl.constexpr):
-    """Copies one rectangle of selected columns; without indices they are all columns, in their order."""
-    n_strips = tl.cdiv(n_selected, COPY_COLUMNS)
-    rows = (program // n_strips) * COPY_ROWS + tl.arange(0, COPY_ROWS)
-    i = (program % n_strips) * COPY_COLUMNS + tl.arange(0, COPY_COLUMNS)
-    is_column = i < n_selected
-    column = tl.where(i < n_indices, tl.load(columns + i, mask=i < n_indices, other=0), i)
-    inside = (rows < n_rows)[:, None] & is_column[None, :]
-    in_matrix = matrix + (rows.to(tl.int64) * width)[:, None] + column[None, :]
-    in_selected = selected + (rows.to(tl.int64) * n_selected)[:, None] + i[None, :]
-    if gather:
-        tl.store(in_selected, tl.load(in_matrix, mask=inside), mask=inside)
-    else:
-        tl.store(in_matrix, tl.load(in_selected, mask=inside), mask=inside)
-
-
-@triton.jit(do_not_specialize=[
-    "n_rows", "n_strips", "n_tiles", "n_sums", "part_rows", "part_width", "n_selected"
-])  # fmt: skip
-def route(
-    gradient, parts, row_parts, column_parts, n_rows, n_columns, n_strips, n_tiles, n_sums,
-    part, columns, selected, part_rows, part_width, n_selected,
-    per_axis: tl.constexpr, gathers: tl.constexpr,
-):  # fmt: skip
-    """Sums of squares of a gradient by the first `n_sums` programs, columns of a part of it by the others."""
-    program = tl.program_id(0)
-    if program < n_sums:
-        _sum_squares(program, gradient, parts, row_parts, column_parts, n_rows, n_columns, n_strips, n_tiles, per_axis)
-    elif gathers:
-        _copy_rectangle(program - n_sums, part, columns, n_selected, selected, part_rows, part_width, n_selected, True)
 
 
 @triton.jit
@@ -215,14 +182,10 @@ def adamw(
 
 
 @triton.jit
-def gather_columns(matrix, columns, selected, n_rows, width, n_selected):
-    """Gathers columns: selected <- matrix[:, columns]."""
-    _copy_rectangle(tl.program_id(0), matrix, columns, n_selected, selected, n_rows, width, n_selected, True)
-
-
-@triton.jit
 def write_columns(writes, programs, model):
-    """Many writes at once, see `kernels.triton`; `model` is a tensor of their type, whose elements are not accessed."""
+    """Many writes at once, see `kernels.triton`, by programs of one rectangle each; without indices, of all columns. `model`
+    is a tensor of their type, whose elements are not accessed.
+    """
     write = writes + tl.load(programs + 2 * tl.program_id(0)) * FIELDS
     program = tl.load(programs + 2 * tl.program_id(0) + 1).to(tl.int32)
     matrix = tl.load(write).to(tl.pointer_type(model.dtype.element_ty))
@@ -230,15 +193,22 @@ def write_columns(writes, programs, model):
     selected = tl.load(write + 2).to(tl.pointer_type(model.dtype.element_ty))
     n_indices, n_rows, width = tl.load(write + 3).to(tl.int32), tl.load(write + 4).to(tl.int32), tl.load(write + 5)
     n_selected = tl.load(write + 6).to(tl.int32)
-    _copy_rectangle(program, matrix, columns, n_indices, selected, n_rows, width, n_selected, False)
+    n_strips = tl.cdiv(n_selected, COPY_COLUMNS)
+    rows = (program // n_strips) * COPY_ROWS + tl.arange(0, COPY_ROWS)
+    i = (program % n_strips) * COPY_COLUMNS + tl.arange(0, COPY_COLUMNS)
+    column = tl.where(i < n_indices, tl.load(columns + i, mask=i < n_indices, other=0), i)
+    inside = (rows < n_rows)[:, None] & (i < n_selected)[None, :]
+    values = tl.load(selected + (rows.to(tl.int64) * n_selected)[:, None] + i[None, :], mask=inside)
+    tl.store(matrix + (rows.to(tl.int64) * width)[:, None] + column[None, :], values, mask=inside)
 
 
 @triton.jit(do_not_specialize=["n_singles", "n_doubles", "block", "step", "max_norm", "loss_scale", "inverse_scale"])
 def block_word(
     singles, n_singles, doubles, n_doubles, total, partial, ratio, expected, word,
-    block, step, max_norm, loss_scale, inverse_scale, clips: tl.constexpr, speculates: tl.constexpr,
+    block, step, max_norm, loss_scale, inverse_scale,
+    clips: tl.constexpr, speculates: tl.constexpr, learns: tl.constexpr,
 ):  # fmt: skip
-    """`GradientNorms.word` by a single program; comparisons with NaN are false."""
+    """`GradientNorms.word` by a single program; comparisons with NaN are false. With `learns` limit and loss scale are on the device."""
     sums = tl.zeros((BLOCK,), dtype=tl.float64)
     first = 0
     while first < tl.maximum(n_singles, n_doubles):
@@ -258,8 +228,11 @@ def block_word(
         squared_norm = tl.where(known == known, squared_norm * known, tl.where(last > squared_norm, last, squared_norm))
     factor = inverse_scale
     if clips:
-        divisor = tl.div_rn((tl.sqrt(squared_norm) / loss_scale).to(tl.float32) + 1e-6, max_norm)
-        factor = tl.div_rn(1.0, tl.where(divisor < 1.0, 1.0, divisor) * loss_scale)
+        limit, scale = max_norm, loss_scale
+        if learns:
+            limit, scale = tl.load(max_norm), tl.load(loss_scale)
+        divisor = tl.div_rn((tl.sqrt(squared_norm) / scale).to(tl.float32) + 1e-6, limit)
+        factor = tl.div_rn(1.0, tl.where(divisor < 1.0, 1.0, divisor) * scale)
     single = squared_norm.to(tl.float32)
     factor += single - single
     bits, number = factor.to(tl.int32, bitcast=True).to(tl.int64), step.to(tl.int64)

@@ -50,8 +50,7 @@ from lightning_zenflow.worker.machine import (
     read_place,
     worker_cores,
 )
-from lightning_zenflow.worker.process import Worker
-from lightning_zenflow.worker.supervisor import SupervisedWorker
+from lightning_zenflow.worker.process import SupervisedWorker, Worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +117,9 @@ class Engine(Protocol):
 
     def refuse_other_backward(self) -> None:
         """Raises MisconfigurationException if there are gradients of a backward pass that the front has not begun."""
+
+    def refuse_unused(self) -> None:
+        """Raises MisconfigurationException on all ranks if the step that is complete must have a gradient of a parameter, and has none."""
 
     def has_ended(self) -> None:
         """Called when the worker has ended."""

@@ -6,12 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from lightning_zenflow.core.step_inputs import UNCLIPPED
 from lightning_zenflow.native import Tentative
 from lightning_zenflow.offload.in_flight import JobsInFlight
 from lightning_zenflow.offload.rank_state import Block, RankState, StepContext
-
-_UNCLIPPED = 1 - 2**-20
-"""Smallest clip coefficient of a step without clipping: 1 but for the rounding of the factor."""
 
 _IN_A_ROW = 2
 """Clipped steps behind which no factor is speculated; behind a single one guessing right saves more than wrong guesses cost."""
@@ -100,7 +98,7 @@ class Verification:
                 correct(block)
         # Behind the corrections, which are repeated if they are interrupted.
         if math.isfinite(factor):
-            is_clipped = factor * step.inputs.loss_scale < _UNCLIPPED
+            is_clipped = factor * step.inputs.loss_scale < UNCLIPPED
             self.n_clipped = min(self.n_clipped + 1, _IN_A_ROW) if is_clipped else 0
         self.n_corrected += any(others)
         self.step = None

@@ -238,15 +238,19 @@ class Fill:
     def open(self, context: StepContext) -> None:
         """Begins a step; before the first gradient of its last micro-batch."""
         self._jobs.open(context.number)
-        self._arrived.clear()
         self._unpolled.clear()
         self._factors.clear()
-        self._norm_parts.clear()
         for block in self._rank.blocks:
             block.missing = block.slices.keys() & self.trained
         self.norms.open(context.number, max_norm=context.inputs.max_norm, loss_scale=context.inputs.loss_scale)
         if self._provisional is not None:
             self._provisional.open(context.inputs.loss_scale)
+
+    def close(self) -> None:
+        """Forgets the gradients of a step, which has used or dropped them."""
+        self.accumulation.pending.clear()
+        self._arrived.clear()
+        self._norm_parts.clear()
 
     def receive(self, context: StepContext, slice_index: int, gradient: Tensor) -> None:
         """Takes a gradient of the last micro-batch: [slice.numel], model dtype, on the device; may be changed in place."""
@@ -278,17 +282,25 @@ class Fill:
         self.norms.add(self._vectors.fill(rest, self.arrived))
         return self.norms.whole()
 
-    def end_step(self, squared_norm: Tensor, scale: StepScale, context: StepContext) -> None:
-        """Takes the step's own squared norm, 0-D float64 of all ranks, and its scale."""
+    def end_step(
+        self, squared_norm: Tensor, scale: StepScale, context: StepContext, unscaling: Tensor | None = None
+    ) -> None:
+        """Takes the step's own squared norm, 0-D float64 of all ranks, its scale, and `GivenFactor.unscaling`."""
         if context.submits_in_backward and context.inputs.max_norm > 0:
             if not self._speculates:
-                self.norms.end_step(squared_norm, finite=scale.finite, loss_scale=context.inputs.loss_scale)
+                loss_scale: float | Tensor = context.inputs.loss_scale
+                if self.norms.learns:
+                    one = torch.ones_like(scale.factor)
+                    loss_scale = self.norms.learn(
+                        squared_norm, scale, one / loss_scale if unscaling is None else one * unscaling
+                    )
+                self.norms.end_step(squared_norm, finite=scale.finite, loss_scale=loss_scale)
             if self._factors and not self.factor_error.is_under_way:
                 self.factor_error.copy((torch.stack(self._factors) / scale.factor - 1).abs().mean())
 
     def gradient(self, slice_index: int) -> Tensor:
-        """Gradient of a slice in the step that is next, where `ZenFlowStep.has_gradients`: [slice.numel], model dtype, on the device or the
-        host. Waits for the device.
+        """Gradient of a slice in the step that is next, before its last micro-batch the sum so far: [slice.numel], model dtype, on the
+        device or the host. Waits for the device.
         """
         if slice_index in self.accumulation.pending:
             return self.accumulation.sum(slice_index)

@@ -15,12 +15,12 @@ from torch import Tensor
 from lightning_zenflow.core.device import Event, SideStream
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.core.schedule import StaggeredSchedule
-from lightning_zenflow.core.step_inputs import GroupHyperparameters
+from lightning_zenflow.core.step_inputs import GivenFactor, GroupHyperparameters
 from lightning_zenflow.kernels.base import Kernels
 from lightning_zenflow.native import Tentative
 from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena
-from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
+from lightning_zenflow.worker.process import Submission, SupervisedWorker
 
 if TYPE_CHECKING:
     from lightning_zenflow.offload.columns import ColumnSquaredNorms
@@ -39,9 +39,9 @@ class StepInputs:
     loss_scale: float
     """Factor that the loss is multiplied by before backward."""
     max_norm: float
-    """Largest norm of the whole gradient after clipping; 0: no clipping."""
-    factor: torch.Tensor | None = None
-    """Factor that the user's code has put on all gradients: 0-D float32, on the device or the CPU."""
+    """Largest norm of the whole gradient after clipping; 0: no clipping. Infinity: that of the user's code, in `factor`."""
+    factor: GivenFactor | None = None
+    """Factor that the user's code has put on all gradients; None: there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ Layout 5, of plain numbers, lists and CPU tensors::
         second_moments  [slice] tensors of the factored second moment, None for slices without, or that were never late
         clip            clip coefficient of the last applied step, NaN before the first
         noise           state of the noise generator
-    in_backward         None, or what the next step's gradient norm is predicted from: ratio, last
+    in_backward         None, or what the next step's factor is predicted from: ratio, last; limit, scale, as far as they are learned
     clipped             applied steps up to the last that were clipped in a row, as far as `Verification` needs them
     residents           with `offload_ratio: auto`: n_blocks that the device owned, and the transient bytes of a step beside them
 """

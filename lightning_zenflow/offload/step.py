@@ -142,6 +142,11 @@ class ZenFlowStep:
         """Whether the last micro-batch of a step is over, or under way, and the step is not."""
         return self._state is StepState.OPEN and not self.was_interrupted
 
+    @property
+    def trained(self) -> list[bool]:
+        """For each parameter whether the step that is next updates it."""
+        return self._trained.flags
+
     def state_written(self) -> None:
         """Notes that the arena's exact state has been changed from outside, while it `is_exact`."""
         self._state_written = True
@@ -177,8 +182,9 @@ class ZenFlowStep:
         # clip
         scale = step_scale(squared_norm, max_norm=inputs.max_norm, loss_scale=loss_scale, count=self.count)
         if inputs.factor is not None:
-            scale = replace(scale, factor=scale.factor * inputs.factor)
-        self._fill.end_step(squared_norm, scale, context)
+            scale = replace(scale, factor=scale.factor * inputs.factor.whole)
+        unscaling = None if inputs.factor is None else inputs.factor.unscaling
+        self._fill.end_step(squared_norm, scale, context, unscaling)
         finite = AsyncHostCopy(scale.finite) if copies_finite else None
         # seal
         self._jobs.seal(number, scale.factor)
@@ -273,7 +279,6 @@ class ZenFlowStep:
 
     def drop_gradients(self) -> None:
         """Drops the gradients since the last step; if the step was complete, by a flush."""
-        self._fill.accumulation.pending.clear()
         if self.is_complete:
             self._flush()
         if self._state == StepState.UNDER_WAY:
@@ -300,6 +305,7 @@ class ZenFlowStep:
             )
 
     def _end_micro_batches(self) -> None:
+        self._fill.close()
         self._context = self._squared_norm = None
         self.micro_batches, self._state = 0, StepState.IDLE
 
@@ -346,14 +352,18 @@ class ZenFlowStep:
     def _residents_state(self) -> dict[str, int]:
         return {"n_blocks": self._residents.n_blocks, "transient": self._memory.transient}
 
-    def load_state_dict(self, saved: Mapping[str, Any] | None, count: int, counts: Mapping[str, int] | None) -> str:
+    def load_state_dict(
+        self, saved: Mapping[str, Any] | None, count: int, counts: Mapping[str, int] | None, *, continues: bool = True
+    ) -> str:
         """Continues a run after `count` applied steps, where AdamW's state has been loaded into the arena. `saved` is a `state_dict`, or
-        None; `counts` as of `Trained.changed`. Returns the reason why the run does not continue bit for bit; empty if it does.
+        None; `counts` as of `Trained.changed`; `continues` is false where a rank cannot do so bit for bit. Returns the reason; empty if
+        the run does.
         """
         self.count = torch.full_like(self.count, count)
         flags, difference = self._trained.flags, "it is not one of ZenFlow"
         if saved is not None:
             difference = difference_of(saved, self.layout, len(self._rank.blocks))
+            difference = difference or ("" if continues else "its partition is another")
             self.number = self._flushed_number = saved["step"]
             self._telemetry.skipped.fill_(saved["skipped"])
             # Columns are restored for the parameters that were trained at the save; `follow_freezing` compares `requires_grad` with them.

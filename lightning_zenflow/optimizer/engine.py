@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_zenflow.between_steps.served_gradients import ServedGradients
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import runtime_of
-from lightning_zenflow.core.errors import Calls, MisconfigurationException
+from lightning_zenflow.core.errors import Calls, MisconfigurationException, unused
 from lightning_zenflow.core.process import raising_together, world_size
 from lightning_zenflow.core.shards import as_shard, local_part
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, read_hyperparameters
@@ -24,6 +23,7 @@ from lightning_zenflow.offload.build import rank_resources
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY, MOMENTS
 from lightning_zenflow.optimizer.last_pass import LastPass
 from lightning_zenflow.optimizer.parameters import Trained, rank_part, refuse_unsupported, trained_parameters
+from lightning_zenflow.step_meter import StepMeter
 from lightning_zenflow.training import Training
 
 # As Lightning does when it is imported: messages are those of one rank, which nobody else may have said.
@@ -41,7 +41,7 @@ CALLS = Calls(
 
 
 class OptimizerEngine:
-    """The training of an `OffloadAdamW`, from its first gradient on: the `Engine` of a `Training`, and the source of its gradients.
+    """The training of an `OffloadAdamW`, from its first gradient on: the `Engine` of a `Training`.
 
     It does not hold the optimizer, which ends it.
     """
@@ -57,13 +57,13 @@ class OptimizerEngine:
         part = rank_part(self._trained)
         self._runtime = runtime_of(part.device)
         self._stream = self._runtime.current_stream()
-        self._addresses = [w.data_ptr() for w in part.weights]
-        self._inner, self._n_groups = part.optimizer, len(self._trained)
         resources = rank_resources(config, part.device, ranks_on_host=None, world_size=world_size(), timeout=None)
         self.training = Training(config, resources, CALLS, frozen)
-        self.training.start(part, self, serves=self)
-        assert isinstance(self.training.taken, ServedGradients), "as `serves` says"
-        self._gradients = self.training.taken
+        if config.predicts_clipping:
+            self.training.max_norm = math.inf
+        self.training.start(part, self, add=self.add_gradient)
+        self._gradients = self.training.gradients
+        self.meter = StepMeter(self.training.parts, config)
         self._task = -1
         self._knows_last = False
 
@@ -79,19 +79,17 @@ class OptimizerEngine:
                 f"OffloadAdamW: gradients must be divided as their parameters, got {gradient.placements}"
             )
         parameter.grad = None
-        if (index := self.training.slice_of.get(parameter)) is not None:
-            self.add_gradient(index, local_part(gradient))
+        if parameter in self.training.slice_of:
+            self.add_gradient(parameter, local_part(gradient))
             self._gradients.put(parameter)
-        elif isinstance(parameter, DTensor):
+        else:
             # An empty shard is in collectives over gradients, such as norms; FSDP2's own keeps the memory of all gradients beside it.
             parameter.grad = torch.zeros_like(parameter, requires_grad=False)
 
-    def add_gradient(self, slice_index: int, gradient: Tensor) -> None:
-        """See `GradientSource`."""
+    def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Receives a gradient of a parameter of which this rank has a part, its first one of a step or a further one."""
         # Private: as `torch.utils.checkpoint`, which tells one backward pass from another by it.
         task = torch._C._current_graph_task_id()
-        if task == -1:
-            raise self._gradients.error("something other than a backward pass would change it")
         self._follow_stream()
         if not self.training.in_backward:
             self._begin_backward(task)
@@ -102,7 +100,7 @@ class OptimizerEngine:
             )
         # Its memory may be of another stream, and is freed behind this call.
         self._runtime.keep_for(self._stream, gradient)
-        self.training.receive(slice_index, gradient.detach().reshape(-1), last=self._knows_last)
+        self.training.receive(self.training.slice_of[parameter], gradient.detach().reshape(-1), last=self._knows_last)
 
     def _begin_backward(self, task: int) -> None:
         steps = self.training.steps
@@ -131,24 +129,32 @@ class OptimizerEngine:
 
     def step(self, *, in_closure: bool) -> None:
         """One step."""
-        training, gradients = self.training, self._gradients
+        training = self.training
         self._follow_stream()
         training.in_update.end()
         self._refuse_moved()
         n_passes, was_known = training.steps.micro_batches, training.steps.is_complete
-        factor = training.factor = gradients.factor()
-        try:
-            done = training.step(asks_finite=False, refuses_unused=True)
-        finally:
-            training.factor = None
-        if done is None:
+        if training.step(asks_finite=False) is None:
             self._refuse_assigned()
             return
-        if factor is not None:
-            # From now on backward passes do not rely on a factor of 1.
-            training.max_norm = math.inf
-        gradients.use()
         self._signs.end_step(n_passes, in_closure=in_closure, was_known=was_known)
+        self.meter.end_step()
+
+    def end(self) -> None:
+        """Ends the worker, with a summary; may be called again. A fork's copy of the optimizer ends nothing."""
+        if self.training.is_elsewhere:
+            return
+        try:
+            self.meter.sum_up()
+        finally:
+            self._gradients.clear()
+            self.training.end(keep_state=False)
+
+    def refuse_unused(self) -> None:
+        """See `Engine`. No collective: FSDP2 reduces a gradient on all ranks or none, those of empty shards too."""
+        of_step = zip(self._trained, self.training.steps.trained, strict=True)
+        if found := [of.name for of, is_trained in of_step if is_trained and of.parameter.grad is None]:
+            raise unused(found)
 
     def _refuse_assigned(self) -> None:
         """Refuses gradients of no backward pass, but for zeros, with which torch.distributed.checkpoint makes state."""
@@ -160,8 +166,8 @@ class OptimizerEngine:
                 )
 
     def _refuse_moved(self) -> None:
-        for of, address in zip(self._trained, self._addresses, strict=True):
-            if local_part(of.parameter).data_ptr() != address:
+        for of, weights in zip(self._trained, self.training.parts.rank.weights, strict=True):
+            if local_part(of.parameter).data_ptr() != weights.data_ptr():
                 raise MisconfigurationException(
                     f"OffloadAdamW: {of.name} must keep its memory from the first backward pass on, got another one: move the model, or"
                     " assign `data`, before it"
@@ -178,15 +184,16 @@ class OptimizerEngine:
         self.training.flush()
         counts = steps.state_dict()["counts"]
         keys: dict[str, str | None] = {key: key for key in MOMENTS}
-        if self.training.parts.rank.dtype != torch.float32:
+        # Weights have fewer bits, or another factor in their last update until a flush, which the model's may have been saved before.
+        if self.training.parts.rank.dtype != torch.float32 or self.training.config.predicts_clipping:
             keys["master"] = None
-        numbers = {id(p): n for n, p in enumerate(self._parameters())}
-        state = {}
-        for of in self._trained:
-            tensors = {key: as_shard(self._state_of(of, which), of.parameter) for key, which in keys.items()}
-            count = torch.tensor(float(counts[of.name]), dtype=torch.float32, device="cpu")
-            state[numbers[id(of.parameter)]] = {"step": count, **tensors}
-        return state
+        return {
+            of.number: {
+                "step": torch.tensor(float(counts[of.name]), dtype=torch.float32, device="cpu"),
+                **{key: as_shard(self._state_of(of, which), of.parameter) for key, which in keys.items()},
+            }
+            for of in self._trained
+        }
 
     def _state_of(self, of: Trained, key: str | None) -> Tensor:
         """A parameter's moment or, with None, its master weights, of this rank: [*shape of its part] float32 on the CPU."""
@@ -204,32 +211,17 @@ class OptimizerEngine:
         training = self.training
         training.drop_gradients()
         training.flush()
-        of_parameter = {id(p): state.get(i, {}) for p, i in zip(self._parameters(), indices, strict=True)}
-        saved = {of.name: of_parameter[id(of.parameter)] for of in self._trained}
+        saved = {of.name: state.get(indices[of.number], {}) for of in self._trained}
         counts = {name: int(values.get("step", 0)) for name, values in saved.items()}
         weights = {of.name: local_part(saved[of.name].get("master", of.parameter.detach())) for of in self._trained}
         moments = {key: {name: local_part(v[key]) for name, v in saved.items() if key in v} for key in MOMENTS}
-        run = {"count": max(counts.values()), "counts": counts, "groups": [{}] * self._n_groups, "moments": moments}
+        run = {"count": max(counts.values()), "counts": counts, "groups": [{}] * len(weights), "moments": moments}
         run[CHECKPOINT_KEY] = run_state
         training.load(weights, run)
+        with torch.no_grad():
+            for of in self._trained:
+                local_part(of.parameter).copy_(weights[of.name])
         training.written.note()
-
-    def _parameters(self) -> list[Tensor]:
-        """All parameters of the optimizer, in the order in which its state counts them."""
-        optimizer = self._optimizer()
-        assert optimizer is not None, "the optimizer ends the run"
-        return [p for group in optimizer.param_groups for p in group["params"]]
-
-    def gradient_norm_of(self, slice_index: int) -> Tensor:
-        """See `GradientSource`."""
-        self.training.complete()
-        return self.training.parts.fill.squared_norm(slice_index).sqrt().float()
-
-    def copy_gradient(self, slice_index: int) -> Tensor:
-        """See `GradientSource`."""
-        self.training.complete()
-        rank = self.training.parts.rank
-        return self.training.parts.fill.gradient(slice_index).to(rank.device, rank.dtype, copy=True)
 
     def read_groups(self) -> list[GroupHyperparameters]:
         """See `Engine`, as below."""

@@ -14,28 +14,25 @@ class LastPass:
 
     Attributes:
         learned: backward passes of a step; 0: those inside a closure are the last ones; None: not known yet.
-        is_accumulating: whether the user has said that the pass is not the last.
     """
 
     def __init__(self, given: int | None) -> None:
         self.learned = given
-        self.is_accumulating = self._is_in_closure = False
+        self._said: bool | None = None
         self._n_silent = 0
 
     @contextmanager
-    def in_closure(self) -> Iterator[None]:
-        """Context of a step's closure."""
-        self._is_in_closure = True
+    def saying(self, is_last: bool) -> Iterator[None]:
+        """Context of backward passes that are the last ones of their steps, as those in a closure, or are not."""
+        before, self._said = self._said, is_last
         try:
             yield
         finally:
-            self._is_in_closure = False
+            self._said = before
 
     def is_last(self, number: int) -> bool:
         """Whether the backward pass that begins, the `number`-th of its step, is the last."""
-        if self.is_accumulating:
-            return False
-        return self._is_in_closure or bool(self.learned and number >= self.learned)
+        return bool(self.learned and number >= self.learned) if self._said is None else self._said
 
     def end_step(self, n_passes: int, *, in_closure: bool, was_known: bool) -> None:
         """Learns from a step, and warns where nothing hides."""

@@ -1,8 +1,9 @@
 """AdamW whose state is in host memory, updated behind the backward pass, as an optimizer of torch."""
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -19,8 +20,8 @@ from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 from lightning_zenflow.optimizer.engine import OptimizerEngine
 from lightning_zenflow.optimizer.last_pass import LastPass
 from lightning_zenflow.optimizer.parameters import trained_parameters
+from lightning_zenflow.step_meter import StepMeter
 from lightning_zenflow.telemetry import Reading
-from lightning_zenflow.training import Training
 
 _OF_TORCH = {
     "amsgrad": False,
@@ -51,6 +52,9 @@ class OffloadAdamW(Optimizer):
         worker_cores: number of the CPU's cores for updates, or their numbers.
         accumulate_on: where sums over micro-batches are.
         offload_ratio: share of the states in host memory; the device holds and updates the others, of the first layers.
+        clip_prediction: blocks are updated in backward in steps that are clipped too, with a predicted factor that the next forward pass
+            sees. What it is predicted from is learned: the norms of earlier steps, the limit of the last clipped one, and the last loss
+            scale. The state has the true factor; `flush` makes the weights those of the state, before they are evaluated.
 
     Raises:
         ValueError: a value is out of range.
@@ -70,13 +74,14 @@ class OffloadAdamW(Optimizer):
         worker_cores: int | tuple[int, ...] | Literal["auto"] = "auto",
         accumulate_on: Literal["auto", "device", "host"] = "auto",
         offload_ratio: float | Literal["auto"] = "auto",
+        clip_prediction: bool = False,
     ) -> None:
         if accumulation_steps is not None and accumulation_steps < 1:
             raise ValueError(f"accumulation_steps must be an integer >= 1 or None, got {accumulation_steps!r}")
         self._config = ZenFlowConfig(
             update_interval=1,
             publish_lag=0,
-            clip_prediction=False,
+            clip_prediction=clip_prediction,
             moments_dtype=moments_dtype,
             worker_cores=worker_cores,
             accumulate_on=accumulate_on,
@@ -99,26 +104,27 @@ class OffloadAdamW(Optimizer):
             MisconfigurationException: parameters cannot be trained like this.
         """
         if self._engine is None:
-            for of in trained_parameters(self.param_groups)[0]:
-                if of.parameter not in self._hooks:
-                    raise MisconfigurationException(
-                        f"OffloadAdamW: {of.name}.requires_grad must be True when the optimizer gets it, got False: freeze it behind that"
-                    )
+            self._refuse_later()
             self._engine = OptimizerEngine(self, self._config, self._signs)
-            weakref.finalize(self, _end, self._engine.training)
+            weakref.finalize(self, self._engine.end)
             # For those who make state by a step with zero gradients where there is none, as torch.distributed.checkpoint. Without tensors:
             # Lightning would move them to the device.
             self.state.update({p: {} for p in self._hooks})
         return self._engine
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def _refuse_later(self) -> None:
+        """Refuses parameters whose gradients would not be noticed."""
+        for of in trained_parameters(self.param_groups)[0]:
+            if of.parameter not in self._hooks:
+                raise MisconfigurationException(
+                    f"OffloadAdamW: {of.name}.requires_grad must be True when the optimizer gets it, got a parameter that was frozen then"
+                    " or has taken the place of another: freeze behind the optimizer's construction, and construct it behind `fully_shard`,"
+                    " which Accelerate calls in `prepare`"
+                )
+
+    def accumulate(self) -> AbstractContextManager[None]:
         """Context of backward passes that are not the step's last."""
-        before, self._signs.is_accumulating = self._signs.is_accumulating, True
-        try:
-            yield
-        finally:
-            self._signs.is_accumulating = before
+        return self._signs.saying(is_last=False)
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -133,8 +139,10 @@ class OffloadAdamW(Optimizer):
         """
         loss = None
         if closure is not None:
-            with self._signs.in_closure(), torch.enable_grad():
+            with self._signs.saying(is_last=True), torch.enable_grad():
                 loss = closure()
+        if any(p.grad is not None and p not in self._hooks for g in self.param_groups for p in g["params"]):
+            self._refuse_later()
         if self._engine is None and any(p.grad is not None for p in self._hooks):
             self._started()
         if self._engine is not None:
@@ -160,25 +168,39 @@ class OffloadAdamW(Optimizer):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.optim.AdamW`'s, which can load it, with "master" beside the moments where weights are of fewer than 32 bits: float32
-        weights. Tensors are on the CPU and, like torch's, the state itself where that is float32: the next step changes them. Those of
-        DTensors are DTensors.
+        """As `torch.optim.AdamW`'s, which can load it, with "master" beside the moments where weights are of fewer than 32 bits, and with
+        `clip_prediction`: float32 weights. Tensors are on the CPU and, like torch's, the state itself where that is float32: the next step
+        changes them. Those of DTensors are DTensors.
 
         Raises:
             RuntimeError: between the last backward pass of a step and the step.
         """
-        packed = super().state_dict()
+        # Private: as torch's own method.
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        numbers = itertools.count()
+        packed: dict[str, Any] = {
+            "state": {},
+            "param_groups": [
+                {**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups
+            ],
+        }
         if self._engine is not None:
             packed["state"], packed[CHECKPOINT_KEY] = self._engine.state(), self._engine.training.state_dict()
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            packed = post_hook(self, packed) or packed
         return packed
 
     @override
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from a `state_dict` of this class or of `torch.optim.AdamW` or Adam, behind the model's `load_state_dict`.
 
         Raises:
             ValueError: it has other parameter groups.
         """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
         groups, saved_groups = self.param_groups, state_dict["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved_groups]:
             raise ValueError(
@@ -189,6 +211,8 @@ class OffloadAdamW(Optimizer):
             group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
         indices = [index for saved in saved_groups for index in saved["params"]]
         self._started().load(indices, state_dict["state"], state_dict.get(CHECKPOINT_KEY))
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -209,26 +233,26 @@ class OffloadAdamW(Optimizer):
             if p.requires_grad:
                 self._hooks[p] = p.register_post_accumulate_grad_hook(arrived)
 
-    def read_counters(self) -> Reading | None:
+    @property
+    def telemetry(self) -> Reading | None:
         """Clocks and counters so far, without waiting for the device; None before the state has its memory."""
         return None if self._engine is None else self._engine.training.parts.read_counters()
 
+    @property
+    def meter(self) -> StepMeter | None:
+        """Measures the steps; None before the state has its memory."""
+        return None if self._engine is None else self._engine.meter
+
     def close(self) -> None:
-        """Ends the worker, and frees the state; weights stay."""
+        """Ends the worker, and frees the state; weights stay. Logs a summary of 50 steps or more, as the end of the object does."""
         if self._engine is not None:
             self._engine.training.flush()
-            _end(self._engine.training)
+            self._engine.end()
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
             "OffloadAdamW has a process of its own and cannot be pickled or copied: save its `state_dict()`"
         )
-
-
-def _end(training: Training) -> None:
-    # A fork's copy of the object ends nothing.
-    if not training.is_elsewhere:
-        training.end(keep_state=False)
 
 
 def _remove(hooks: Mapping[Tensor, Any]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.core.partition import Slice, align
+from lightning_zenflow.core.partition import Slice, round_up
 from lightning_zenflow.core.process import world_size
 from lightning_zenflow.core.shards import local_part
 from lightning_zenflow.offload.build import RankPart
@@ -25,19 +25,22 @@ class Trained:
     parameter: Tensor
     group: int
     """Index of its parameter group."""
+    number: int
+    """Among all parameters of the optimizer, as its state counts them."""
 
 
 def trained_parameters(param_groups: Sequence[dict[str, Any]]) -> tuple[list[Trained], dict[str, Tensor]]:
     """The parameters of an optimizer's groups that require gradients, and the others by name. Names are those that it was given."""
     trained, frozen, number = list[Trained](), dict[str, Tensor](), 0
     for group, values in enumerate(param_groups):
-        names = values.get("param_names") or [f"parameter {number + i}" for i in range(len(values["params"]))]
-        number += len(names)
-        for name, p in zip(names, values["params"], strict=True):
+        names = values.get("param_names")
+        for index, p in enumerate(values["params"]):
+            name = names[index] if names else f"parameter {number}"
             if p.requires_grad:
-                trained.append(Trained(name=name, parameter=p, group=group))
+                trained.append(Trained(name=name, parameter=p, group=group, number=number))
             else:
                 frozen[name] = p
+            number += 1
     return trained, frozen
 
 
@@ -47,16 +50,7 @@ def refuse_unsupported(trained: Sequence[Trained]) -> None:
         raise MisconfigurationException("OffloadAdamW: some parameter must require gradients, got none that does")
     first = trained[0].parameter
     for of in trained:
-        p, problem = local_part(of.parameter), _problem_of_placement(of.parameter, first)
-        if problem:
-            pass
-        elif p.layout != torch.strided or p.dtype not in _TYPES:
-            problem = f"it must be dense and of {', '.join(map(str, _TYPES))}, got {p.layout}, {p.dtype}"
-        elif p.dtype != first.dtype or p.device != first.device:
-            problem = f"all must be of one type and device, got {p.dtype} on {p.device} beside {first.dtype} on {first.device}"
-        elif not p.is_contiguous():
-            problem = f"its memory must be contiguous, got strides {p.stride()}"
-        if problem:
+        if problem := _problem(of.parameter, first):
             raise MisconfigurationException(f"OffloadAdamW: {of.name}: {problem}")
     if not isinstance(first, DTensor) and world_size() > 1:
         raise MisconfigurationException(
@@ -70,22 +64,24 @@ def refuse_unsupported(trained: Sequence[Trained]) -> None:
         )
 
 
-def _problem_of_placement(p: Tensor, first: Tensor) -> str:
-    """Why a parameter cannot be trained because of where the ranks have it; empty if it can."""
-    if isinstance(p, DTensor) != isinstance(first, DTensor):
+def _problem(parameter: Tensor, first: Tensor) -> str:
+    """Why a parameter cannot be trained beside the first one; empty if it can."""
+    p = local_part(parameter)
+    if isinstance(parameter, DTensor) and isinstance(first, DTensor):
+        mesh, (placement, *_) = parameter.device_mesh, parameter.placements
+        if mesh.ndim > 1 or mesh.size() != world_size() or mesh != first.device_mesh:
+            return f"all parameters must be divided over one mesh, of one dimension, of all {world_size()} ranks, got {mesh}"
+        if type(placement) is not Shard:
+            return f"it must be divided by `fully_shard`, got the placement {placement}"
+        if p.device.type != mesh.device_type:
+            return f"it must be on its mesh's {mesh.device_type}, got {p.device}: leave out `CPUOffloadPolicy`"
+    elif isinstance(parameter, DTensor) or isinstance(first, DTensor):
         return "all parameters must be DTensors, or none, got some of both"
-    if not isinstance(p, DTensor) or not isinstance(first, DTensor):
-        return ""
-    mesh = p.device_mesh
-    if mesh.ndim > 1 or mesh.size() != world_size() or mesh != first.device_mesh:
-        return (
-            f"all parameters must be divided over one mesh, of one dimension, of all {world_size()} ranks, got {mesh}"
-        )
-    if type(p.placements[0]) is not Shard:
-        return f"it must be divided by `fully_shard`, got the placement {p.placements[0]}"
-    if p.device.type != mesh.device_type:
-        return f"it must be on its mesh's {mesh.device_type}, got {p.device}: leave out `CPUOffloadPolicy`"
-    return ""
+    if p.layout != torch.strided or p.dtype not in _TYPES:
+        return f"it must be dense and of {', '.join(map(str, _TYPES))}, got {p.layout}, {p.dtype}"
+    if p.dtype != first.dtype or p.device != first.device:
+        return f"all must be of one type and device, got {p.dtype} on {p.device} beside {first.dtype} on {first.device}"
+    return "" if p.is_contiguous() else f"its memory must be contiguous, got strides {p.stride()}"
 
 
 def rank_part(trained: Sequence[Trained]) -> RankPart:
@@ -101,7 +97,7 @@ def rank_part(trained: Sequence[Trained]) -> RankPart:
     for number, (shape, w) in enumerate(zip((w.shape for w in locals_), weights, strict=True)):
         if w.numel():
             slices.append(Slice.of(shape, parameter=number, param_group=number, begin=begin, start=0, numel=w.numel()))
-        begin = align(begin + w.numel())
+        begin = round_up(begin + w.numel())
     return RankPart(
         optimizer=torch.optim.AdamW([{"params": [master]} for master in masters]),
         groups=[{of.name: of.parameter for of in trained}],

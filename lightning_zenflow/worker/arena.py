@@ -6,22 +6,26 @@ A memfd has no name that could be left behind, does not count towards /dev/shm, 
 import contextlib
 import ctypes
 import fcntl
+import logging
 import math
 import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lightning_zenflow import native
-from lightning_zenflow.core.device import PAGE_BYTES, PageLocks, round_up
-from lightning_zenflow.core.partition import Partition, align
-from lightning_zenflow.core.process import MEMORY_PREFIX, exclude_from_children
+from lightning_zenflow.core.device import PAGE_BYTES, runtime_of, warn_of_pageable_memory
+from lightning_zenflow.core.partition import Partition, round_up
+from lightning_zenflow.core.process import MEMORY_PREFIX, exclude_from_children, new_pages
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.worker.machine import running_on
 from lightning_zenflow.worker.moments import CodedMoment, CodedMoments, Moment, first_scales
+
+_log = logging.getLogger(__name__)
 
 WORD_BYTES = ctypes.sizeof(native.StepWord)
 
@@ -42,10 +46,6 @@ class ArenaSizes:
     """Of the worker; each has a journal entry."""
     newest_first: bool = False
     """Whether the worker takes the newest job whose gradients have arrived, instead of the oldest."""
-
-
-Touch = Callable[[int, int, int], None]
-"""`SupervisedWorker.touch`."""
 
 
 class StepWords:
@@ -128,8 +128,9 @@ class Arena:
         self.step_words = StepWords(records[:, native.StepRecord.word.offset :])
         self.block_words = StepWords(array("block_words"))
         self._counts = records.view(torch.int64)[:, native.StepRecord.count.offset // 8]
-        self._locks = PageLocks(device)
-        self._cores = cores
+        self._runtime, self._cores = runtime_of(device), cores
+        self._page_locked: list[int] = []
+        self._copies: list[Tensor] = []  # must not be freed before they are unlocked
         self._reserved: list[tuple[int, int]] = []
 
     @property
@@ -137,10 +138,12 @@ class Arena:
         """Bytes of the shared memory that may be in use. The rest takes no memory."""
         return sum(end - begin for begin, end in self._reserved)
 
-    def reserve(self, *, n_slots: int, n_publish_buffers: int, touch: Touch | None = None) -> None:
+    def reserve(
+        self, *, n_slots: int, n_publish_buffers: int, touch: Callable[[int, int, int], None] | None = None
+    ) -> None:
         """Reserves all but the slots behind the first `n_slots` and the publish buffers behind the first `n_publish_buffers`, for good.
-        Page-locking allocates memory on one thread. So the worker, which touches the states at its start, must start before, and `touch`
-        allocates all else first.
+        Page-locking allocates memory on one thread. So the worker, which touches the states at its start, must start before, and `touch`,
+        that of `SupervisedWorker`, allocates all else first.
         """
         header, row_bytes = self._header, self.slots.element_size() * self.slots.shape[1]
         for begin, end in (
@@ -157,22 +160,32 @@ class Arena:
             if begin >= end:
                 continue
             self._reserved.append((begin, end))
-            if self._locks.are_needed and begin != header.master_offset:
+            if self._runtime.runs_behind and begin != header.master_offset:
                 if touch is not None:
                     # Slots and publish buffers of a section are rows; every block is divided among all threads.
                     n_rows = max(1, (end - begin) // row_bytes) if row_bytes else 1
                     touch(begin, n_rows, (end - begin) // n_rows)
                 with running_on(self._cores):
-                    self._locks.lock(self._address() + begin, end - begin)
+                    self._page_lock(self._address() + begin, end - begin)
 
     def page_locked_copy(self, values: Tensor) -> Tensor:
-        """`PageLocks.copy_of`, until `close`."""
+        """A copy in page-locked memory, until `close`, which children do not inherit; on a CPU `values`."""
+        if not self._runtime.runs_behind or values.numel() == 0:
+            return values
         with running_on(self._cores):
-            return self._locks.copy_of(values)
+            copy = new_pages(values.nbytes).view(values.dtype).view(values.shape).copy_(values)
+            # Whole memory pages, which no other range shares; torch's allocator would round to powers of two.
+            self._page_lock(copy.data_ptr(), round_up(values.nbytes, mmap.PAGESIZE))
+        self._copies.append(copy)
+        return copy
 
-    def ranges_of_device(self) -> list[tuple[int, int]]:
-        """Reserved bytes [begin, end) that a device copies from or to: all but the states."""
-        return [(begin, end) for begin, end in self._reserved if begin != self._header.master_offset]
+    def _page_lock(self, address: int, n_bytes: int) -> None:
+        try:
+            self._runtime.page_lock(address, n_bytes)
+        except RuntimeError as refusal:
+            warn_of_pageable_memory(str(refusal))
+        else:
+            self._page_locked.append(address)
 
     @property
     def n_looks(self) -> int:
@@ -199,9 +212,6 @@ class Arena:
         """Writes a step's hyperparameters for each parameter group: of the committed update, or of the `tentative` one in backward."""
         header = self._header
         assert step >= 1 and len(groups) == header.n_param_groups, (step, groups)
-        # The worker takes them as they are.
-        assert all(0 <= g.beta1 < 1 and 0 <= g.beta2 < 1 for g in groups), groups
-        assert all(0 <= v < math.inf for g in groups for v in (g.lr, g.eps, g.weight_decay)), groups
         begin = header.step_records_offset + (step % len(self.step_words)) * header.step_record_bytes
         begin += ctypes.sizeof(native.StepRecord)
         begin += tentative * len(groups) * ctypes.sizeof(native.Hyperparameters)
@@ -236,7 +246,15 @@ class Arena:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-            self._locks.release()
+            # After an error, copies may still be in flight.
+            unlocks: list[Callable[[], None]] = [partial(self._runtime.page_unlock, a) for a in self._page_locked]
+            for release in [self._runtime.synchronize, *unlocks]:
+                try:
+                    release()
+                except RuntimeError as fault:
+                    # After a fault of the device every call reports it. The error that ends training stays the one that is raised.
+                    _log.warning("at the end of training the device reports: %s", fault)
+            self._copies.clear()
             if take_weights is not None:
                 self._free(self._header.slots_offset, self._header.publish_offset // mmap.PAGESIZE * mmap.PAGESIZE)
                 take_weights()
@@ -268,7 +286,7 @@ def _layout(
     # Whole memory pages, so that a slot is never split between reservations: the device copies only within one.
     slot_numel = round_up(partition.block_numel, PAGE_BYTES // dtype.itemsize)
     n_sets = 2 * sizes.n_param_groups
-    record_bytes = align(ctypes.sizeof(native.StepRecord) + n_sets * ctypes.sizeof(native.Hyperparameters))
+    record_bytes = round_up(ctypes.sizeof(native.StepRecord) + n_sets * ctypes.sizeof(native.Hyperparameters))
     header = native.ArenaHeader(
         magic=native.MAGIC,
         version=native.VERSION,

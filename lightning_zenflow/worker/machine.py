@@ -133,17 +133,8 @@ class WorkerCores:
 def worker_cores(
     request: str | int | Sequence[int], *, places: Sequence[Place], index: int, reserved_share: float | Literal["auto"]
 ) -> WorkerCores:
-    """Chooses the cores of one rank's worker.
-
-    1. The rank's *candidates* are its allowed cores on its GPU's NUMA node, or all allowed cores if there are none. Ranks whose candidates
-       overlap divide them evenly.
-    2. A control group's limit on CPU time bounds the share; the ranks of the host divide it evenly.
-    3. The trainer keeps `reserved_share` of the rank's share; the worker gets the others, at least one. "auto" is a half, or where the
-       trainer has a GPU an eighth, two cores at least.
-
-    `request`: "auto"; or the number of cores, which may exceed the share: other allowed cores follow; or the cores of all ranks of the
-    host: rank r gets the r-th of equal parts of the list, or one core in turn if there are fewer cores than ranks. The rank is that with
-    `index` among the `places` of the host's.
+    """Chooses the cores of one rank's worker, that with `index` among the `places` of the host's, by the rules of docs/tuning.md, "Worker
+    cores". `request` is the key `worker_cores`, `reserved_share` the key `pt_reserved_cores_perc`.
 
     ValueError: a requested core is not allowed or named twice, or there are fewer cores than requested.
     """

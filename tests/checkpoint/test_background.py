@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,9 +24,9 @@ from callbacks import After, At, save
 from fabric_runs import set_up, train_step
 from harness import EVERYTHING, Case, fit, make_trainer, run_here
 from held_saves import OPENED, HeldSave, hold
-from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
 from lightning_zenflow.checkpoint import files
-from lightning_zenflow.checkpoint.checkpoints import BackgroundSaves
+from lightning_zenflow.checkpoint.checkpoints import Checkpoints
 from lightning_zenflow.checkpoint.files import StagedSave
 from lightning_zenflow.core.process import new_pages
 from lightning_zenflow.core.saved_tensors import DiskCopies
@@ -192,7 +193,7 @@ def test_saves_that_must_be_complete_at_once(
     assert "a copy of what a file has needs 0.00 GiB of host memory for 1 rank(s), but 0.00 GiB are" in caplog.text
 
 
-def write(archive: Any, path: Path, group: Any = None) -> None:
+def write(archive: Any, path: Path) -> None:
     archive.write(partial(path.open, "wb"))
 
 
@@ -218,7 +219,7 @@ def users_objects(number: int) -> dict[str, Any]:
 def test_the_file_is_that_of_torch_save(checksums: bool, tmp_path: Path) -> None:
     """At the call, to the byte, whatever is done meanwhile to what was saved; in the memory of the save before."""
     fabric, _, _, _ = set_up(SmallNet(), **LATE, async_checkpoints=True)
-    saves: Any = fabric.strategy._checkpoints.background
+    saves: Any = fabric.strategy._checkpoints
     torch.serialization.set_crc32_options(checksums)
     try:
         for number in range(1, 5):
@@ -233,7 +234,7 @@ def test_the_file_is_that_of_torch_save(checksums: bool, tmp_path: Path) -> None
             content["shared"][0].fill_(-1)
             content["parameter"].data.fill_(-1)
             hold(saves)
-            saves.start(partial(write, archive, path))
+            saves._start(saves._thread, partial(write, archive, path))
             OPENED.set()
             saves.wait()
             assert path.read_bytes() == expected.getvalue()
@@ -251,7 +252,7 @@ def test_a_checkpoint_goes_where_it_was_meant_to(format_: Any, tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     fabric, model, optimizer, _ = set_up(SmallNet(), **LATE, async_checkpoints=True, checkpoint_format=format_)
     train_step(fabric, model, optimizer, 0)
-    hold(fabric.strategy._checkpoints.background)
+    hold(fabric.strategy._checkpoints)
     fabric.save("fabric.ckpt", state := {"model": model, "optimizer": optimizer})
     saved = {name: w.clone() for name, w in model.state_dict().items()}
     train_step(fabric, model, optimizer, 1)
@@ -364,8 +365,9 @@ def test_an_exception_in_training_leaves_the_save_complete(tmp_path: Path) -> No
 
 def end_with_a_save(path: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    saves = BackgroundSaves(ranks_on_host=1, timeout=None)
-    saves.start(lambda group: [time.sleep(0.5), path.touch()])
+    saves: Any = Checkpoints(config := ZenFlowConfig(async_checkpoints=True))
+    saves.begin(SimpleNamespace(zenflow=config), SimpleNamespace(num_processes=1, _timeout=None))
+    saves._start(saves._thread, lambda: [time.sleep(0.5), path.touch()])
 
 
 def test_a_program_that_ends_waits_for_the_file(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from typing_extensions import override
+from lightning.pytorch.callbacks import LambdaCallback
 
 from callbacks import After, At
 from checkpoint_files import MODEL_FILE, RANK_FILE, change_byte
@@ -181,40 +181,26 @@ def test_each_rank_syncs_its_own_files(stage: int, sync: bool, tmp_path: Path, m
     )
 
 
-class KeepsError(pl.Callback):
-    """A save that fails when the states have been copied to the disk, and whose error is kept."""
+@pytest.mark.parametrize("checkpoint_format", ["lightning", "deepspeed"])
+def test_a_failed_save_leaves_no_space_taken(checkpoint_format: str, tmp_path: Path) -> None:
+    """Deleted files that are mapped take space on the disk; here it fails behind the copy of the states, and its error is kept."""
+    errors, blocks = list[OSError](), list[int]()
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.errors: list[OSError] = []
-        self.blocks = 0
-
-    @override
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        checkpoint["cannot be pickled"] = lambda: None
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def saves(trainer: pl.Trainer) -> None:
         gc.disable()
         try:
             with pytest.raises(OSError, match="local object") as error:
-                trainer.save_checkpoint(self.folder / "a.ckpt")
-            self.errors.append(error.value)
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+            errors.append(error.value)
             # A mapping has a descriptor of its own.
-            self.blocks += sum(os.fstat(fd).st_blocks for fd, name in open_files() if str(self.folder) in name)
+            blocks.extend(os.fstat(fd).st_blocks for fd, name in open_files() if str(tmp_path) in name)
         finally:
             gc.enable()
 
-
-@pytest.mark.parametrize("checkpoint_format", ["lightning", "deepspeed"])
-def test_a_failed_save_leaves_no_space_taken(checkpoint_format: str, tmp_path: Path) -> None:
-    """Deleted files that are mapped take space on the disk."""
-    keeps = KeepsError(tmp_path)
-    keys = {"checkpoint_format": checkpoint_format, "moments_dtype": "int8"}
-    run_here(replace(CASE, steps=2, callbacks=(keeps,)).with_keys(**keys))
-    assert len(keeps.errors) == 2 and keeps.blocks == 0
+    spoils = LambdaCallback(on_save_checkpoint=lambda trainer, module, saved: saved.update(unpickled=lambda: None))
+    case = replace(CASE, steps=2, callbacks=(spoils, After([1, 2], saves)))
+    run_here(case.with_keys(checkpoint_format=checkpoint_format, moments_dtype="int8"))
+    assert len(errors) == 2 and not any(blocks)
     assert [*tmp_path.iterdir()] == []
 
 

@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,18 @@ from checkpoint_files import MODEL_FILE, RANK_FILE, change_byte, edit
 from harness import Case, run_here
 from lightning_zenflow.checkpoint.files import CheckpointError
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint
+from lightning_zenflow.checkpoint.single_file import FILE_KEY
 from lightning_zenflow.offload.run_state import VERSION
 from models import SHAPES
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder, beside which is a file, `a.ckpt`."""
     path = tmp_path_factory.mktemp("saved") / "saved.ckpt"
     run_here(Case(steps=2, save_at=2, checkpoint=str(path)))
+    file = Case(steps=2, save_at=2, checkpoint=str(path.with_name("a.ckpt"))).with_keys(checkpoint_format="lightning")
+    run_here(file)
     return path
 
 
@@ -139,6 +144,18 @@ def wrong_model(**entries: Any) -> Callable[[Path], None]:
     return edit(MODEL_FILE, lambda content: content.update(entries))
 
 
+def transpose(entries: dict[str, torch.Tensor], key: str) -> None:
+    entries[key] = entries[key].flatten(1).T.contiguous()
+
+
+def of_adamw(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """A change of the optimizer's state in a file."""
+    return edited(lambda content: change(content["optimizer_states"][0]))
+
+
+ANOTHER = "the model must be the saved one: "
+edited = partial(edit, "")
+"""A change of a file's content."""
 IN_TRAINING: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
     "another file of torch": (lambda p: torch.save([1], p / MODEL_FILE), {}, ""),
     "no optimizer": (lambda p: torch.save({"a": 1}, p / RANK_FILE), {}, ""),
@@ -170,6 +187,47 @@ IN_TRAINING: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
         {"model": "OneGroup"},
         "configure_optimizers must return the saved number of parameter groups, 2, got 1",
     ),
+    "file, a byte": (lambda p: change_byte(p, p.stat().st_size // 2, 255), {}, "truncated or damaged"),
+    "file, no checkpoint": (lambda p: torch.save([1], p), {}, "must be a checkpoint of Lightning, got a list"),
+    "file, no weights": (edited(lambda c: c.pop("state_dict")), {}, "must have an entry 'state_dict', got epoch"),
+    "file, another model": (edited(lambda c: c["state_dict"].popitem()), {}, f"(?s:{ANOTHER}.*Missing key)"),
+    # With as many elements each.
+    "file, another shape": (
+        edited(lambda c: [transpose(c["state_dict"], k) for k, v in c["state_dict"].items() if v.dim() > 1]),
+        {},
+        f"(?s:{ANOTHER}.*size mismatch)",
+    ),
+    "file, a moment of another shape": (
+        of_adamw(lambda s: transpose(s["state"][0], "exp_avg")),
+        {},
+        r"must have the state of AdamW or Adam for \[.*\], got moments of .*exp_avg': \[",
+    ),
+    "file, groups of other sizes": (
+        of_adamw(lambda s: s["param_groups"][1]["params"].insert(0, s["param_groups"][0]["params"].pop())),
+        {},
+        r"must have groups of \[.*\] parameters as saved, got \[",
+    ),
+    "file, another optimizer": (
+        of_adamw(lambda s: s["state"][1].pop("exp_avg_sq")),
+        {},
+        r"must have the state of AdamW or Adam for .*, got moments of {'exp_avg': \[.*\]}",
+    ),
+    # As NAdam and RAdam.
+    "file, other options": (
+        of_adamw(lambda s: [s["param_groups"][0].pop(option, 0) for option in ("amsgrad", "bias_correction")]),
+        {},
+        "parameter group 0 must be one of AdamW or Adam, got the options .*betas",
+    ),
+    "file, amsgrad": (
+        of_adamw(lambda s: s["param_groups"][1].update(amsgrad=True)),
+        {},
+        "parameter group 1: amsgrad must be False, got True",
+    ),
+    "file, another version": (
+        edited(lambda c: c[FILE_KEY]["ranks"][0].update(version=0)),
+        {},
+        "another version of lightning-zenflow wrote",
+    ),
 }
 
 
@@ -177,7 +235,11 @@ IN_TRAINING: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
 def test_refused_by_a_training(name: str, saved: Path, tmp_path: Path) -> None:
     """Content that is not what it must be, or another model."""
     damage, changes, message = IN_TRAINING[name]
-    path = shutil.copytree(saved, tmp_path / "a.ckpt")
+    path = tmp_path / "a.ckpt"
+    if name.startswith("file, "):
+        shutil.copy(saved.with_name("a.ckpt"), path)
+    else:
+        shutil.copytree(saved, path)
     damage(path)
     with pytest.raises(CheckpointError, match=f"^checkpoint {path}.*{message}"):
         run_here(replace(Case(steps=4, checkpoint=str(path)), **changes))
@@ -187,6 +249,6 @@ def test_another_model_under_stage_3(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     case = Case(steps=2, save_at=2, checkpoint=str(path), stage=3)
     run_here(case)
-    for _, changes, message in [*IN_TRAINING.values()][-3:-1]:
+    for _, changes, message in (IN_TRAINING["another shape"], IN_TRAINING["fewer parameters"]):
         with pytest.raises(CheckpointError, match=f"^checkpoint {path}.*{message}"):
             run_here(replace(case, steps=4, save_at=0, **changes))

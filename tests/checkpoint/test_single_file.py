@@ -1,11 +1,9 @@
 """`checkpoint_format: lightning`: one file that continues AdamW's training under strategies for one device, and the other way round; what
-is in it, and what is refused. That it continues ours bit for bit: test_checkpoint.
+is in it. That it continues ours bit for bit: test_checkpoint; what is refused: test_refused.
 """
 
 import os
 import pickle
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from callbacks import At, save
-from checkpoint_files import change_byte, edit
+from checkpoint_files import edit
 from fabric_runs import set_up, train_step
-from harness import EVERYTHING, Case, fit, run_here
+from harness import EVERYTHING, Case, fit
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.checkpoint.files import CheckpointError
 from lightning_zenflow.checkpoint.single_file import FILE_KEY
@@ -196,92 +194,13 @@ def test_fabric(tmp_path: Path) -> None:
             losses = [train_step(fabric, model, optimizer, step)[0] for step in range(SAVED, STEPS)]
             ends[saves, loads] = [losses, [w.clone() for w in model.state_dict().values()]]
             fabric.strategy.teardown()
-        edited(lambda content: content.update(note=Path))(tmp_path / "some.ckpt")
+        edit("", lambda content: content.update(note=Path))(tmp_path / "some.ckpt")
         with pytest.raises((CheckpointError, pickle.UnpicklingError), match="weights_only"):
             fabric, model, optimizer = begin(saves)
             fabric.load(tmp_path / "some.ckpt", {"model": model})
         fabric.strategy.teardown()
     for end in ends.values():
         torch.testing.assert_close(end, ends[False, False], rtol=1e-5, atol=2e-6)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("saved") / "a.ckpt"
-    run_here(replace(FILE, steps=SAVED, save_at=SAVED, checkpoint=str(path)))
-    return path
-
-
-edited = partial(edit, "")
-"""A change of the file's content."""
-
-
-def of_nadam(content: dict[str, Any]) -> dict[str, Any]:
-    """State of another optimizer for the same parameters, before its first step."""
-    groups = content["optimizer_states"][0]["param_groups"]
-    parameters = [{"params": [torch.nn.Parameter(torch.ones(1)) for _ in group["params"]]} for group in groups]
-    state: dict[str, Any] = torch.optim.NAdam(parameters, lr=0.1).state_dict()
-    return state
-
-
-def transpose(entries: dict[str, torch.Tensor], key: str) -> None:
-    entries[key] = entries[key].flatten(1).T.contiguous()
-
-
-def move_one(first: dict[str, Any], second: dict[str, Any]) -> None:
-    """Moves a parameter between groups, without a change of their order."""
-    second["params"].insert(0, first["params"].pop())
-
-
-REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a byte": (lambda p: change_byte(p, p.stat().st_size // 2, 255), "truncated or damaged"),
-    "text": (lambda p: p.write_text("hello world"), "truncated or damaged"),
-    "no checkpoint": (lambda p: torch.save([1], p), "must be a checkpoint of Lightning, got a list"),
-    "no weights": (edited(lambda c: c.pop("state_dict")), "must have an entry 'state_dict', got epoch"),
-    "another model": (
-        edited(lambda c: c["state_dict"].popitem()),
-        "(?s:the model must be the saved one: .*Missing key)",
-    ),
-    # With as many elements each.
-    "another shape": (
-        edited(lambda c: [transpose(c["state_dict"], k) for k, v in c["state_dict"].items() if v.dim() > 1]),
-        r"(?s:the model must be the saved one: .*size mismatch)",
-    ),
-    "a moment of another shape": (
-        edited(lambda c: transpose(c["optimizer_states"][0]["state"][0], "exp_avg")),
-        r"must have the state of AdamW or Adam for \[.*\], got moments of .*exp_avg': \[",
-    ),
-    "groups of other sizes": (
-        edited(lambda c: move_one(*c["optimizer_states"][0]["param_groups"])),
-        r"must have groups of \[.*\] parameters as saved, got \[",
-    ),
-    "another optimizer": (
-        edited(lambda c: c["optimizer_states"][0]["state"][1].pop("exp_avg_sq")),
-        r"must have the state of AdamW or Adam for .*, got moments of {'exp_avg': \[.*\]}",
-    ),
-    "NAdam's": (
-        edited(lambda c: c["optimizer_states"].__setitem__(0, of_nadam(c))),
-        "parameter group 0 must be one of AdamW or Adam, got the options lr, betas",
-    ),
-    "amsgrad": (
-        edited(lambda c: c["optimizer_states"][0]["param_groups"][1].update(amsgrad=True)),
-        "parameter group 1: amsgrad must be False, got True",
-    ),
-    "another version": (
-        edited(lambda c: c[FILE_KEY]["ranks"][0].update(version=0)),
-        "another version of lightning-zenflow wrote",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str, saved: Path, tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    path.write_bytes(saved.read_bytes())
-    damage, message = REFUSED[name]
-    damage(path)
-    with pytest.raises(CheckpointError, match=f"^checkpoint {path}: .*{message}"):
-        run_here(replace(FILE, steps=STEPS, checkpoint=str(path)))
 
 
 class Keeps(Noted):

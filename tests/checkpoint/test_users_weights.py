@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
-from callbacks import At
+from callbacks import After, At
 from harness import fit, make_trainer, weights_of
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.deepspeed.users_module import whole_shape
@@ -76,6 +76,8 @@ def flat(weights: Mapping[str, Tensor], *, back: bool = False) -> dict[str, Tens
 
 
 class InHooks(Net):
+    """Changes its weights in Lightning's hooks; others in their own methods or in torch's hooks."""
+
     change = staticmethod(changed)
 
     @override
@@ -85,14 +87,6 @@ class InHooks(Net):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = self.change(checkpoint["state_dict"], back=True)
-
-
-class Renamed(InHooks):
-    change = staticmethod(renamed)
-
-
-class Flat(InHooks):
-    change = staticmethod(flat)
 
 
 class InStateDict(Net):
@@ -107,15 +101,15 @@ class InStateDict(Net):
         return super().load_state_dict(self.change(state_dict, back=True), strict, assign)
 
 
-class RenamedAndCast(InStateDict):
-    change = staticmethod(renamed_and_cast)
-
-
 class OfTorch(Net):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.register_state_dict_post_hook(lambda module, weights, *_: weights.update(changed(weights)))
         self.register_load_state_dict_pre_hook(lambda module, weights, *_: weights.update(changed(weights, back=True)))
+
+
+def with_change(place: type[Net], change: Callable[..., dict[str, Tensor]]) -> type[Net]:
+    return type(place.__name__, (place,), {"change": staticmethod(change)})
 
 
 def halves(make: Callable[[], Any], model: type[Net], path: Path, **options: Any) -> tuple[Any, list[Tensor]]:
@@ -133,25 +127,26 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], list[Tens
 
 
 @pytest.mark.parametrize(
-    ("model", "precision", "atol"),
+    ("place", "change", "precision", "atol"),
     [
-        (InHooks, "32-true", 0),
-        (InHooks, "bf16-true", 1e-2),
-        (InStateDict, "bf16-true", 1e-2),
-        (OfTorch, "32-true", 0),
-        (Renamed, "bf16-true", 0),
-        (RenamedAndCast, "bf16-true", 1e-2),
-        (Flat, "32-true", 1e-6),
-        (Flat, "bf16-true", 1e-2),
+        (InHooks, changed, "32-true", 0),
+        (InHooks, changed, "bf16-true", 1e-2),
+        (InHooks, renamed, "bf16-true", 0),
+        (InHooks, flat, "32-true", 1e-6),
+        (InHooks, flat, "bf16-true", 1e-2),
+        (InStateDict, changed, "bf16-true", 1e-2),
+        (InStateDict, renamed_and_cast, "bf16-true", 1e-2),
+        (OfTorch, changed, "32-true", 0),
     ],
 )
 def test_what_hooks_make_of_weights(
-    model: type[Net], precision: Any, atol: float, plain: Callable[[Any], list[Tensor]], tmp_path: Path
+    place: type[Net], change: Any, precision: Any, atol: float, plain: Callable[[Any], list[Tensor]], tmp_path: Path
 ) -> None:
     """The file is that of `strategy="auto"`; the resumed run has the bits of one without hooks, in 16 bits where an entry is
     the parameter, in its memory."""
+    model = with_change(place, change)
     file, rest = halves(limit, model, tmp_path / "ours", precision=precision)
-    if model in (Renamed, RenamedAndCast):
+    if change in (renamed, renamed_and_cast):
         assert all(name.startswith("net.") and weight.dtype == torch.float32 for name, weight in file.items())
     torch.testing.assert_close(rest, plain(precision), rtol=0, atol=atol)
     if precision == "32-true":
@@ -231,7 +226,8 @@ def test_a_hook_that_pads_the_head(options: dict[str, Any], tmp_path: Path) -> N
 def test_hooks_that_change_pieces_are_refused(tmp_path: Path) -> None:
     saves = At("on_train_end", lambda trainer: trainer.save_checkpoint(tmp_path / "a.ckpt"))
     in_pieces = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    for model, name in ((InHooks, "layers.0.weight"), (RenamedAndCast, "net.layers.0.weight")):
+    renames = with_change(InStateDict, renamed_and_cast)
+    for model, name in ((InHooks, "layers.0.weight"), (renames, "net.layers.0.weight")):
         with pytest.raises(MisconfigurationException, match=f"under stage 3 the entries .* got '{name}'"):
             fit(model(), limit(config={"zero_optimization": in_pieces}), steps=1, callbacks=[saves])
     assert not list(tmp_path.iterdir())
@@ -272,34 +268,21 @@ def test_other_weights_in_a_validation(options: dict[str, Any], tmp_path: Path) 
 def test_what_hooks_see_is_what_is_written(options: dict[str, Any], weights_only: bool, tmp_path: Path) -> None:
     seen: dict[str, dict[str, Tensor]] = {}
 
-    def look(name: str, module: pl.LightningModule) -> None:
-        with GatheredParameters(list(module.parameters())):
-            seen[name] = {n: p.detach().clone() for n, p in module.named_parameters()}
+    def look(name: str) -> None:
+        with GatheredParameters(list(model.parameters())):
+            seen[name] = {n: p.detach().clone() for n, p in model.named_parameters()}
 
     class Looks(Net):
         @override
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            look("module", self)
+            look("module")
             if not options:
                 seen["entries"] = {n: w.clone() for n, w in checkpoint["state_dict"].items()}
 
-    class Saves(pl.Callback):
-        @override
-        def on_save_checkpoint(self, trainer: Any, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-            look("callback", pl_module)
-
-        @override
-        def state_dict(self) -> dict[str, Any]:
-            look("state_dict", self._module)
-            return {}
-
-        @override
-        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-            self._module = pl_module
-            if trainer.global_step == STEPS - 1:
-                trainer.save_checkpoint(tmp_path / "a.ckpt", weights_only=weights_only)
-
-    fit(Looks(), ZenFlowStrategy(**LATE, **options), steps=STEPS, callbacks=[Saves()])
+    model, sees = Looks(), At("on_save_checkpoint", lambda _: look("callback"))
+    sees.state_dict = lambda: look("state_dict") or {}  # type: ignore[func-returns-value, method-assign]
+    saves = After([STEPS - 1], lambda trainer: trainer.save_checkpoint(tmp_path / "a.ckpt", weights_only=weights_only))
+    fit(model, ZenFlowStrategy(**LATE, **options), steps=STEPS, callbacks=[sees, saves])
     file = dict(torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"])
     assert len(seen) == (1 if weights_only else 3) + (not options)
     for weights in seen.values():

@@ -1,13 +1,16 @@
-// Applies the replay kernel to each case on standard input, on every instruction set that this machine has, and writes what it
-// leaves to standard output. test_kernel.py makes the cases. Ends with 1 if the kernel writes beside its arrays.
+// Applies the replay kernel to each case on standard input, and the CPU device's pass to its first gradient, on every instruction
+// set that this machine has, and writes what they leave to standard output. test_kernel.py makes the cases. Ends with 1 if a
+// kernel writes beside its arrays.
 #include <algorithm>
 #include <cstdint>
 #include <iostream>
+#include <new>
 #include <vector>
 
 #include "adamw/replay_adamw.h"
 #include "adamw/stochastic_rounding.h"
 #include "adamw/tile_journal.h"
+#include "cpu_device/device_kernels.h"
 #include "worker/arena.h"
 
 namespace zenflow {
@@ -28,29 +31,38 @@ struct Step {
     double clip;
 };
 
-// An array between bytes that must stay as they are.
+// An array between bytes that must stay as they are; for a sanitizer, which sees what is read as well, behind it there are none.
 class Buffer {
   public:
-    Buffer(size_t size, size_t offset) : storage_(size + offset + 3 * kGuard, kFill), size_(size) {
-        const size_t misalignment = reinterpret_cast<uintptr_t>(storage_.data()) % kGuard;
-        data_ = storage_.data() + 2 * kGuard - misalignment + offset;
-    }
-    void read(std::istream& input) { input.read(data_, static_cast<std::streamsize>(size_)); }
-    void write(std::ostream& output) const { output.write(data_, static_cast<std::streamsize>(size_)); }
-    void* data() { return data_; }
+    Buffer(size_t size, size_t offset) : begin_(kGuard + offset), size_(size), storage_(begin_ + size + kBehind, kFill) {}
+    void read(std::istream& input) { input.read(data(), static_cast<std::streamsize>(size_)); }
+    void write(std::ostream& output) const { output.write(storage_.data() + begin_, static_cast<std::streamsize>(size_)); }
+    char* data() { return storage_.data() + begin_; }
     bool is_intact() const {
-        for (const char& byte : storage_) {
-            if ((&byte < data_ || &byte >= data_ + size_) && byte != kFill) return false;
-        }
-        return true;
+        const auto fills = [](char byte) { return byte == kFill; };
+        const auto begin = storage_.begin() + static_cast<std::ptrdiff_t>(begin_);
+        return std::all_of(storage_.begin(), begin, fills) &&
+               std::all_of(begin + static_cast<std::ptrdiff_t>(size_), storage_.end(), fills);
     }
 
   private:
     static constexpr size_t kGuard = 64;
+#ifdef __SANITIZE_ADDRESS__
+    static constexpr size_t kBehind = 0;
+#else
+    static constexpr size_t kBehind = kGuard;
+#endif
     static constexpr char kFill = 0x5a;
-    std::vector<char> storage_;
-    size_t size_;
-    char* data_;
+    // Aligned, so that an offset is one from a cache line.
+    template <typename T>
+    struct Aligned {
+        using value_type = T;
+        T* allocate(size_t n) { return static_cast<T*>(::operator new(n, std::align_val_t{kGuard})); }
+        void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t{kGuard}); }
+        bool operator==(const Aligned&) const { return true; }
+    };
+    size_t begin_, size_;
+    std::vector<char, Aligned<char>> storage_;
 };
 
 bool run(const Case& c, std::istream& input, std::ostream& output) {
@@ -80,11 +92,11 @@ bool run(const Case& c, std::istream& input, std::ostream& output) {
         std::vector<Buffer> arrays;
         for (size_t i = 0; i < 4; ++i) {
             arrays.emplace_back(state[i].size(), c.offset * (2 * i + 1) % 16 * sizes[i]);
-            std::copy(state[i].begin(), state[i].end(), static_cast<char*>(arrays.back().data()));
+            std::copy(state[i].begin(), state[i].end(), arrays.back().data());
         }
         arrays.emplace_back(c.n * element_bytes(model), c.offset * 7 % 16 * element_bytes(model));
-        const AnyState any{static_cast<float*>(arrays[0].data()), arrays[1].data(), arrays[2].data(),
-                           static_cast<MomentScales*>(arrays[3].data())};
+        const AnyState any{reinterpret_cast<float*>(arrays[0].data()), arrays[1].data(), arrays[2].data(),
+                           reinterpret_cast<MomentScales*>(arrays[3].data())};
         const WindowView window{c.n_gradients - c.has_tentative,
                                 pointers.data(),
                                 coefficients.data(),
@@ -94,6 +106,13 @@ bool run(const Case& c, std::istream& input, std::ostream& output) {
         JournalEntry journal;
         start_at(journal, 0);
         replay_kernel(model, moments, instruction_set)(any, c.n, window, arrays[4].data(), journal);
+        if (c.n_gradients > 0) {
+            const int64_t rows = c.n % 3 == 0 ? 3 : 1;
+            arrays.emplace_back(c.n * element_bytes(model), c.offset * 5 % 16 * element_bytes(model));
+            arrays.emplace_back(static_cast<size_t>(rows) * sizeof(float), 0);
+            route_kernel(model, instruction_set)(pointers[0], {0, rows}, c.n / rows, reinterpret_cast<float*>(arrays[6].data()),
+                                                 arrays[5].data());
+        }
         for (const Buffer& array : arrays) {
             is_intact = is_intact && array.is_intact();
             array.write(output);

@@ -1,15 +1,17 @@
-"""The C++ tests of ``tests/cpp`` and a fuzzer of the worker, in a quick build; as released and with sanitizers where `slow` is selected."""
+"""The C++ tests and broken inputs of the worker, in a quick build; as released and with sanitizers where `slow` is selected."""
 
 import ctypes
 import math
 import os
+import random
 import re
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,53 +23,24 @@ from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.machine import allowed_cores
 from small_arena import SIZES, make_partition
 from worker_blocks import Blocks
-from worker_fuzzer import fuzz
 
 _RUN_TIMEOUT_S = 600
-# It single-steps the released worker; other builds would execute many times as many instructions.
-_SKIPPED = {variant: ["-kill"] for variant in VARIANTS if variant != "release"}
-"""Groups of tests that a variant leaves out."""
 
 pytestmark = pytest.mark.timeout(2 * BUILD_TIMEOUT_S)
 
 
-def write_arenas(folder: Path) -> None:
-    """Of each type of moments an arena of two blocks with three steps, the second of which is not finite; and one without steps."""
-    for moments in (torch.float32, torch.bfloat16, torch.int8):
-        blocks = Blocks(dtype=torch.bfloat16, moments=moments)
-
-        def write(name: str, fd: int = blocks.arena.fd) -> None:
-            (folder / name).write_bytes(os.pread(fd, os.fstat(fd).st_size, 0))
-
-        write("empty")
-        for step, factor in ((1, 0.5), (2, math.nan), (3, 0.5)):
-            blocks.set_step(step)
-            blocks.arrive(step, factor)
-        write(str(moments))
-        blocks.arena.close(keep_state=False)
-
-
 @pytest.mark.parametrize("variant", ["quick", *(pytest.param(v, marks=pytest.mark.slow) for v in list(VARIANTS)[1:])])
-def test_cpp(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # All of their bytes are compared after each instruction.
-    monkeypatch.setattr("lightning_zenflow.worker.arena.PAGE_BYTES", 64)
-    write_arenas(tmp_path)
-    result = run(
-        [folder_of(variant) / "tests" / "zenflow-tests", *_SKIPPED.get(variant, [])],
-        timeout_s=_RUN_TIMEOUT_S,
-        ZENFLOW_ARENAS=str(tmp_path),
-        ASAN_OPTIONS="detect_leaks=1",
-        UBSAN_OPTIONS="print_stacktrace=1",
-        TSAN_OPTIONS="halt_on_error=1",
-    )
+def test_parts(variant: str, tmp_path: Path) -> None:
+    with changed_arena("") as arena:
+        (tmp_path / "arena").write_bytes(os.pread(arena.fd, os.fstat(arena.fd).st_size, 0))
+    options = {
+        "ASAN_OPTIONS": "detect_leaks=1",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "TSAN_OPTIONS": "halt_on_error=1",
+    }
+    tests = folder_of(variant) / "tests" / "zenflow-tests"
+    result = run([tests, tmp_path / "arena"], timeout_s=_RUN_TIMEOUT_S, **options)
     assert result.returncode == 0, result.stdout
-    assert " 0 failed" in result.stdout
-
-
-@pytest.mark.parametrize(("variant", "attacks"), [("quick", 40), pytest.param("address", 5000, marks=pytest.mark.slow)])
-def test_broken_arenas_and_messages(variant: str, attacks: int) -> None:
-    """The worker answers, or reports an error and exits with 1; it never crashes, hangs or violates a sanitizer."""
-    assert fuzz(folder_of(variant) / "zenflow-worker", seed=1000 * attacks, attacks=attacks) == []
 
 
 HUGE = {"HUGE_32": 2**32 - 1, "HUGE_64": 2**64 - 1}
@@ -185,39 +158,143 @@ ARGUMENTS = {
 }
 
 
-@contextmanager
-def changed_arena(change: str, moments: torch.dtype = torch.float32) -> Iterator[Arena]:
-    arena = Arena(make_partition(), replace(SIZES, moments_dtype=moments), device=torch.device("cpu"))
+def tables_of(arena: Arena) -> dict[str, Any]:
+    """The arena's structures."""
     begin = arena._address()
     header = native.ArenaHeader.from_address(begin)
-    parts = {
+    return {
         "header": header,
         "ranges": (native.Range * header.n_ranges).from_address(begin + header.ranges_offset),
         "blocks": (native.Block * header.n_blocks).from_address(begin + header.blocks_offset),
         "completed": (ctypes.c_int64 * header.n_blocks).from_address(begin + header.block_jobs_offset),
+        "block_words": (native.StepWord * header.n_blocks).from_address(begin + header.block_words_offset),
+        "shown": (native.BlockShown * header.n_blocks).from_address(begin + header.block_shown_offset),
         "journal": native.JournalEntry.from_address(begin + header.journal_offset),
+        "records": (ctypes.c_uint8 * header.n_step_records * header.step_record_bytes).from_address(
+            begin + header.step_records_offset
+        ),
     }
-    parts["step_words"] = arena.step_words
-    exec(change, {**vars(native), **HUGE, **parts, "torch": torch, "step_word": step_word})
+
+
+@contextmanager
+def changed_arena(change: str, moments: torch.dtype = torch.float32) -> Iterator[Arena]:
+    arena = Arena(make_partition(), replace(SIZES, moments_dtype=moments), device=torch.device("cpu"))
+    names = {**vars(native), **HUGE, **tables_of(arena), "step_words": arena.step_words}
+    exec(change, {**names, "torch": torch, "step_word": step_word})
     yield arena
     arena.close(keep_state=False)
 
 
-def error_of(worker: Path, arena_fd: int, messages: Sequence[bytes] = (), stderr: int = subprocess.PIPE) -> str:
-    """The error that a worker sends, and prints, and with which it ends."""
+def start(
+    worker: Path, arena_fd: int, *, word_timeout_ms: int = 30, **options: Any
+) -> tuple["subprocess.Popen[str]", socket.socket]:
+    """A worker with `options` of its process, and the trainer's end of its socket."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [worker, str(arena_fd), "0", str(allowed_cores()[0]), "30"]
+    ours.settimeout(_RUN_TIMEOUT_S)
+    command = [worker, str(arena_fd), "0", str(allowed_cores()[0]), str(word_timeout_ms)]
     inherited = [arena_fd] if arena_fd < 9999 else []
-    with ours, subprocess.Popen(command, stdin=theirs, pass_fds=inherited, stderr=stderr, text=True) as process:
-        theirs.close()
-        for message in messages:
-            ours.send(message)
-        *_, error = iter(lambda: ours.recv(native.MAX_MESSAGE_BYTES), b"")
-        text = error[ctypes.sizeof(native.MessageHeader) :].decode()
-        printed, status = process.communicate(timeout=_RUN_TIMEOUT_S)[1], process.returncode
+    streams = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stdin": theirs, **options}
+    with theirs:
+        return subprocess.Popen(command, pass_fds=inherited, text=True, **streams), ours
+
+
+def end_of(
+    worker: Path, arena_fd: int, messages: Sequence[bytes], *, gone: bool = False, **options: Any
+) -> tuple[int, str | None, list[bytes]]:
+    """Exit status of a worker that gets messages, what it prints, and its answers; `gone`: the trainer then sends nothing more."""
+    process, ours = start(worker, arena_fd, **options)
+    answers = list[bytes]()
+    with process, ours:
+        # One may be too long for a message, or for a worker that has gone.
+        with suppress(OSError):
+            for message in messages:
+                ours.send(message)
+        if gone:
+            ours.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionResetError):
+            while answer := ours.recv(native.MAX_MESSAGE_BYTES):
+                answers.append(answer)
+        return process.wait(_RUN_TIMEOUT_S), process.communicate()[1], answers
+
+
+def error_of(worker: Path, arena_fd: int, messages: Sequence[bytes] = (), **options: Any) -> str:
+    """The error that a worker sends, and prints, and with which it ends."""
+    status, printed, (*_, error) = end_of(worker, arena_fd, messages, **options)
+    text = error[ctypes.sizeof(native.MessageHeader) :].decode()
     assert native.MessageHeader.from_buffer_copy(error).type == native.MessageType.ERROR
     assert status == 1 and printed in (None, f"zenflow-worker: {text}\n")
     return text
+
+
+LIMITS = (0, 1, 2, 3, 63, 64, 127, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
+
+
+def mutate(rng: random.Random, data: Any) -> None:
+    """Overwrites bytes, or aligned words with values at the limits of integer types."""
+    for _ in range(rng.randrange(1, 4)):
+        width = rng.choice([4, 8]) if rng.random() < 0.8 and len(data) >= 8 else 1
+        at = rng.randrange(len(data) // width) * width
+        value = rng.choice([*LIMITS, rng.getrandbits(64)]) % 2 ** (8 * width)
+        data[at : at + width] = value.to_bytes(width, "little")
+
+
+def drawn_message(rng: random.Random, job_id: int) -> bytes:
+    """A job or a touch, valid or changed or cut; or an exit; or noise."""
+    slots = [rng.randrange(13) for _ in range(rng.randrange(4))]
+    tentative = rng.choice(list(native.Tentative)) if slots else native.Tentative.NONE
+    steps = {"first_step": rng.randrange(1, 3), "n_committed": len(slots) - bool(tentative), "tentative": tentative}
+    places = {"block": rng.randrange(3), "publish_buffer": rng.randrange(4)}
+    touch = native.Touch(type=native.MessageType.TOUCH, offset=native.HEADER_BYTES, n_rows=3, row_bytes=2000)
+    data = bytearray(job(*slots, job_id=job_id, **steps, **places) if rng.random() < 0.7 else bytes(touch))
+    kind = rng.random()
+    if kind < 0.4:
+        mutate(rng, data)
+    elif kind < 0.5:
+        return bytes(data[: rng.randrange(len(data))])
+    elif kind < 0.55:
+        return rng.randbytes(rng.randrange(1, 20000))
+    elif kind < 0.6:
+        return bytes(native.MessageHeader(type=native.MessageType.EXIT))
+    return bytes(data)
+
+
+@pytest.mark.parametrize(("variant", "seeds"), [("quick", 40), pytest.param("address", 5000, marks=pytest.mark.slow)])
+def test_broken_arenas_and_messages(variant: str, seeds: int) -> None:
+    """The worker answers, or reports an error and exits with 1; it never crashes, hangs or violates a sanitizer."""
+    options = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    for seed in range(seeds):
+        rng = random.Random(seed)
+        counts, dtype = [rng.randrange(1, 400) for _ in range(2)], rng.choice([*native.DATA_TYPES][:3])
+        blocks = Blocks(counts, n_blocks=rng.randrange(1, 4), dtype=dtype, n_slots=12)
+        for step in range(1, 4):
+            blocks.set_step(step)
+            blocks.arrive(step, rng.choice([1.0, math.nan, math.inf]))
+            blocks.arrive(step, 0.5, step % len(blocks.partition.blocks))
+        tables = tables_of(blocks.arena)
+        if rng.random() < 0.5:
+            mutate(rng, memoryview(tables[rng.choice([*tables])]).cast("B"))
+        if rng.random() < 0.3:
+            # As after the death of a worker: a job in progress, which the journal may or may not describe.
+            tables["header"].begun_job, tables["header"].n_shares = rng.choice([1, 2]), rng.choice([1, 2])
+        messages = [drawn_message(rng, job_id) for job_id in range(1, rng.randrange(2, 9))]
+        status, printed, _ = end_of(
+            folder_of(variant) / "zenflow-worker", blocks.arena.fd, messages, gone=True, env=options
+        )
+        blocks.arena.close(keep_state=False)
+        expected = "" if status == 0 else "zenflow-worker: .*\n"
+        assert status in (0, 1) and re.fullmatch(expected, printed or ""), f"seed {seed}: {status}, {printed}"
+
+
+def test_a_trainer_that_dies_before_the_worker_is_ready() -> None:
+    with changed_arena("") as arena:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.close()
+        command = [folder_of("quick") / "zenflow-worker", str(arena.fd), "0", str(allowed_cores()[0]), "30"]
+        with theirs:
+            done = subprocess.run(
+                command, stdin=theirs, pass_fds=[arena.fd], capture_output=True, timeout=_RUN_TIMEOUT_S
+            )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
 VARIANTS_WITH_ERRORS = pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""The worker's kernel and AdamW in torch (`replay_reference`) have the same bits, on every instruction set; and what conversions, noise and
-codes of moments are to be.
+"""The worker's kernel and AdamW in torch (`replay_reference`) have the same bits, on every instruction set, on which the CPU device's pass
+over gradients has one result; and what conversions, noise and codes of moments are to be.
 """
 
 import copy
@@ -164,11 +164,11 @@ def each_kind(n: int, n_gradients: int, *groups: GroupHyperparameters, offset: i
 
 
 def run(cases: Sequence[Case], variant: str = "quick") -> Iterator[list[list[Tensor]]]:
-    """For each case, and each instruction set: master weights, both moments, scales and published weights."""
+    """For each case, and each instruction set: master weights, both moments, scales, published weights, and `routed`."""
     program = os.environ.get("ZENFLOW_REPLAY") or folder_of(variant) / "tests" / "zenflow-replay"  # of another machine
     done = subprocess.run([program], input=b"".join(map(bytes, cases)), capture_output=True)
     assert done.returncode == 0, done.stderr.decode() or "the kernel writes beside its arrays"
-    templates = [[c.master, *c.moments, c.scales, torch.empty(len(c.master), dtype=c.dtype)] for c in cases]
+    templates = [[c.master, *c.moments, c.scales, c.master.to(c.dtype), *routed(c)] for c in cases]
     output = torch.frombuffer(bytearray(done.stdout), dtype=torch.uint8)
     n_sets, rest = divmod(len(output), sum(t.nbytes for template in templates for t in template))
     assert n_sets >= 1 and rest == 0
@@ -183,6 +183,14 @@ def run(cases: Sequence[Case], variant: str = "quick") -> Iterator[list[list[Ten
         yield found
 
 
+def routed(case: Case) -> list[Tensor]:
+    """What the pass over the first gradient leaves, but for rounding: a copy, and squared norms of three rows or of one."""
+    rows = 3 if len(case.master) % 3 == 0 else 1
+    return [
+        part for g in case.gradients[:1] for part in (g, g.double().view(rows, len(g) // rows).square().sum(1).float())
+    ]
+
+
 def assert_same_bits(ours: Tensor, theirs: Tensor, case: Case) -> None:
     """All NaNs are the same."""
     ours, theirs = ours.float(), theirs.float()
@@ -194,9 +202,12 @@ def check(cases: Iterable[Case], variant: str) -> None:
     cases = list(cases)
     for case, on_each_set in zip(cases, run(cases, variant), strict=True):
         state, published = case.expected()
-        for master, m, v, scales, shown in on_each_set:
+        for master, m, v, scales, shown, *of_gradient in on_each_set:
             for ours, theirs in zip((master, *as_floats((m, v), scales), shown), (*state, published), strict=True):
                 assert_same_bits(ours, theirs, case)
+            for ours, first, exact in zip(of_gradient, on_each_set[0][5:], routed(case), strict=True):
+                assert_same_bits(ours, first, case)
+                torch.testing.assert_close(ours, exact, rtol=5e-6, atol=0, equal_nan=True)
 
 
 ON_EACH_VARIANT = pytest.mark.parametrize(
@@ -274,7 +285,7 @@ def test_conversions_of_all_16_bit_numbers() -> None:
             case = replace(case, master=masters, gradients=[torch.zeros_like(masters, dtype=dtype)] * n_steps)
             case.moments = torch.zeros_like(masters), torch.zeros_like(masters)
             ((on_each_set,),) = [list(run([case]))]
-            for *_, published in on_each_set:
+            for _, _, _, _, published, *_ in on_each_set:
                 assert_same_bits(published, masters.to(dtype), case)
 
 

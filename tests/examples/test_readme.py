@@ -41,13 +41,13 @@ COMMAND = re.compile(
 )
 SEVERAL_PROCESSES = "num_nodes="
 """In snippets that `test_torchrun` runs, with the command for torchrun."""
-OF_THE_HUB = "Qwen/Qwen3-1.7B"
-"""In the README's snippet; the test has a tiny model in a folder."""
+LANGUAGE = "model(**batch).loss"
+"""In a snippet with a model of transformers, whose batches are tokens."""
 RAY = "import ray.train"
 """In the snippet that `test_ray.py` runs, where Ray is installed."""
 FSDP = "fully_shard"
 """Of a snippet that runs in tests/optimizer/test_fsdp.py, on two ranks."""
-HUGGING_FACE = ("lightning_zenflow.accelerate", "lightning_zenflow.transformers")
+HUGGING_FACE = ("lightning_zenflow.accelerate", "TrainingArguments")
 """In snippets that `tests/huggingface/test_transformers.py` runs."""
 
 
@@ -158,22 +158,21 @@ def test_snippet(document: str, number: int, tmp_path: Path, monkeypatch: pytest
     (tmp_path / "conf").symlink_to(ROOT / "conf")
     snippet: str = blocks(ROOT / document, "python")[number]
     model: torch.nn.Module = Model()
-    if OF_THE_HUB in snippet:
-        model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path / OF_THE_HUB, "llama"))
+    if LANGUAGE in snippet:
+        model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path / "llama", "llama"))
     for checkpoint in re.findall(r'"([^"]+=[^"]+\.ckpt)"', snippet):
         strategy = ZenFlowStrategy(checkpoint_format="deepspeed" if "convert_zero" in snippet else "auto")
         trainer = pl.Trainer(strategy=strategy, max_epochs=1)
         trainer.fit(Model())
         trainer.save_checkpoint(checkpoint)
     before = [p.detach().clone() for p in model.parameters()]
-    names: dict[str, Any] = {"model": model, "MyModule": Model, "Trainer": pl.Trainer}
+    loader = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(256, (3, 2, 16))]
+    names: dict[str, Any] = {"model": model, "MyModule": Model, "Trainer": pl.Trainer, "loader": loader}
     exec(compile(snippet, f"{document}, snippet {number}", "exec"), names)
-    if OF_THE_HUB in snippet:
-        names["model"] = names["trainer"].lightning_module.net
-    elif "trainer" in names:
+    if "trainer" in names:
         names["trainer"].fit_loop.max_epochs = 1
         names["trainer"].fit(model)
-    if "Trainer" in snippet or names["model"] is not model:
+    if "Trainer" in snippet or LANGUAGE in snippet or names["model"] is not model:
         trained = list(names["model"].parameters())
         # Those of stage 3 are in pieces.
         with GatheredParameters(trained):

@@ -25,7 +25,7 @@ from fabric_runs import launch, set_up, train_step
 from harness import EVERYTHING, PLACES, Case, run_here, snapshot, workers
 from lightning_zenflow.checkpoint.files import CheckpointError
 from lightning_zenflow.fabric import ZenFlowStrategy
-from lightning_zenflow.stall_monitor import METRICS
+from lightning_zenflow.step_meter import METRICS
 from models import OptimizerOptions
 from networks import SmallNet
 from same_bits import assert_same_run, assert_same_tensors

@@ -10,11 +10,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from typing_extensions import override
 
+from callbacks import At
 from gpu_cases import RACES
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, Run, optimizer_of, run_here
 from lightning_zenflow.kernels.base import kernels_for
@@ -150,13 +149,9 @@ def test_auto_decides_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(SchedulePolicy, "observe", observed)
     device_s: list[float] = []
 
-    class Clock(pl.Callback):
-        @override
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            device_s.append(optimizer_of(trainer).training.telemetry.device_s)
-
+    clock = At("on_train_batch_end", lambda t: device_s.append(optimizer_of(t).training.telemetry.device_s))
     case = replace(RACES["fixed gradients"], steps=120)
-    run = run_here(case.with_keys(select_strategy="step", select_interval="auto", **AUTO), callbacks=[Clock()])
+    run = run_here(case.with_keys(select_strategy="step", select_interval="auto", **AUTO), callbacks=[clock])
     assert len(observations) >= 2
     for load, stall in observations:
         assert math.isfinite(load) and load > 0

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from gpu_cases import RACES
 from harness import APPROXIMATE, Case, fit
-from lightning_zenflow.stall_monitor import METRICS
+from lightning_zenflow.step_meter import METRICS
 from models import OptimizerOptions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda")]

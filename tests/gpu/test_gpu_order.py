@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from callbacks import At
 from gpu_cases import MILLISECOND, RACES, device
 from harness import Case, Run, run_here, workers
 from lightning_zenflow.core.step_inputs import step_word
@@ -23,28 +24,11 @@ from lightning_zenflow.offload.fill import Fill
 from lightning_zenflow.offload.in_flight import JobsInFlight
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.worker.arena import StepWords
-from lightning_zenflow.worker.supervisor import SupervisedWorker
+from lightning_zenflow.worker.process import SupervisedWorker
 from same_bits import assert_same_state
 from worker_killer import seen
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda")]
-
-
-class Digests(pl.Callback):
-    """One number of every parameter after every step: the sum of its bits as integers. Nothing waits for the device before the end."""
-
-    def __init__(self) -> None:
-        self._of_steps: list[Tensor] = []
-        self.values = torch.empty(0)
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        bits = [p.detach().view(torch.int16).sum(dtype=torch.int64) for p in pl_module.parameters()]
-        self._of_steps.append(torch.stack(bits))
-
-    @override
-    def on_train_end(self, *_: Any) -> None:
-        self.values = torch.stack(self._of_steps).cpu()
 
 
 class SlowBackward(pl.Callback):
@@ -125,10 +109,18 @@ DELAYS: dict[str, Callable[[pytest.MonkeyPatch], None] | type[pl.Callback]] = {
 
 
 def digests_of(case: Case, *callbacks: pl.Callback) -> tuple[Run, Tensor]:
-    digests = Digests()
-    run = run_here(case, callbacks=[digests, *callbacks])
-    assert digests.values.shape[0] == case.steps * case.accumulate
-    return run, digests.values
+    """A run, and one number of every parameter after every step: the sum of its bits as integers. Nothing waits for the device before the
+    end.
+    """
+    digests = list[Tensor]()
+
+    def digest(trainer: pl.Trainer) -> None:
+        parameters = trainer.lightning_module.parameters()
+        digests.append(torch.stack([p.detach().view(torch.int16).sum(dtype=torch.int64) for p in parameters]))
+
+    run = run_here(case, callbacks=[At("on_train_batch_end", digest), *callbacks])
+    assert len(digests) == case.steps * case.accumulate
+    return run, torch.stack(digests).cpu()
 
 
 @pytest.fixture(scope="module")

@@ -17,16 +17,18 @@ from torch import nn
 
 import accelerate_loops
 from accelerate_loops import EXACT, LATE, Loop, Net, new_process, train_plain
-from lightning_zenflow.accelerate import AccelerateStrategy, ZenFlowAccelerator
+from lightning_zenflow.accelerate import ZenFlowAccelerator
 from lightning_zenflow.checkpoint.files import CheckpointError
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.schedule import bucket_size
+from lightning_zenflow.fabric import ZenFlowStrategy
 from rank_processes import free_port
 from same_bits import assert_same_tensors
 
 ROOT = Path(__file__).parents[2]
 
-HOST = {"zero_stage": 3, "offload_param_device": "cpu"}
+STAGE_3 = {"zero_stage": 3}
+HOST = {**STAGE_3, "offload_param_device": "cpu"}
 
 
 def accelerator_of(stage: dict[str, Any], **options: Any) -> ZenFlowAccelerator:
@@ -51,8 +53,8 @@ def late() -> Iterator[Loop]:
 
 @pytest.mark.parametrize(
     ("stage", "accumulate", "max_norm"),
-    [({}, 1, None), ({}, 2, 0.5), ({"zero_stage": 3}, 2, 0.5), (HOST, 1, 0.5)],
-    ids=["stage 2", "stage 2, accumulated and clipped", "stage 3, accumulated and clipped", "weights on the host"],
+    [(STAGE_3, 2, 0.5), (HOST, 1, None)],
+    ids=["stage 3, accumulated and clipped", "weights on the host"],
 )
 def test_losses_and_weights_are_adamws(stage: dict[str, Any], accumulate: int, max_norm: float | None) -> None:
     theirs, weights = train_plain(epochs=2, accumulate=accumulate, max_norm=max_norm)
@@ -79,12 +81,11 @@ def test_evaluation_and_state_dict_have_exact_weights(late: Loop) -> None:
     torch.testing.assert_close(nn.functional.cross_entropy(exact(x), y), loss)
     assert late.accelerator.strategy.metrics()["zenflow/overlap/update_interval_steps"] == 4
     assert late.accelerator.strategy.summary()
-    of_engine = late.accelerator.deepspeed_config["zero_optimization"]
+    of_engine = late.accelerator.strategy.config["zero_optimization"]
     assert of_engine["reduce_bucket_size"] == bucket_size(sum(p.numel() for p in model.layers.parameters()))
 
 
-@pytest.mark.parametrize("keys", [EXACT, LATE], ids=["exact", "late"])
-@pytest.mark.parametrize("stage", [{}, {"zero_stage": 3}], ids=["stage 2", "stage 3"])
+@pytest.mark.parametrize(("stage", "keys"), [({}, LATE), (HOST, EXACT)], ids=["late", "weights on the host"])
 def test_resumed_run_has_the_same_bits(keys: dict[str, Any], stage: dict[str, Any], tmp_path: Path) -> None:
     accelerator = accelerator_of(stage, **keys)
     whole = Loop(accelerator)
@@ -131,7 +132,7 @@ def test_configuration_of_the_seeds_in_a_plugin() -> None:
     engine, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     config = engine.optimizer.training.config
     assert (config.topk_ratio, config.update_interval) == (0.1, 4)
-    assert accelerator.deepspeed_config["gradient_clipping"] == 1.0
+    assert accelerator.strategy.config["gradient_clipping"] == 1.0
     accelerator.backward(engine(torch.ones(2, 16, dtype=torch.bfloat16)).float().mean())
     optimizer.step()
     scheduler.step()
@@ -142,7 +143,7 @@ def test_configuration_of_the_seeds_in_a_plugin() -> None:
 def test_accumulation_under_no_sync_and_a_second_training() -> None:
     # Without the size of a micro-batch.
     config = {"train_batch_size": "auto", "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}
-    accelerator = ZenFlowAccelerator(DeepSpeedPlugin(hf_ds_config=config), **EXACT)
+    accelerator = ZenFlowAccelerator(DeepSpeedPlugin(hf_ds_config=config), **LATE)
     (x, y), plain = (torch.ones(2, 16, dtype=torch.float32), torch.zeros(2, dtype=torch.int64)), Net()
     optimizer = torch.optim.AdamW(plain.layers.parameters(), lr=1e-2)
     for _ in range(2):
@@ -155,6 +156,7 @@ def test_accumulation_under_no_sync_and_a_second_training() -> None:
             accelerator.backward(2 * loop.loss(x, y), scale_wrt_gas=False)
         accelerator.backward(4 * loop.loss(x, y))
         trained = [p for p in loop.model.parameters() if p.requires_grad]
+        torch.testing.assert_close(nn.utils.get_total_norm([p.grad for p in trained]), norm, rtol=1e-5, atol=0)
         torch.testing.assert_close(accelerator.clip_grad_norm_(trained, 0.5), norm, rtol=1e-5, atol=0)
         loop.optimizer.step()
         torch.testing.assert_close(loop.weights()["layers.4.weight"], plain.layers[4].weight.data, rtol=0, atol=1e-6)
@@ -196,11 +198,18 @@ def test_dropped_gradients_change_nothing(late: Loop) -> None:
     assert_same_tensors(list(late.weights().values()), list(before.values()))
 
 
+def test_nothing_late_on_the_device_names_the_optimizer_for_it() -> None:
+    for keys in (EXACT, {"overlap_step": False, "worker_cores": 1}):
+        accelerator = ZenFlowAccelerator(**keys)
+        with pytest.warns(UserWarning, match="ZenFlowAccelerator: no weight is late.*OffloadAdamW"):
+            Loop(accelerator)
+        accelerator.free_memory()
+
+
 def test_mistakes_before_the_loop() -> None:
     zero = {"stage": 2, "zenflow": {"async_checkpoints": True}}
     plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": zero, "gradient_accumulation_steps": 1})
-    by_plugin = [{"deepspeed_plugin": plugin}, {"deepspeed_plugin": {"a": plugin}}, {"deepspeed_plugins": plugin}]
-    for given in ({"async_checkpoints": True}, *by_plugin):
+    for given in ({"async_checkpoints": True}, {"deepspeed_plugin": plugin}, {"deepspeed_plugins": plugin}):
         with (
             new_process(),
             pytest.raises(MisconfigurationException, match="async_checkpoints must be absent, got True"),
@@ -226,6 +235,7 @@ def test_mistakes_before_the_loop() -> None:
             accelerator.prepare(*given)
     with pytest.raises(RuntimeError, match="clip_grad_norm_ must come after `accelerator.prepare`"):
         accelerator.clip_grad_norm_([], 1.0)
+    assert accelerator.gather(torch.ones(1, dtype=torch.float32)).item() == 1.0
 
 
 def test_the_process_and_its_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,41 +248,38 @@ def test_the_process_and_its_launcher(tmp_path: Path, monkeypatch: pytest.Monkey
     with new_process(), two_ranks, pytest.raises(MisconfigurationException, match="must know of 2 ranks, got 1"):
         ZenFlowAccelerator()
     file = tmp_path / "deepspeed.json"
-    file.write_text(json.dumps({"zero_optimization": {"stage": 2, "zenflow": {"async_checkpoints": True}}}))
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.5}}}))
     by_launch = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
     with new_process(), mock.patch.dict("os.environ", by_launch):
-        with pytest.raises(MisconfigurationException, match="async_checkpoints must be absent, got True"):
-            ZenFlowAccelerator()
+        assert ZenFlowAccelerator().strategy.zenflow_config.topk_ratio == 0.5
         assert os.environ["ACCELERATE_USE_DEEPSPEED"] == "true"
-    # By DeepSpeed's launcher.
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("LOCAL_SIZE", "2")
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
-    strategy = AccelerateStrategy(
-        {"zero_optimization": {"stage": 2}}, {}, torch.device("cpu"), ZenFlowAccelerator.calls
-    )
-    assert (strategy.num_processes, strategy.num_nodes) == (2, 2)
+    with new_process():
+        by_deepspeeds = ZenFlowAccelerator()
+        by_deepspeeds.strategy = None
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        monkeypatch.setenv("LOCAL_SIZE", "2")
+        monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+        monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+        monkeypatch.setattr(ZenFlowStrategy, "setup_environment", lambda _: None)
+        assert (by_deepspeeds.start().num_processes, by_deepspeeds.start().num_nodes) == (2, 2)
 
 
 def test_training_that_is_interrupted_ends_its_worker() -> None:
     loop = Loop(ZenFlowAccelerator(**LATE))
     backward(loop)
     loop.accelerator.free_memory()
-    with pytest.raises(RuntimeError, match="backward must come after `accelerator.prepare"):
+    with pytest.raises(
+        RuntimeError, match="accelerator.backward: no model has been set up; call .*accelerator.prepare"
+    ):
         loop.accelerator.backward(torch.ones((), dtype=torch.float32))
 
 
 def test_model_that_is_not_trained_beside_the_trained_one() -> None:
-    _, weights = train_plain(max_norm=0.5)
-    accelerator = accelerator_of({"zero_stage": 3}, **EXACT)
-    teacher = Net()
+    accelerator = accelerator_of(STAGE_3, **EXACT)
     accelerator.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 8
-    divided = accelerator.prepare(teacher)
-    loop = Loop(accelerator)
-    x = torch.ones(2, 16, dtype=torch.float32)
+    divided, x = accelerator.prepare(Net()), torch.ones(2, 16, dtype=torch.float32)
+    loop = Loop(accelerator).train(max_norm=0.5)
     with torch.no_grad():
         torch.testing.assert_close(divided(x), Net()(x))
-    loop.train(max_norm=0.5)
-    torch.testing.assert_close(loop.weights(), weights, rtol=0, atol=5e-6)
+    torch.testing.assert_close(loop.weights(), train_plain(max_norm=0.5)[1], rtol=0, atol=5e-6)
     accelerator.free_memory()

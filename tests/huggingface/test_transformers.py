@@ -1,5 +1,9 @@
-"""`ZenFlowTrainer` beside the Trainer of transformers with torch's AdamW: losses, checkpoints, configurations; the recipe's snippets."""
+"""`ZenFlowTrainer` beside the Trainer of transformers with torch's AdamW: losses, checkpoints, configurations, what the user gives; the
+recipe's snippets."""
 
+import json
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,14 +11,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import (
-    TrainerCallback,
-)
+from transformers import TrainerCallback
+from trl.models.utils import prepare_deepspeed
 
 import sft
 from accelerate_loops import EXACT, LATE, Net, new_process
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.users_module import is_in_pieces
+from rank_processes import free_port
 from same_bits import assert_same_tensors
 from tiny_trainers import Tokens, configuration, logged, tiny_llama, trainer
 
@@ -36,31 +43,29 @@ def end(of: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "options"),
+    ("on_host", "options"),
     [
-        (None, {"max_grad_norm": 0.0, "weight_decay": 0.1, "only_matrices": True}),
-        (2, {"max_grad_norm": 0.5, "gradient_accumulation_steps": 3}),
-        (3, {"max_grad_norm": 0.5}),
+        (False, {"gradient_accumulation_steps": 3, "max_grad_norm": 0.5}),
+        (True, {"weight_decay": 0.1, "only_matrices": True}),
     ],
-    ids=["no configuration", "stage 2, clipped and accumulated", "stage 3, clipped"],
+    ids=["stage 3, clipped and accumulated", "weights on the host"],
 )
 def test_losses_are_adamws(
-    stage: int | None, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    on_host: bool, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with new_process():
         theirs = trainer(tmp_path, ours=False, **options)
         theirs.train()
-    of_deepspeed = {} if stage is None else {"deepspeed": configuration(EXACT, stage=stage)}
-    ours = trainer(tmp_path, **options, **of_deepspeed)
+    ours = trainer(tmp_path, **options, deepspeed=configuration(EXACT, stage=3, on_host=on_host))
     ours.train()
     for name, tolerance in {"loss": 2e-5, "grad_norm": 2e-4, "eval_loss": 1e-4}.items():
         torch.testing.assert_close(logged(ours, name), logged(theirs, name), rtol=0, atol=tolerance)
     assert len(logged(ours, "zenflow/stall/device_percent")) == len(logged(ours, "loss"))
+    end(ours)
     # A Trainer that is done has the exact weights in its model.
     x = Tokens(2).texts
     with torch.no_grad():
         torch.testing.assert_close(ours.model(x).logits, theirs.model(x).logits, rtol=0, atol=2e-3)
-    end(ours)
     # The summary, once.
     assert len([record for record in caplog.records if " steps, median " in record.getMessage()]) == 1
 
@@ -75,9 +80,13 @@ class Stop(TrainerCallback):
         control.should_training_stop = state.global_step == self.step
 
 
-@pytest.mark.parametrize("keys", [EXACT, LATE], ids=["exact", "late"])
-def test_resumed_run_has_the_same_bits(keys: dict[str, Any], tmp_path: Path) -> None:
-    options = {"save_strategy": "steps", "save_steps": 5, "eval_strategy": "no", "deepspeed": configuration(keys)}
+@pytest.mark.parametrize(
+    "of_deepspeed",
+    [configuration(LATE), configuration(EXACT, stage=3, on_host=True)],
+    ids=["late", "weights on the host"],
+)
+def test_resumed_run_has_the_same_bits(of_deepspeed: dict[str, Any], tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 5, "eval_strategy": "no", "deepspeed": of_deepspeed}
     whole = trainer(tmp_path / "whole", **options)
     whole.train()
     expected, losses = weights(whole), logged(whole, "loss")
@@ -104,6 +113,8 @@ def test_configuration_of_the_seeds_and_a_second_training(tmp_path: Path, monkey
     ours.train()
     config = ours.deepspeed.optimizer.training.config
     assert (config.topk_ratio, config.update_interval) == (0.1, 4)
+    (group,) = ours.optimizer.param_groups
+    assert (group["weight_decay"], group["initial_lr"], group["eps"]) == (0.01, 2e-5, 1e-8)
     assert ours.model.lm_head.weight.dtype == torch.bfloat16
     first, before = weights(ours), ours.deepspeed.optimizer.training.parts.rank.arena
     with pytest.warns(UserWarning, match="moments and step count start at zero"):
@@ -144,29 +155,30 @@ class SaveBeforeStep(TrainerCallback):
 
 
 def test_evaluation_before_and_training_behind_an_interrupt(tmp_path: Path) -> None:
-    expected = trainer(tmp_path, deepspeed=configuration(EXACT))
-    before = expected.evaluate()["eval_loss"]
-    expected.train()
-    losses = logged(expected, "loss")
-    end(expected)
-    with new_process():
-        ours = trainer(tmp_path, deepspeed=configuration(LATE))
-        ours.add_callback(Interrupt())
-        with pytest.raises(KeyboardInterrupt):
-            ours.train()
-        end(ours)
-        with torch.no_grad():
-            # Not the weights of the beginning.
-            assert ours.evaluate()["eval_loss"] != before
-    with new_process():
-        ours = trainer(tmp_path / "saved", deepspeed=configuration(EXACT))
-        saves = SaveBeforeStep()
-        saves.trainer = ours
-        ours.add_callback(saves)
+    ours = trainer(tmp_path, deepspeed=configuration(LATE))
+    before = ours.evaluate()["eval_loss"]
+    ours.add_callback(Interrupt())
+    with pytest.raises(KeyboardInterrupt):
         ours.train()
-        assert logged(ours, "loss") == losses
-        assert [*(tmp_path / "saved").glob("checkpoint-*")] == [tmp_path / "saved" / "checkpoint-4"]
-        end(ours)
+    end(ours)
+    # Not the weights of the beginning.
+    assert ours.evaluate()["eval_loss"] != before
+    end(ours)
+
+
+def test_save_between_backward_and_step_is_made_behind_it(tmp_path: Path) -> None:
+    options = {"deepspeed": configuration(EXACT, stage=3), "eval_strategy": "no", "max_steps": 6}
+    with new_process():
+        expected = trainer(tmp_path, **options)
+        expected.train()
+        end(expected)
+    ours, saves = trainer(tmp_path / "saved", **options), SaveBeforeStep()
+    saves.trainer = ours
+    ours.add_callback(saves)
+    ours.train()
+    assert logged(ours, "loss") == logged(expected, "loss")
+    assert [*(tmp_path / "saved").glob("checkpoint-*")] == [tmp_path / "saved" / "checkpoint-4"]
+    end(ours)
 
 
 def test_evaluation_in_pieces_before_a_training(tmp_path: Path) -> None:
@@ -178,13 +190,125 @@ def test_evaluation_in_pieces_before_a_training(tmp_path: Path) -> None:
     end(ours)
 
 
+SHORT = {"num_train_epochs": 1, "max_steps": 6, "eval_strategy": "no", "max_grad_norm": 0.5}
+
+
+def groups(model: Any) -> Any:
+    """An optimizer with rates of its own and a scheduler, which are not those of the arguments."""
+    head = [p for name, p in model.named_parameters() if "lm_head" in name]
+    rest = [p for name, p in model.named_parameters() if "lm_head" not in name]
+    optimizer = AdamW([{"params": head, "lr": 2e-2}, {"params": rest, "weight_decay": 0.1}], lr=3e-3, betas=(0.8, 0.95))
+    return {"optimizers": (optimizer, StepLR(optimizer, 2, 0.5))}
+
+
+class Drops(TrainerCallback):
+    """Leaves out every second step, as the errors of refused gradients advise; `model.zero_grad()` in others."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % 2:
+            kwargs["optimizer" if state.global_step % 4 == 1 else "model"].zero_grad()
+
+
+def test_given_things_train_as_in_the_plain_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given, options = lambda model: {**groups(model), "callbacks": [Drops()]}, {"gradient_accumulation_steps": 2}
+    with new_process():
+        theirs = trainer(tmp_path, ours=False, given=given, **SHORT, **options)
+        theirs.train()
+    ours = trainer(tmp_path, given=given, **SHORT, **options, deepspeed=configuration(EXACT, stage=3))
+    ours.train()
+    assert logged(ours, "learning_rate") == logged(theirs, "learning_rate")
+    torch.testing.assert_close(logged(ours, "loss"), logged(theirs, "loss"), rtol=0, atol=2e-5)
+    end(ours)
+    torch.testing.assert_close(dict(ours.model.state_dict()), dict(theirs.model.state_dict()), rtol=0, atol=2e-3)
+    assert "mismatch" not in caplog.text
+
+
+def block(name: str = "optimizer", kind: str = "AdamW", **params: Any) -> dict[str, Any]:
+    return {"deepspeed": {**configuration(LATE), name: {"type": kind, "params": params}}}
+
+
+BEST = {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True}
+ADAMW = "block `optimizer` .* must be AdamW's, of lr, betas, eps and weight_decay, without an optimizer"
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"given": groups, **block()}, ADAMW),
+    ({"optim": "adafactor", **block()}, ADAMW),
+    (block(kind="Adam"), f"{ADAMW}.*'Adam'"),
+    (block(amsgrad=True), f"{ADAMW}.*amsgrad"),
+    (block("scheduler", "WarmupLR"), "no block `scheduler`: .*lr_scheduler_type"),
+    ({"given": lambda model: {"optimizers": (SGD(model.parameters()), None)}}, "exactly one of torch.optim.AdamW"),
+    ({"bf16_full_eval": True}, "bf16_full_eval must be False where bf16 is, got True"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_what_cannot_be_kept_is_refused_by_name(
+    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On a CPU transformers refuses it.
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    with pytest.raises(MisconfigurationException, match=message):
+        trainer(tmp_path, **{**SHORT, **options}).train()
+
+
+class Uses(TrainerCallback):
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        # Behind the clipping.
+        torch.testing.assert_close(torch.nn.utils.get_total_norm(gradients), torch.tensor(SHORT["max_grad_norm"]))
+        gradients[0].zero_()
+
+
+def test_refused_gradients_are_in_the_words_of_the_front(tmp_path: Path) -> None:
+    ours = trainer(tmp_path, given=lambda _: {"callbacks": [Uses()]}, **SHORT)
+    with pytest.raises(
+        MisconfigurationException, match="ZenFlowTrainer: .*zero_.* `on_pre_optimizer_step`.*max_grad_norm"
+    ) as refused:
+        ours.train()
+    assert not re.search("fabric|gradient_clip_val|on_before_optimizer_step", str(refused.value))
+    end(ours)
+
+
+def test_best_model(tmp_path: Path) -> None:
+    """The first one, so that training has gone on since. And a plain Trainer behind ours in the process, which is plain."""
+    ours = trainer(tmp_path, **BEST, greater_is_better=True, deepspeed=configuration(LATE))
+    ours.train()
+    losses = logged(ours, "eval_loss")
+    assert ours.state.best_metric == losses[0] > losses[-1]
+    assert ours.evaluate()["eval_loss"] == pytest.approx(losses[0], abs=1e-6)
+    with pytest.warns(UserWarning, match="moments and step count start at zero"):
+        ours.train()
+    assert "ACCELERATE_USE_DEEPSPEED" not in os.environ or os.environ["ACCELERATE_USE_DEEPSPEED"] == "false"
+    ours.accelerator.end_training()
+    assert not trainer(tmp_path, ours=False).is_deepspeed_enabled
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_reference_model(launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As TRL's trainers, which have DeepSpeed set up a model that is not trained, before the training; with torchrun's variables too."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in ranks.items() if launcher == "torchrun" else ():
+        monkeypatch.setenv(name, str(value))
+    ours, x = trainer(tmp_path, **SHORT), torch.arange(16, dtype=torch.int64)[None]
+    with torch.no_grad():
+        expected = tiny_llama()(x).logits
+        reference = prepare_deepspeed(tiny_llama(), ours.accelerator)
+    ours.train()
+    with torch.no_grad():
+        torch.testing.assert_close(reference(x).logits, expected)
+        assert not torch.equal(ours.model(x).logits, expected)
+    end(ours)
+
+
 RECIPES = ROOT / "docs" / "recipes.md"
 
 
-def snippet(text: str) -> str:
-    """The block of the recipe that has a text."""
-    (found,) = (block for block in RECIPES.read_text().split("```python\n")[1:] if text in block.partition("```")[0])
-    return found.partition("```")[0]
+def snippet(*texts: str) -> str:
+    """The recipe's block that has these texts."""
+    blocks = [block.partition("```")[0] for block in RECIPES.read_text().split("```python\n")[1:]]
+    (found,) = (block for block in blocks if all(text in block for text in texts))
+    return found
 
 
 def test_loop_under_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,21 +323,24 @@ def test_loop_under_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (tmp_path / "state" / "pytorch_model" / "mp_rank_00_model_states.pt").is_file()
 
 
-def test_trainer_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("imported", ["import OffloadAdamW", "import ZenFlowTrainer"])
+def test_trainer_of_transformers(imported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model, before = tiny_llama(), tiny_llama()
-    with new_process():
-        exec(snippet("lightning_zenflow.transformers"), {"model": model, "dataset": Tokens()})
+    exec(snippet(imported, "TrainingArguments"), {"model": model, "dataset": Tokens()})
     assert any(not torch.equal(p, q) for p, q in zip(before.parameters(), model.parameters(), strict=True))
 
 
-def test_example_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of `examples/sft.py`."""
+@pytest.mark.parametrize("has_configuration", [False, True])
+def test_example_of_trl(has_configuration: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of `examples/sft.py`: with a configuration of DeepSpeed, and with `OffloadAdamW`."""
     monkeypatch.chdir(tmp_path)
     options = ["--max_steps=30", "--per_device_train_batch_size=8", "--logging_steps=10", "--disable_tqdm=True"]
-    with new_process():
-        trainer = sft.main([*options, "--eval_strategy=no", "--warmup_steps=0"])
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        trainer.accelerator.free_memory()
+    if has_configuration:
+        Path("zero.json").write_text(json.dumps(configuration(LATE)))
+        options.append("--deepspeed=zero.json")
+    trainer = sft.main([*options, "--eval_strategy=no", "--warmup_steps=0"])
+    losses = logged(trainer, "loss")
+    trainer.accelerator.free_memory()
     assert losses[-1] < 0.8 * losses[0]
     assert (tmp_path / "sft_output" / "model.safetensors").is_file()

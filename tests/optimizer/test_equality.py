@@ -1,16 +1,17 @@
 """Plain loops with `OffloadAdamW` have the losses of `torch.optim.AdamW`, with torch's own clipping, scaling and accumulation."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zenflow import OffloadAdamW
-from plain_loops import Loop, Who, close, groups_of, loss_of, make_loop, make_model, make_optimizer, reading_of
+from plain_loops import Loop, Who, close, make_loop, make_model, make_optimizer, reading_of
 
 
 @pytest.fixture
@@ -74,101 +75,67 @@ def test_losses(both: Any, keys: dict[str, Any], options: dict[str, Any], in_bac
 
 def test_closures(both: Any) -> None:
     """As Lightning's automatic optimization has them: the last backward pass inside of the closure, the others before it."""
-
-    def train(loop: Loop) -> None:
+    ours, theirs = both()
+    for loop in (ours, theirs):
         for step in range(6):
             loop.optimizer.zero_grad()
-            (loss_of(loop.model, 2 * step) / 2).backward()
+            loop.backward(2 * step, share=2)
 
-            def closure(step: int = step) -> float:
-                loss = loss_of(loop.model, 2 * step + 1) / 2
-                loss.backward()
+            def closure(loop: Loop = loop, number: int = 2 * step + 1) -> Tensor:
+                loop.backward(number, share=2)
                 clip_grad_norm_(loop.model.parameters(), 50.0)
-                return float(loss.detach())
+                return loop.losses[-1]
 
-            loop.losses.append(loop.optimizer.step(closure))
-
-    ours, theirs = both()
-    train(ours)
-    train(theirs)
+            assert loop.optimizer.step(closure) is loop.losses[-1]  # type: ignore[arg-type]  # torch expects a number
     assert_same(ours, theirs)
     assert reading_of(ours.optimizer).steps_in_backward == 6
 
 
 def test_said_accumulation(both: Any) -> None:
-    def train(loop: Loop) -> None:
-        for step in range(4):
-            for micro in range(3):
-                last = micro == 2
-                if isinstance(loop.optimizer, OffloadAdamW) and not last:
-                    with loop.optimizer.accumulate():
-                        loss_of(loop.model, 10 * step + micro).backward()
-                else:
-                    loss_of(loop.model, 10 * step + micro).backward()
-            loop.optimizer.step()
-            loop.optimizer.zero_grad()
-
     ours, theirs = both(accumulation_steps=1)
-    train(ours)
-    loop = theirs
-    train(loop)
+    for number in range(12):
+        theirs.backward(number)
+        with nullcontext() if number % 3 == 2 else ours.optimizer.accumulate():
+            ours.backward(number)
+        if number % 3 == 2:
+            ours.end_step()
+            theirs.end_step()
     assert_same(ours, theirs)
     assert reading_of(ours.optimizer).steps_in_backward == 4
 
 
 def test_loss_scaler(both: Any) -> None:
     """torch's scaler: unscales, clips, and leaves out a step with an infinite gradient."""
+    loops = both()
+    for loop in loops:
+        loop.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        loop.train(7, max_norm=lambda _: 1.0, infinite_in=(3,))
+    assert_same(*loops)
+    assert len({loop.scaler.get_scale() for loop in loops}) == 1
 
-    def train(loop: Loop) -> float:
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-        for step in range(7):
-            loss = loss_of(loop.model, step)
-            scaler.scale(loss * float("inf") if step == 3 else loss).backward()
-            scaler.unscale_(loop.optimizer)
-            loop.norms.append(float(clip_grad_norm_(loop.model.parameters(), 1.0)) if step != 3 else 0.0)
-            scaler.step(loop.optimizer)
-            scaler.update()
-            loop.optimizer.zero_grad()
-            loop.losses.append(float(loss.detach()))
-        return float(scaler.get_scale())
 
+def freeze(loop: Loop) -> None:
+    """For two steps; the parameter, its moments and its count of steps stand still."""
+    loop.model[0].weight.requires_grad_(loop.steps not in (3, 4))  # type: ignore[index]  # a Sequential
+
+
+@torch.no_grad()
+def clamp(loop: Loop) -> None:
+    """Writes weights in some steps."""
+    if loop.steps in (2, 3, 6):
+        loop.model[-1].weight.clamp_(-0.05, 0.05)  # type: ignore[index]  # a Sequential
+
+
+def start_again(loop: Loop) -> None:
+    """With the first weights, by `load_state_dict`."""
+    if loop.steps == 4:
+        loop.model.load_state_dict(make_model().state_dict())
+
+
+@pytest.mark.parametrize("begin", [freeze, clamp, start_again])
+def test_changes_between_steps(both: Any, begin: Callable[[Loop], None]) -> None:
     ours, theirs = both()
-    assert train(ours) == train(theirs)
-    assert_same(ours, theirs)
-
-
-def test_frozen_for_some_steps(both: Any) -> None:
-    """A frozen parameter, its moments and its count of steps stand still."""
-
-    def freeze(loop: Loop) -> None:
-        loop.model[0].weight.requires_grad_(loop.steps not in (3, 4))
-
-    ours, theirs = both()
-    assert_same(ours.train(begin=freeze), theirs.train(begin=freeze))
-
-
-def test_written_weights(both: Any) -> None:
-    """What the user writes between two steps is trained on."""
-
-    def clamp(loop: Loop) -> None:
-        if loop.steps in (2, 3, 6):
-            with torch.no_grad():
-                loop.model[-1].weight.clamp_(-0.05, 0.05)
-
-    ours, theirs = both()
-    assert_same(ours.train(begin=clamp), theirs.train(begin=clamp))
-
-
-def test_loaded_weights(both: Any) -> None:
-    """`load_state_dict` of the model in the middle of a training."""
-    start = {name: value.clone() for name, value in make_model().state_dict().items()}
-
-    def back(loop: Loop) -> None:
-        if loop.steps == 4:
-            loop.model.load_state_dict(start)
-
-    ours, theirs = both()
-    assert_same(ours.train(begin=back), theirs.train(begin=back))
+    assert_same(ours.train(begin=begin), theirs.train(begin=begin))
 
 
 class Tied(nn.Module):
@@ -186,13 +153,8 @@ class Tied(nn.Module):
         return self.model[-1](hidden)
 
 
-def test_tied_weights_and_checkpoints(both: Any) -> None:
-    loops = []
-    for who in ("ours", "torch"):
-        model = Tied(make_model())
-        loops.append(make_loop(who, model=model))
-    for loop in loops:
-        loop.train(max_norm=lambda _: 50.0)
+def test_tied_weights_and_checkpoints() -> None:
+    loops = [make_loop(who, model=Tied(make_model())).train(max_norm=lambda _: 50.0) for who in ("ours", "torch")]
     assert_same(*loops)
     close(*loops)
 
@@ -228,26 +190,7 @@ def test_two_optimizers() -> None:
 
 def test_bfloat16() -> None:
     """Beside float32 master weights that are updated by hand, with clipping: the first steps have the same bits."""
-    ours = make_loop("ours", dtype=torch.bfloat16)
-    model = make_model(torch.bfloat16)
-    trained = [p for group in groups_of(model) for p in group["params"]]
-    masters = [p.detach().float().requires_grad_() for p in trained]
-    of_groups = iter(masters)
-    by_hand = [{**group, "params": [next(of_groups) for _ in group["params"]]} for group in groups_of(model)]
-    theirs = Loop(model, torch.optim.AdamW(by_hand, lr=1e-2), None)
-    ours.scheduler = torch.optim.lr_scheduler.LambdaLR(ours.optimizer, lambda _: 1.0)
-    for step in range(3):
-        loss = loss_of(model, 100 * step)
-        loss.backward()
-        theirs.losses.append(float(loss.detach()))
-        for master, p in zip(masters, trained, strict=True):
-            assert p.grad is not None
-            master.grad, p.grad = p.grad.float(), None
-        clip_grad_norm_(masters, 0.5)
-        theirs.optimizer.step()
-        for master, p in zip(masters, trained, strict=True):
-            p.data.copy_(master.detach())
-    ours.train(3, max_norm=lambda _: 0.5)
-    torch.testing.assert_close(ours.losses, theirs.losses, rtol=1e-3, atol=0)
-    assert ours.losses[:2] == theirs.losses[:2]
-    close(ours)
+    loops = [make_loop(who, dtype=torch.bfloat16).train(3, max_norm=lambda _: 0.5) for who in ("ours", "torch")]
+    torch.testing.assert_close(loops[0].losses, loops[1].losses, rtol=1e-3, atol=0)
+    assert loops[0].losses[:2] == loops[1].losses[:2]
+    close(*loops)

@@ -52,6 +52,9 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "pickle": lambda g: pickle.loads(pickle.dumps(g)),
     "stack": lambda g: torch.stack([g, g]),
     "finite": torch.isfinite,
+    "added to another": lambda g: g.new_ones(g.shape).add_(g),
+    "multiplied to another": lambda g: g.new_ones(g.shape).mul_(g),
+    "views": lambda g: torch.cat([*g.t().flatten().split(3)]).numpy().tolist(),
 }
 
 
@@ -60,6 +63,18 @@ def test_reads(loop: Loop, gradients: list[Tensor], read: Callable[[Tensor], Any
     for mine, theirs in zip(ours(loop), gradients, strict=True):
         torch.testing.assert_close(read(mine), read(theirs), rtol=1e-6, atol=0)
     assert all(p.grad is None for p in loop.model.parameters() if not p.requires_grad)
+
+
+def test_between_backward_passes() -> None:
+    """Their sum so far; further ones come on top."""
+    loop, model = make_loop("ours"), make_model()
+    for number in range(3):
+        for of in (loop.model, model):
+            loss_of(of, number).backward()
+        theirs = [p.grad for p in model.parameters() if p.grad is not None]
+        torch.testing.assert_close([g.clone() for g in ours(loop)], theirs, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(nn.utils.get_total_norm(ours(loop)), nn.utils.get_total_norm(theirs))
+    close(loop)
 
 
 @pytest.mark.parametrize("foreach", [None, False, True])
@@ -118,6 +133,10 @@ REFUSED: dict[str, tuple[Callable[[Loop], Any], str]] = {
     "zero": (lambda loop: loop.model[-1].weight.grad.zero_(), "would change it"),
     "copy": (lambda loop: loop.model[-1].weight.grad.copy_(torch.ones(50, 32)), "would change it"),
     "by elements": (lambda loop: loop.model[-1].weight.grad.mul_(torch.ones(50, 32)), "by one number"),
+    "row": (lambda loop: loop.model[-1].weight.grad.__setitem__(0, 0.0), "would change it"),
+    "slice": (lambda loop: loop.model[-1].weight.grad[:3].mul_(0.5), "would change it"),
+    "by mask": (lambda loop: loop.model[-1].weight.grad.__setitem__(torch.ones(50, 32) > 0, 0.0), "would change it"),
+    "through data": (lambda loop: loop.model[-1].weight.grad.data.view(-1).zero_(), "would change it"),
     "assigned": (_assign, "must not be assigned"),
     "removed": (_remove_one, "must not be assigned"),
     "some clipped": (_scale_some, "must be scaled alike"),

@@ -2,8 +2,10 @@
 
 import copy
 import gc
+import logging
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from torch import nn
 
 from lightning_zenflow import OffloadAdamW
 from lightning_zenflow.core.errors import MisconfigurationException
-from plain_loops import Who, close, groups_of, loss_of, make_loop, make_model, make_optimizer
+from plain_loops import Loop, close, groups_of, loss_of, make_loop, make_model, make_optimizer
 from processes import workers
 
 ALONE = """
@@ -55,12 +57,18 @@ def test_names_are_registered_when_lightning_is_imported() -> None:
 def test_ends_with_the_object() -> None:
     loop = make_loop("ours").train(2)
     assert len(workers()) == 1
-    parameter, gone = loop.model[0].weight, weakref.ref(loop.optimizer)
-    model = loop.model
+    parameter, model = loop.model[0].weight, loop.model
+    loss_of(model, 3).backward()
+    kept = parameter.grad
+    assert isinstance(loop.optimizer, OffloadAdamW) and loop.optimizer._engine is not None
+    gone = weakref.ref(loop.optimizer), weakref.ref(loop.optimizer._engine.training)
     del loop
     gc.collect()
-    assert gone() is None
+    assert not any(reference() for reference in gone)
     assert not workers()
+    with pytest.raises(ReferenceError):
+        kept.norm()
+    assert parameter.grad is None
     # The model is as if it had not been.
     loss_of(model, 1).backward()
     assert type(parameter.grad) is torch.Tensor
@@ -93,6 +101,27 @@ def test_closed() -> None:
         loss_of(loop.model, 1).backward()
 
 
+@pytest.mark.parametrize("closes", [True, False])
+def test_summary(closes: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Of 50 steps or more, once, at the end."""
+    with caplog.at_level(logging.INFO):
+        for steps in (49, 50):
+            weight = nn.Parameter(torch.ones(2, 2))
+            optimizer = OffloadAdamW([weight], worker_cores=1)
+            assert optimizer.telemetry is None
+            for _ in range(steps):
+                weight.square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert optimizer.telemetry is not None and optimizer.telemetry.steps == steps
+            if closes:
+                optimizer.close()
+            del optimizer
+            gc.collect()
+    assert re.findall(r"ZenFlow: (\d+) steps, median", caplog.text) == ["50"]
+    assert not workers()
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
 def test_copies(copied: Any) -> None:
     with pytest.raises(TypeError, match=r"cannot be pickled or copied.*state_dict"):
@@ -110,37 +139,24 @@ def test_killed_worker() -> None:
     close(loop)
 
 
-def _double(model: nn.Module) -> Any:
-    return model.double().parameters()
-
-
-def _mixed(model: nn.Module) -> Any:
-    model[0].to(torch.bfloat16)  # type: ignore[index]  # a Sequential
-    return model.parameters()
-
-
-def _frozen(model: nn.Module) -> Any:
-    return model.requires_grad_(False).parameters()
-
-
-def _transposed(model: nn.Module) -> Any:
-    model[-1].weight.data = model[-1].weight.data.t().contiguous().t()  # type: ignore[index]  # a Sequential
-    return model.parameters()
+def transpose(model: Any) -> None:
+    model[-1].weight.data = model[-1].weight.data.t().contiguous().t()
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("change", "message"),
     [
-        (_double, "must be dense and of torch.float32"),
-        (_mixed, "must be of one type and device"),
-        (_frozen, "some parameter must require gradients"),
-        (_transposed, "must be contiguous"),
+        (lambda model: model.double(), "must be dense and of torch.float32"),
+        (lambda model: model[0].to(torch.bfloat16), "must be of one type and device"),
+        (lambda model: model.requires_grad_(False), "some parameter must require gradients"),
+        (transpose, "must be contiguous"),
     ],
 )
-def test_refused_parameters(make: Any, message: str) -> None:
+def test_refused_parameters(change: Any, message: str) -> None:
+    change(model := make_model())
     with pytest.raises(MisconfigurationException, match=f"OffloadAdamW: .*{message}"):
-        OffloadAdamW(make(make_model()), worker_cores=1).load_state_dict(
-            torch.optim.AdamW(make(make_model())).state_dict()
+        OffloadAdamW(model.parameters(), worker_cores=1).load_state_dict(
+            torch.optim.AdamW(model.parameters()).state_dict()
         )
 
 
@@ -160,25 +176,16 @@ def test_refused_values(keys: dict[str, Any], message: str) -> None:
 
 def test_further_parameters() -> None:
     """Before the first backward pass."""
-
-    def train(who: Who) -> list[float]:
+    loops = []
+    for who in ("ours", "torch"):
         model = make_model()
         first, *rest = groups_of(model)
-        optimizer = make_optimizer(who, [first])
+        loops.append(Loop(model, make_optimizer(who, [first])))
         for group in rest:
-            optimizer.add_param_group(group)
-        losses = []
-        for number in range(3):
-            loss = loss_of(model, number)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-        if isinstance(optimizer, OffloadAdamW):
-            optimizer.close()
-        return losses
-
-    torch.testing.assert_close(train("ours"), train("torch"), rtol=3e-6, atol=0)
+            loops[-1].optimizer.add_param_group(group)
+        loops[-1].train(3)
+    torch.testing.assert_close(loops[0].losses, loops[1].losses, rtol=3e-6, atol=0)
+    close(*loops)
 
 
 def test_trained_later() -> None:

@@ -3,22 +3,18 @@ planted errors are found.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
+from torch import Tensor
 
-from lightning_zenflow import OffloadAdamW
 from lightning_zenflow.between_steps.served_gradients import ServedGradient
 from lightning_zenflow.core.device import SideStream
 from lightning_zenflow.optimizer.engine import OptimizerEngine
-from plain_loops import batch, groups_of, make_model, make_optimizer
+from plain_loops import Loop, batch, close, make_loop
 from recorded_device.clocks import HOST
 from recorded_device.device import RecordedDevice, RecordedEvent, RecordedRuntime
 from recorded_device.tensors import DEVICE
@@ -27,69 +23,20 @@ from recorded_device.watch import recorded_device
 STEPS = 8
 
 
-class Loop:
-    """A training on the recorded device, whose losses are read at the end: the host would wait for each."""
-
-    def __init__(self, device: RecordedDevice, dtype: torch.dtype, **keys: Any) -> None:
-        self.device = device
-        self.model: nn.Module = make_model(dtype).to(DEVICE)
-        self.optimizer = make_optimizer("ours", groups_of(self.model), **keys)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        self._losses: list[Tensor] = []
-
-    def backward(self, number: int, scale: Callable[[Tensor], Tensor] = lambda loss: loss) -> None:
-        """Forward and backward pass of a batch."""
-        tokens = self.device.from_page_locked(batch(number))
-        scores = self.model(tokens[:, :-1]).flatten(0, 1).float()
-        loss = nn.functional.cross_entropy(scores, tokens[:, 1:].flatten())
-        scale(loss).backward()
-        self._losses.append(loss.detach())
-
-    def end_step(self, number: int) -> None:
-        """What is the same in each loop."""
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.device.note("step", HOST, event=number)
-
-    def clip(self, max_norm: float) -> None:
-        """torch's."""
-        clip_grad_norm_(self.model.parameters(), max_norm)
-
-    def losses(self) -> list[float]:
-        """All of them."""
-        return torch.stack(self._losses).tolist()
+Body = Callable[[Loop, int], object]
 
 
-def plain(loop: Loop, step: int) -> None:
-    loop.backward(step)
-    loop.end_step(step)
+def steps(**options: Any) -> Body:
+    """Those of `Loop.train`."""
+    return lambda loop, _: loop.train(1, **options)
 
 
-def clipped(max_norm: Callable[[int], float], loop: Loop, step: int) -> None:
-    loop.backward(step)
-    loop.clip(max_norm(step))
-    loop.end_step(step)
-
-
-def accumulated(loop: Loop, step: int, *, micro_batches: int = 3) -> None:
-    for micro in range(micro_batches):
-        loop.backward(10 * step + micro)
-    loop.clip(1e3)
-    loop.end_step(step)
-
-
-def fewer(loop: Loop, step: int) -> None:
-    accumulated(loop, step, micro_batches=2 if step == 5 else 3)
+plain = steps()
 
 
 def scaled(loop: Loop, step: int) -> None:
-    loop.backward(step, loop.scaler.scale)
-    loop.scaler.unscale_(loop.optimizer)
-    loop.clip(1.0)
-    loop.scaler.step(loop.optimizer)
-    loop.scaler.update()
-    loop.optimizer.zero_grad()
-    loop.device.note("step", HOST, event=step)
+    loop.scaler = loop.scaler or torch.amp.GradScaler("cpu", init_scale=64.0)
+    loop.train(1, max_norm=lambda _: 1.0)
 
 
 def dropped(loop: Loop, step: int) -> None:
@@ -103,7 +50,7 @@ def read(loop: Loop, step: int) -> None:
     for p in loop.model.parameters():
         if p.grad is not None:
             p.grad.abs().sum()
-    loop.end_step(step)
+    loop.end_step()
 
 
 def saved(loop: Loop, step: int) -> None:
@@ -127,18 +74,24 @@ def flushed(loop: Loop, step: int) -> None:
         loop.optimizer.flush()  # type: ignore[attr-defined]  # ours
 
 
-Body = Callable[[Loop, int], None]
+def accumulated(in_fifth: int = 3) -> Body:
+    """Of three micro-batches, or another number in one step."""
+    return steps(micro_batches=lambda step: in_fifth if step == 5 else 3, max_norm=lambda _: 1e3)
+
+
 CASES: dict[str, tuple[Body, dict[str, Any]]] = {
     "plain": (plain, {}),
     "known": (plain, {"accumulation_steps": 1}),
-    "bfloat16": (partial(clipped, lambda _: 1.0), {"dtype": torch.bfloat16}),
-    "unclipped": (partial(clipped, lambda _: 1e3), {"accumulation_steps": 1}),
-    "seldom clipped": (partial(clipped, lambda step: 1e3 if step % 3 else 0.5), {}),
-    "always clipped": (partial(clipped, lambda _: 0.5), {}),
-    "on the device": (accumulated, {"accumulate_on": "device"}),
-    "on the host": (accumulated, {"accumulate_on": "host"}),
-    "fewer": (fewer, {"accumulate_on": "host"}),
+    "bfloat16": (steps(max_norm=lambda _: 1.0), {"dtype": torch.bfloat16}),
+    "unclipped": (steps(max_norm=lambda _: 1e3), {"accumulation_steps": 1}),
+    "seldom clipped": (steps(max_norm=lambda step: 1e3 if step % 3 else 0.5), {}),
+    "always clipped": (steps(max_norm=lambda _: 0.5), {}),
+    "on the device": (accumulated(), {"accumulate_on": "device"}),
+    "on the host": (accumulated(), {"accumulate_on": "host"}),
+    "fewer": (accumulated(2), {"accumulate_on": "host"}),
+    "predicted": (steps(max_norm=lambda step: 1e3 if step == 5 else 0.5), {"clip_prediction": True}),
     "scaler": (scaled, {}),
+    "scaler, predicted": (scaled, {"clip_prediction": True}),
     "dropped": (dropped, {}),
     "read": (read, {"accumulation_steps": 1}),
     "saved": (saved, {}),
@@ -154,11 +107,11 @@ def divided(loop: Loop, step: int) -> None:
     for p in loop.model.parameters():
         if p.grad is not None:
             p.grad.div_(divisor)
-    loop.end_step(step)
+    loop.end_step()
 
 
 CASES["divided"] = divided, {}
-FAST = ("known", "seldom clipped", "on the host", "scaler")
+FAST = ("known", "seldom clipped", "predicted", "on the host", "scaler, predicted")
 
 
 def record(
@@ -168,15 +121,16 @@ def record(
     body, keys = CASES[name]
     with recorded_device(events_are_reached=events_are_reached) as device:
         begin(device)
-        loop = Loop(device, **{"dtype": torch.float32, **keys})
-        assert isinstance(loop.optimizer, OffloadAdamW)
+        loop = make_loop("ours", device=DEVICE, scheduled=False, **keys)
+        loop.batch_of = lambda number: device.from_page_locked(batch(number))
         try:
             for step in range(STEPS):
                 body(loop, step)
+                device.note("step", HOST, event=step)
             found = dict(device.order.races), device.waits()
-            assert all(map(math.isfinite, loop.losses()))
+            assert torch.stack(loop.losses).isfinite().all()
         finally:
-            loop.optimizer.close()
+            close(loop)
     return device, *found
 
 
@@ -191,9 +145,10 @@ WAITS: dict[str, set[str]] = {
     "fewer": IN_CLIPPED,
     # Of torch itself.
     "scaler": {*IN_CLIPPED, ""},
+    "scaler, predicted": {""},
     "divided": IN_CLIPPED,
     "dropped": IN_FLUSHES,
-    "read": {"fill.gradient", "engine.copy_gradient"},
+    "read": {"fill.gradient", "full_state._whole"},
     "saved": IN_SAVES,
     "loaded": {
         *IN_SAVES,

@@ -51,8 +51,8 @@ def test_equal_bits(loops: list[Loop], keys: dict[str, Any]) -> None:
     again = go_on("ours", files, 5, accumulation_steps=1, **{k: v for k, v in keys.items() if k != "dtype"})
     loops += [loop, again]
     loop.losses.clear()
-    loop.scheduler = go_on("torch", files, 5).scheduler.__class__(loop.optimizer, lambda step: 1 / (1 + step / 10))
-    again.scheduler = type(loop.scheduler)(again.optimizer, lambda step: 1 / (1 + step / 10))
+    for one in (loop, again):
+        one.scheduler = torch.optim.lr_scheduler.LambdaLR(one.optimizer, lambda step: 1 / (1 + step / 10))
     assert again.train(4).losses == loop.train(4).losses
     assert all(map(torch.equal, again.weights(), loop.weights()))
     of_first = files[1]["state"][0]
@@ -109,6 +109,33 @@ def test_before_the_first_step(loops: list[Loop]) -> None:
     torch.optim.AdamW(groups_of(make_model())).load_state_dict(empty)
     loop.optimizer.load_state_dict(make_loop("torch").optimizer.state_dict())
     loop.train(1)
+
+
+def test_hooks(loops: list[Loop]) -> None:
+    """torch's own, around `state_dict` and `load_state_dict`; their results replace the state."""
+    said = list[str]()
+
+    def before_load(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        said.append("before load")
+        return {**state, "state": {}}
+
+    def behind(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        said.append(f"behind {len(state['state'])}")
+        return {**state, "more": 1}
+
+    loop = make_loop("ours").train(1)
+    loops.append(loop)
+    optimizer = loop.optimizer
+    optimizer.register_state_dict_pre_hook(lambda _: said.append("before"))
+    optimizer.register_state_dict_post_hook(behind)
+    optimizer.register_load_state_dict_pre_hook(before_load)
+    optimizer.register_load_state_dict_post_hook(lambda _: said.append("behind load"))
+    state = optimizer.state_dict()
+    assert state["more"] == 1
+    optimizer.load_state_dict(state)
+    n = sum(p.requires_grad for p in loop.model.parameters())
+    assert said == ["before", f"behind {n}", "before load", "behind load"]
+    assert not optimizer.state_dict()["state"][0]["exp_avg"].any()
 
 
 def test_other_groups(loops: list[Loop]) -> None:

@@ -1,67 +1,22 @@
 """`OffloadAdamW` under Lightning's own strategy and its Fabric: clipping, accumulation, checkpoints, without a line for them."""
 
+import csv
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from lightning_zenflow import OffloadAdamW
-from plain_loops import Who, batch, groups_of, make_model, make_optimizer
-
-
-class Module(L.LightningModule):
-    """A small transformer with a scheduler; keeps its losses."""
-
-    def __init__(self, who: Who) -> None:
-        super().__init__()
-        self.who, self.model, self.losses = who, make_model(layers=2), list[float]()
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-    @override
-    def training_step(self, tokens: list[Tensor], _: int) -> Tensor:
-        loss = self.loss(tokens[0])
-        self.losses.append(float(loss.detach()))
-        return loss
-
-    @override
-    def validation_step(self, tokens: list[Tensor], _: int) -> None:
-        self.losses.append(float(self.loss(tokens[0])))
-
-    @override
-    def configure_optimizers(self) -> Any:
-        optimizer = make_optimizer(self.who, groups_of(self.model))
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-def data() -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.cat([batch(number) for number in range(7)])), batch_size=4)
-
-
-def fit(who: Who, folder: Path, *, epochs: int = 2, ckpt: Path | None = None, **options: Any) -> Module:
-    module = Module(who)
-    trainer = L.Trainer(
-        strategy="auto",
-        accelerator="cpu",
-        max_epochs=epochs,
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
-    trainer.fit(module, data(), data(), ckpt_path=ckpt)
-    for optimizer in trainer.optimizers:
-        if isinstance(optimizer, OffloadAdamW):
-            optimizer.close()
-    return module
+from lightning_loops import Module, data, fit
+from lightning_zenflow import OffloadAdamW, StallMonitor
+from lightning_zenflow.core.errors import MisconfigurationException
+from plain_loops import Who, groups_of, loss_of, make_model, make_optimizer
 
 
 @pytest.mark.parametrize(
@@ -71,7 +26,7 @@ def fit(who: Who, folder: Path, *, epochs: int = 2, ckpt: Path | None = None, **
 )
 def test_trainer(tmp_path: Path, options: dict[str, Any]) -> None:
     ours, theirs = (fit(who, tmp_path, **options) for who in ("ours", "torch"))
-    torch.testing.assert_close(ours.losses, theirs.losses, rtol=3e-6, atol=0)
+    torch.testing.assert_close(ours, theirs, rtol=3e-6, atol=0)
 
 
 @pytest.mark.parametrize("second", ["ours", "torch"])
@@ -81,31 +36,84 @@ def test_checkpoints(tmp_path: Path, second: Who) -> None:
     fit("ours", tmp_path / "first", epochs=1)
     (file,) = (tmp_path / "first").rglob("*.ckpt")
     rest = fit(second, tmp_path / "second", ckpt=file, num_sanity_val_steps=0)
-    expected = whole.losses[-len(rest.losses) :]
+    expected = whole[-len(rest) :]
     if second == "ours":
-        assert rest.losses == expected
-    torch.testing.assert_close(rest.losses, expected, rtol=3e-6, atol=0)
+        assert rest == expected
+    torch.testing.assert_close(rest, expected, rtol=3e-6, atol=0)
+
+
+class TwoOptimizers(L.LightningModule):
+    """The second optimizer steps in every second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    @override
+    def training_step(self, batch: Tensor, number: int) -> None:
+        for optimizer, layer in list(zip(self.optimizers(), (self.first, self.second), strict=True))[: 1 + number % 2]:
+            self.manual_backward(layer(torch.ones(2, 8)).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return [OffloadAdamW(layer.parameters(), worker_cores=1) for layer in (self.first, self.second)]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_monitor(tmp_path: Path, caplog: pytest.LogCaptureFixture, several: bool) -> None:
+    """Metrics of each optimizer by name, and one summary, which does not come again at the end of the object."""
+    module = TwoOptimizers() if several else Module("ours")
+    logger = CSVLogger(tmp_path)
+    trainer = L.Trainer(
+        strategy="auto",
+        accelerator="cpu",
+        max_epochs=1,
+        logger=logger,
+        log_every_n_steps=2,
+        callbacks=[StallMonitor()],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    with caplog.at_level(logging.INFO):
+        trainer.fit(module, data(7), None if several else data(7))
+        for optimizer in trainer.optimizers:
+            assert isinstance(optimizer, OffloadAdamW)
+            optimizer.close()
+    n_steps = [7, 3] if several else [7]
+    assert re.findall(r"ZenFlow: (\d+) steps, median", caplog.text) == list(map(str, n_steps))
+    with open(Path(logger.log_dir) / "metrics.csv", newline="") as file:
+        names = {name for row in csv.DictReader(file) for name, value in row.items() if value}
+    for suffix in ("", "-1")[: len(n_steps)]:
+        assert f"zenflow/overlap/step_ms{suffix}" in names & {*trainer.callback_metrics}
+    assert ("zenflow/overlap/step_ms-1" in names) == several
+
+
+def test_monitor_without_optimizer(tmp_path: Path) -> None:
+    with pytest.raises(
+        MisconfigurationException, match="or an optimizer OffloadAdamW, got SingleDeviceStrategy with AdamW"
+    ):
+        fit("torch", tmp_path, callbacks=[StallMonitor()])
 
 
 def test_fabric(tmp_path: Path) -> None:
-    def train(who: Who) -> list[float]:
+    losses, states = [], []
+    for who in ("ours", "torch"):
         fabric = L.Fabric(accelerator="cpu", devices=1)
         bare = make_model(layers=2)
         model, optimizer = fabric.setup(bare, make_optimizer(who, groups_of(bare)))
-        losses = []
         for number in range(6):
-            tokens = batch(number)
-            loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-            fabric.backward(loss)
+            losses.append(loss_of(model, number))
+            fabric.backward(losses[-1])
             fabric.clip_gradients(model, optimizer, max_norm=1.0)
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(float(loss.detach()))
         fabric.save(tmp_path / who, {"model": model, "optimizer": optimizer})
+        states.append(torch.load(tmp_path / who)["optimizer"]["state"])
         if isinstance(optimizer.optimizer, OffloadAdamW):
             optimizer.optimizer.close()
-        return losses
-
-    torch.testing.assert_close(train("ours"), train("torch"), rtol=3e-6, atol=0)
-    files = [torch.load(tmp_path / who)["optimizer"] for who in ("ours", "torch")]
-    torch.testing.assert_close(*(file["state"] for file in files), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(losses[:6], losses[6:], rtol=3e-6, atol=0)
+    torch.testing.assert_close(*states, rtol=1e-4, atol=1e-6)

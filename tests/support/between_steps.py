@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -124,8 +125,23 @@ def optimized(trainer: pl.Trainer) -> list[Tensor]:
 
 
 def gradients(use: Callable[[Tensor], object]) -> Act:
-    """Calls a function with each gradient that is there."""
-    return lambda trainer: [use(p.grad) for p in trainer.lightning_module.parameters() if p.grad is not None]
+    """Calls a function with each gradient that is there; returns what it returns of the last."""
+    return lambda trainer: [use(p.grad) for p in trainer.lightning_module.parameters() if p.grad is not None][-1:]
+
+
+def clip(max_norm: float, trainer: pl.Trainer) -> Tensor:
+    """Clips by torch's function; other processes can import it."""
+    return nn.utils.clip_grad_norm_(trainer.lightning_module.parameters(), max_norm)
+
+
+def behind_first_step(act: Act, trainer: pl.Trainer) -> object:
+    """Does something where there has been a step."""
+    return trainer.global_step and act(trainer)
+
+
+def given(module: nn.Module) -> list[Tensor]:
+    """The gradients that are there."""
+    return [p.grad for p in module.parameters() if p.grad is not None]
 
 
 WRITES: dict[str, Act] = {
@@ -169,6 +185,23 @@ READS: dict[str, Act] = {
     "put back at once": lambda t: t.lightning_module.head.weight.data.mul_(1.0),
 }
 
+GRADIENT_READS: dict[str, Act] = {
+    "copied": lambda t: torch.cat([g.clone().flatten() for g in given(t.lightning_module)]),
+    "norm": lambda t: torch.stack([g.norm() for g in given(t.lightning_module)]),
+    "norms of rows": lambda t: torch.cat([g.norm(dim=0).flatten() for g in given(t.lightning_module)]),
+    "as lists": lambda t: torch.tensor([sum(g.flatten().tolist()) for g in given(t.lightning_module)]),
+    "as arrays": lambda t: torch.cat([torch.from_numpy(g.numpy()).flatten() for g in given(t.lightning_module)]),
+    "pickled": lambda t: torch.cat([pickle.loads(pickle.dumps(g)).flatten() for g in given(t.lightning_module)]),
+    "added to others": lambda t: torch.stack([g.new_ones(g.shape).add_(g).norm() for g in given(t.lightning_module)]),
+    "Lightning's norms": lambda t: torch.stack([*grad_norm(t.lightning_module, 2).values()][-1:]),
+    "Lightning's largest": lambda t: torch.stack([*grad_norm(t.lightning_module, "inf").values()][-1:]),
+}
+SCALES: dict[str, Act] = {
+    "clipped": partial(clip, 0.01),
+    "clipped, as the optimizer has them": lambda t: nn.utils.clip_grad_norm_(optimized(t), 0.02, foreach=False),
+    "doubled": gradients(lambda g: g.mul_(2.0)),
+}
+
 USES: dict[str, Use] = {
     "write weights in place (`p.clamp_()`, `p.data.clamp_()`, `p.copy_()`, `nn.init`, `reset_parameters`)": Use(
         acts=WRITES, hooks=WEIGHTS
@@ -203,27 +236,36 @@ USES: dict[str, Use] = {
         acts={"frozen": lambda t: [p.requires_grad_(t.global_step < 3) for p in head(t.lightning_module)]},
         hooks=("on_train_batch_start", "on_train_batch_end"),
     ),
-    "read, change or clip gradients": Use(
+    "read gradients (`p.grad`), their norms (Lightning's `grad_norm`)": Use(acts=GRADIENT_READS, hooks=BEFORE_STEP),
+    "clip gradients by torch's `clip_grad_norm_`, or scale all by one number": Use(acts=SCALES, hooks=BEFORE_STEP),
+    "scale gradients where weights are late, or shown with a predicted factor": Use(
+        acts=SCALES,
+        hooks=BEFORE_STEP,
+        refused="must not be scaled where weights are late .*register_hook",
+        instead="use `gradient_clip_val`; or set S = 1, d = 0 and `clip_prediction: false`",
+        where="in backward",
+    ),
+    "change gradients otherwise": Use(
         acts={
-            "norm": gradients(lambda g: g.norm()),
-            "as a list": gradients(lambda g: g.tolist()),
-            "as an array": gradients(lambda g: g.numpy()),
-            "as a number": gradients(float),
-            "pickled": gradients(pickle.dumps),
-            "scaled": gradients(lambda g: g.mul_(0.5)),
             "through data": gradients(lambda g: g.data.zero_()),
-            "clipped": lambda t: nn.utils.clip_grad_norm_(t.lightning_module.parameters(), 1.0),
-            "clipped, as the optimizer has them": lambda t: nn.utils.clip_grad_norm_(optimized(t), 1.0),
+            "rows": gradients(lambda g: g[:1].mul_(0.5)),
+            "noise": gradients(lambda g: g.add_(torch.ones_like(g))),
+            "by elements": gradients(lambda g: g.mul_(torch.ones(2, dtype=g.dtype))),
             # torch refuses to clip none.
             "clipped by value": lambda t: (
                 t.global_step and nn.utils.clip_grad_value_(t.lightning_module.parameters(), 1.0)
             ),
-            "Lightning's norms": lambda t: grad_norm(t.lightning_module, 2),
             "set to zero": lambda t: t.lightning_module.zero_grad(set_to_none=False),
         },
-        hooks=GRADIENTS,
-        refused="must not be used between backward .*register_hook",
-        instead="use `safe_get_full_grad`, `p.register_hook`, `gradient_clip_val`",
+        hooks=BEFORE_STEP,
+        refused="(would change it|must be multiplied by one number).*register_hook",
+        instead="use `p.register_hook`",
+    ),
+    "use gradients behind the step": Use(
+        acts={name: partial(behind_first_step, act) for name, act in (GRADIENT_READS | SCALES).items()},
+        hooks=("on_train_batch_end", "on_before_zero_grad"),
+        refused="must be used before `optimizer.step.*register_hook",
+        instead="use them in `on_before_optimizer_step`",
     ),
     "assign gradients (`p.grad = ...`)": Use(
         acts={
@@ -231,7 +273,7 @@ USES: dict[str, Use] = {
             "replaced": lambda t: [setattr(p, "grad", torch.ones_like(p)) for p in t.lightning_module.parameters()],
         },
         hooks=BEFORE_STEP,
-        refused=r"head.weight, .*head.bias: .*requires_grad_\(False\)",
+        refused=r"head.weight, .*head.bias must not be assigned .*requires_grad_\(False\)",
         instead="use `p.register_hook`, or `p.requires_grad_(False)` before the forward pass",
     ),
     "drop a step's gradients (`zero_grad()` of optimizer or module)": Use(acts={"drop": drop}, hooks=BEFORE_STEP),

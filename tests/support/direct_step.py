@@ -155,7 +155,7 @@ class DirectStep:
     def _nothing(self) -> None:
         """There are no other ranks, streams or backward passes."""
 
-    gather_weights = join_reads = refuse_use = refuse_other_backward = has_ended = _nothing
+    gather_weights = join_reads = refuse_use = refuse_other_backward = refuse_unused = has_ended = _nothing
 
     def _show(self, flats: Sequence[Tensor]) -> None:
         self.shown = list(flats)

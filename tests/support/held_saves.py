@@ -17,7 +17,7 @@ OPENED = threading.Event()
 """Set when the one save that is held may go on; other processes have their own."""
 
 
-def hold(saves: checkpoints.BackgroundSaves, error: str = "") -> None:
+def hold(saves: checkpoints.Checkpoints, error: str = "") -> None:
     """Has the thread write what it is given from now on when `OPENED` is set, or fail then."""
     OPENED.clear()
     saves._thread.submit(_wait, error)
@@ -52,7 +52,7 @@ class HeldSave(pl.Callback):
     ) -> None:
         if trainer.global_step == self._step:
             strategy: Any = trainer.strategy
-            hold(strategy._checkpoints.background, self._error if trainer.global_rank in self._failing else "")
+            hold(strategy._checkpoints, self._error if trainer.global_rank in self._failing else "")
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -69,7 +69,7 @@ class HeldSave(pl.Callback):
             if self._error:
                 # A flush raises it when the thread has ended.
                 strategy: Any = trainer.strategy
-                wait(strategy._checkpoints.background._under_way)
+                wait(strategy._checkpoints._under_way)
                 patch.stopall()
 
 

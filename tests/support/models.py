@@ -1,6 +1,5 @@
 """Models whose gradients tests can compute without the trainer. All data is a function of the step, the micro-batch and the rank."""
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -252,16 +251,6 @@ class OneGroup(LinearLossModule):
     @override
     def optimized(self) -> list[list[nn.Parameter]]:
         return [list(self.parameters())]
-
-
-class LeavingModule(LinearLossModule):
-    """As `LinearLossModule`; the process of rank 1 ends in its third step, as one that the system kills."""
-
-    @override
-    def loss(self, step: int, micro: int, rank: int) -> Tensor:
-        if (step, rank) == (2, 1):
-            os._exit(1)
-        return super().loss(step, micro, rank)
 
 
 class DeviceLinearLossModule(LinearLossModule):

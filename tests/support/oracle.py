@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zenflow.core.partition import Slice, align, build_partition
+from lightning_zenflow.core.partition import Slice, build_partition, round_up
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.deepspeed.flat_buffers import balanced_order
 from lightning_zenflow.offload.reference import AdamWState, Groups, SynchronousZenFlow
@@ -56,7 +56,7 @@ def pieces_of_rank(
     for parameters in groups:
         for p in parameters:
             if sizes[-1] >= sub_group_size or (p is parameters[0] and number > 0):
-                first = align(first + sizes[-1])
+                first = round_up(first + sizes[-1])
                 sizes.append(0)
             piece = -(-p.numel() // world_size)
             numel = min(piece, p.numel() - rank * piece)
@@ -86,7 +86,7 @@ def slices_of_rank(groups: Sequence[Sequence[Tensor]], rank: int, world_size: in
                 slices.append(_slice(p, parameter=number + index, numel=end - begin, **at))
             offset += p.numel()
         number += len(parameters)
-        first = align(first + size)
+        first = round_up(first + size)
     return slices, sizes
 
 

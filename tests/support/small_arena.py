@@ -1,4 +1,4 @@
-"""A small arena of two parameter groups, and the data that the trainer writes into it."""
+"""A small arena of two parameter groups."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from lightning_zenflow.core.partition import Partition, Slice, build_partition, group_begins
-from lightning_zenflow.core.step_inputs import GroupHyperparameters, step_word
+from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
 from models import generator
 
@@ -39,14 +39,3 @@ def resolved(arena: Arena) -> tuple[int, int]:
     """The last step whose factor the worker has read, and the number of applied steps up to it."""
     step = int(arena._header.resolved_step)
     return step, int(arena._counts[step % len(arena.step_words)])
-
-
-def write_step(arena: Arena, step: int) -> None:
-    arena.write_hyperparameters(step, GROUPS)
-    arena.step_words[step].copy_(step_word(torch.ones((), dtype=torch.float32), step))
-
-
-def fill_slot(arena: Arena, partition: Partition, block: int, slot: int, step: int) -> None:
-    b = partition.blocks[block]
-    gradient = torch.randn(partition.numel, generator=generator(6, step))
-    arena.slots[slot, : b.end - b.begin] = gradient[b.begin : b.end]

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from callbacks import After, At
 from harness import Case, Run, make_trainer, snapshot, untrained
-from lightning_zenflow.deepspeed.environment import RankProcess, named_device
+from lightning_zenflow.deepspeed.environment import RankProcess
 from lightning_zenflow.deepspeed.trained_engine import training_engine
 from models import TestModule, draw, generator
 
@@ -54,11 +54,6 @@ class PlainStage3(DeepSpeedStrategy):
             config["fp16"] = {"enabled": True, "initial_scale_power": INITIAL_SCALE_POWER}
         super().__init__(config={**config, "zero_optimization": {"stage": 3, **zero}})
         self._process = RankProcess()
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        return named_device(super().root_device)
 
     @override
     def setup_environment(self) -> None:

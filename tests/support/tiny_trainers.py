@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed
 
 from lightning_zenflow.transformers import ZenFlowTrainer
 
@@ -31,15 +32,16 @@ def tiny_llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=32, num_key_value_heads=2, **sizes))
 
 
-def configuration(zenflow: dict[str, Any], *, stage: int = 2) -> dict[str, Any]:
+def configuration(zenflow: dict[str, Any], *, stage: int = 2, on_host: bool = False) -> dict[str, Any]:
     """As people write it for this Trainer."""
+    host = {"offload_param": {"device": "cpu"}} if on_host else {}
     return {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"},
-        "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}, "zenflow": zenflow},
+        "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}, **host, "zenflow": zenflow},
     }
 
 
@@ -66,3 +68,12 @@ def trainer(
 
 def logged(of: Any, name: str) -> list[float]:
     return [float(entry[name]) for entry in of.state.log_history if name in entry]
+
+
+def tokenizer_of(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Of their words."""
+    words = sorted({word for text in texts for word in text.split()})
+    vocabulary = {word: index for index, word in enumerate(["<pad>", "</s>", *words])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", pad_token="<pad>")

@@ -7,6 +7,7 @@ GPU is needed. Registers and spills are those of the assembler that Triton bring
 """
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -27,7 +28,7 @@ sys.modules["lightning_zenflow"] = package = ModuleType("lightning_zenflow")
 package.__path__ = [str(Path(__file__).parents[2] / "lightning_zenflow")]
 
 from lightning_zenflow.core.step_inputs import GradientNorms, GroupHyperparameters, StepScale  # noqa: E402
-from lightning_zenflow.kernels.base import Destination, RoundingNoise, SecondMoment, Selection  # noqa: E402
+from lightning_zenflow.kernels.base import RoundingNoise, SecondMoment, Selection  # noqa: E402
 from lightning_zenflow.kernels.triton import TritonKernels  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -51,7 +52,7 @@ class NoGpu:
 
 def cases(kernels: TritonKernels, dtype: torch.dtype) -> Iterator[str]:
     """Launches every variant; yields a name after each."""
-    for max_norm, speculates in ((0.0, False), (1.0, False), (1.0, True)):
+    for max_norm, speculates in ((0.0, False), (1.0, False), (1.0, True), (math.inf, False)):
         norms_so_far = GradientNorms(1, CPU, speculates=speculates)
         norms_so_far.open(1, max_norm=max_norm, loss_scale=1.0)
         norms_so_far.add([torch.zeros(1), torch.zeros(1, dtype=torch.float64)])
@@ -62,15 +63,10 @@ def cases(kernels: TritonKernels, dtype: torch.dtype) -> Iterator[str]:
         gradient, weights = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
         chosen, selected = torch.tensor([0, 3, columns - 1]), torch.zeros(96, 3, dtype=dtype)
         selection = Selection(columns=chosen, entries=selected)
-        destination = Destination(begin=0, slot=torch.empty_like(gradient), selection=selection)
         kernels.route(gradient, (), per_axis=False)
         yield name
         norms = kernels.route(gradient, (), per_axis=True)
         yield f"{name}, per axis"
-        kernels.route(gradient, [destination], per_axis=False)
-        yield f"{name}, gathers"
-        kernels.route(gradient, [destination], per_axis=True)
-        yield f"{name}, per axis, gathers"
         factors = kernels.factored_step_(
             SecondMoment.zeros(*shape, CPU), norms, beta2=0.99, lr=0.1, scale=torch.ones(())
         )
@@ -79,8 +75,6 @@ def cases(kernels: TritonKernels, dtype: torch.dtype) -> Iterator[str]:
         kernels.provisional_update_(weights, gradient, factors, noise)
         yield name
         kernels.column_writer([(weights, selection)])()
-        yield name
-        kernels.select(weights, selection)
         yield name
         one = torch.ones(())
         scale = StepScale(factor=one, finite=one.bool(), norm=one, count=one.double())

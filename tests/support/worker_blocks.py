@@ -109,12 +109,12 @@ class Blocks:
         words = self.arena.step_words[step] if block is None else self.arena.block_words[block]
         words.copy_(step_word(torch.tensor(factor), step))
 
-    def submit(
+    def job(
         self, block: int, *steps: int, tentative: Tentative = Tentative.NONE, buffer: int = 0, ahead: float = 0.0
     ) -> JobMessage:
-        """Submits a job of these steps."""
+        """The next job, of these steps."""
         self.jobs += 1
-        job = JobMessage(
+        return JobMessage(
             job_id=self.jobs,
             block=block,
             first_step=steps[0] if steps else 1,
@@ -123,6 +123,10 @@ class Blocks:
             prediction_steps=ahead,
             tentative=tentative,
         )
+
+    def submit(self, block: int, *steps: int, **options: Any) -> JobMessage:
+        """Submits the next job."""
+        job = self.job(block, *steps, **options)
         self.worker.submit(job)
         return job
 

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from typing_extensions import Any, override
 
 from harness import optimizer_of
-from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
+from lightning_zenflow.worker.process import Submission, SupervisedWorker
 
 
 def seen(worker: SupervisedWorker, submission: Submission, is_answered: bool) -> bool:

@@ -3,7 +3,9 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -12,7 +14,8 @@ from harness import AUTO, EVERYTHING, Case, fit, make_trainer, optimizer_of, run
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import PAGE_BYTES
-from lightning_zenflow.core.schedule import UpdateSchedule
+from lightning_zenflow.offload import plan as planning
+from lightning_zenflow.offload.plan import ScheduleControl
 from lightning_zenflow.worker.machine import HOST_MEMORY
 from models import LinearLossModule
 from rank_processes import run_on_ranks
@@ -45,25 +48,17 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_deterministic_runs_repeat_whatever_is_measured(caplog: pytest.LogCaptureFixture) -> None:
     """Measured times would change the schedule, in each run at other steps; with deterministic algorithms, they decide nothing."""
     case = Case(model="SmallNet", steps=14, max_norm=1.0, topk_ratio=0.3, strategy_options=ALL_AUTO)
-    with caplog.at_level(logging.INFO), scripted(((3, 4, 1),)) as controls:
+    with caplog.at_level(logging.INFO), scripted(((3, 4, 1),)) as changes:
         first = run_here(case)
     with scripted(((6, 1, 1), (9, 2, 0))) as others:
         second = run_here(case)
-    assert not controls and not others
+    assert not changes and not others
     assert_same_run(first, second)
     (said,) = {message for message in caplog.messages if "deterministic" in message}
     assert "update_interval=1, publish_lag=0, offload_ratio=1.0, and no measured time changes them" in said
     torch.use_deterministic_algorithms(False)
-    with scripted(((3, 4, 1),)) as controls:
-        run_here(case)
-    assert [schedule.update_interval for _, schedule in controls[0].changes] == [4]
-
-
-@pytest.mark.usefixtures("deterministic")
-def test_trainers_that_are_deterministic() -> None:
-    """Each training asks anew: the strategy keeps what the user has set."""
+    # Each training asks anew: the strategy keeps what the user has set.
     strategy, before = ZenFlowStrategy(worker_cores=1), ZenFlowConfig(worker_cores=1)
-    torch.use_deterministic_algorithms(False)
     trainer, model = make_trainer(strategy, deterministic="warn", max_steps=2), LinearLossModule(length=4)
     trainer.fit(model)
     assert strategy.zenflow_config == before.without_measurements()
@@ -77,10 +72,10 @@ def test_trainers_that_are_deterministic() -> None:
 def test_changes_are_logged_and_memory_grows_with_the_interval_only(caplog: pytest.LogCaptureFixture) -> None:
     slots: list[int] = []
     note = At("on_train_batch_end", lambda t: slots.append(optimizer_of(t).training.parts.jobs.slots.n_slots))
-    with caplog.at_level(logging.INFO), scripted(((3, 8, 1), (20, 1, 1))) as built:
+    with caplog.at_level(logging.INFO), scripted(((3, 8, 1), (20, 1, 1))) as changes:
         fit(LinearLossModule(length=30), ZenFlowStrategy(worker_cores=1), steps=30, callbacks=[note])
-    assert [schedule.update_interval for _, schedule in built[0].changes] == [8, 1]
-    for step, schedule in built[0].changes:
+    assert [schedule.update_interval for _, schedule in changes] == [8, 1]
+    for step, schedule in changes:
         s, d = schedule.update_interval, schedule.publish_lag
         assert f"after step {step} update_interval={s}, publish_lag={d} " in caplog.text
     assert slots[0] < slots[5] == slots[-1]
@@ -97,18 +92,41 @@ def test_two_ranks_lose_nothing_and_agree() -> None:
     assert len(ours.schedules) == 24
 
 
+@pytest.mark.parametrize(
+    ("keys", "flush_after", "looks"),
+    # Two steps are left out, and four measured; then two are, after the step that reads it, and four measured.
+    [({}, (), [6, 13]), ({}, (3, 12), [8, 17]), ({"publish_lag": 1}, (), [9])],
+    ids=["", "flushes", "with a lag three are left out, and steps 1 and 6, which select"],
+)
+def test_times_of_other_work_are_not_measured(
+    keys: dict[str, Any], flush_after: tuple[int, ...], looks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the first steps, of steps around a flush, and of those that select columns."""
+    steps, seen, end_step = [0], list[int](), ScheduleControl.end_step
+    monkeypatch.setattr(ScheduleControl, "end_step", lambda *a: (steps.append(a[1].number), end_step(*a))[1])
+    monkeypatch.setattr(planning, "load_and_stall", lambda _: seen.append(steps[-1]) or (0.5, 0.0))
+    monkeypatch.setattr(planning, "_LOOK", 4)
+    case = Case(steps=24, topk_ratio=0.3, strategy_options={**ALL_AUTO, **keys}, flush_after=flush_after)
+    run_here(case)
+    assert seen[: len(looks)] == looks
+
+
 def test_schedules_without_memory_are_left_out(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With memory for a few slots more than the first schedule takes, only windows of two steps and a lag of none are left besides."""
     reserved: list[int] = []
-    note = At("on_train_batch_end", lambda t: reserved.append(optimizer_of(t).training.parts.rank.arena.reserved_bytes))
+
+    def note(trainer: pl.Trainer) -> None:
+        parts = optimizer_of(trainer).training.parts
+        reserved.append(parts.rank.arena.reserved_bytes)
+        assert (parts.jobs.schedule.update_interval, parts.jobs.schedule.publish_lag) == (1, 0)
 
     def left_out() -> list[str]:
         caplog.clear()
-        with caplog.at_level(logging.INFO), scripted(()) as built:
-            fit(LinearLossModule(length=8), ZenFlowStrategy(worker_cores=1), steps=1, callbacks=[note])
-        assert built[0].schedule == UpdateSchedule(update_interval=1, publish_lag=0)
+        with caplog.at_level(logging.INFO):
+            callbacks = [At("on_train_batch_end", note)]
+            fit(LinearLossModule(length=8), ZenFlowStrategy(worker_cores=1), steps=1, callbacks=callbacks)
         return [message for message in caplog.messages if "leaves out" in message]
 
     assert left_out() == []

@@ -9,20 +9,21 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from deepspeed.utils import safe_get_full_grad
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from between_steps import USES, StepsItself, change, drop, head
 from callbacks import Act, At
 from docs.between_steps import DOCUMENT, with_table
-from fabric_runs import set_up, train_step
+from fabric_runs import set_up
 from harness import fit, snapshot
 from lightning_zenflow import ZenFlowStrategy
 from networks import SmallNet
 from side_by_side import HOW, NOTHING_LATE, assert_near, compare_weights
 
-AT_ONCE = [use for use in USES if use.startswith(("read, change or clip gradients", "read weights, by"))]
+AT_ONCE = READING, SCALING, CHANGING, BEHIND = [
+    use for use in USES if use.startswith(("scale gra", "change gra", "use gra", "read weights, by"))
+]
 """What is refused by these names leaves all as it is."""
 REFUSED = {
     f"{use.partition(' (')[0].replace('`', '')}, {act}, {hook}": (of_use, of_use.acts[act], hook)
@@ -42,7 +43,11 @@ def test_uses_that_are_refused(case: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [(name, USES[name].where) for name in AT_ONCE] + [(AT_ONCE[1], how) for how in ("late", "in host memory")],
+    [
+        *((name, USES[name].where) for name in AT_ONCE),
+        (SCALING, "late"),
+        *itertools.product((CHANGING, BEHIND), ("late", "in host memory")),
+    ],
 )
 def test_uses_that_are_refused_at_once(name: str, how: str) -> None:
     """Each way in each hook; the training goes on as without them."""
@@ -92,8 +97,25 @@ def test_documented_table_is_what_is_tested() -> None:
     assert with_table(text) == text, "docs/reliability.md is out of date: run `python -m docs.between_steps`"
 
 
+class Gradients(pl.Callback):
+    """Reads copies of all gradients, and torch's norm of them, behind each backward pass and before each step."""
+
+    def __init__(self) -> None:
+        self.read: list[Tensor] = []
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+        # Under stage 3 parameters themselves may have none.
+        shapes = [getattr(p, "ds_shape", p.shape) for p in pl_module.parameters()]
+        assert [g.shape for g in gradients] == shapes
+        self.read += [*(g.clone().float() for g in gradients), nn.utils.get_total_norm(gradients).float()]
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, _: Any) -> None:
+        self.on_after_backward(trainer, pl_module)
+
+
 class TestGradients:
-    """They are not in `parameter.grad`."""
+    """They are where torch has them, as copies."""
 
     @pytest.mark.parametrize("how", ["in backward", "late", "stage 3", "in host memory"])
     def test_dropped(self, how: str) -> None:
@@ -106,30 +128,71 @@ class TestGradients:
         fit(model, ZenFlowStrategy(**HOW[how]), steps=4, callbacks=[At("on_after_backward", drop), weights])
         assert torch.equal(steps[1], steps[2]) or how == "late"
 
-    def test_read(self) -> None:
-        """By DeepSpeed's function, and in a hook of the parameter, that changes it as well."""
-        read: list[Tensor] = []
-        ours, theirs = SmallNet(), SmallNet()
-        for model in (ours, theirs):
+    @pytest.mark.parametrize("where", ["device", "host"])
+    @pytest.mark.parametrize("how", HOW)
+    def test_read(self, how: str, where: str) -> None:
+        """With what a hook of a parameter makes of them; between micro-batches their sum so far."""
+        reads, models = (Gradients(), Gradients()), (SmallNet(), SmallNet())
+        strategies = (ZenFlowStrategy(**HOW[how], accumulate_on=where), "auto")
+        for read, model, strategy in zip(reads, models, strategies, strict=True):
             model.head.weight.register_hook(lambda gradient: 0.5 * gradient)
-        callback = At("on_before_optimizer_step", lambda _: read.append(safe_get_full_grad(ours.head.weight)))
-        fit(ours, ZenFlowStrategy(**NOTHING_LATE), steps=1, callbacks=[callback])
-        fit(theirs, "auto", steps=1)
-        torch.testing.assert_close(read[0], theirs.head.weight.grad)
-        assert_near(snapshot(ours), snapshot(theirs))
-        assert all(p.grad is None for p in ours.parameters())
+            fit(model, strategy, steps=1 if how == "late" else 3, callbacks=[read], accumulate_grad_batches=2)
+        assert_near(reads[0].read, reads[1].read)
+        if how != "late":
+            assert_near(*map(snapshot, models))
+        assert all(p.grad is None for p in models[0].parameters())
 
-    def test_under_fabric(self) -> None:
-        fabric, model, optimizer, _ = set_up(SmallNet(), **NOTHING_LATE)
-        train_step(fabric, model, optimizer, 0)
-        fabric.backward(model.loss(1, 0, 0))
-        with pytest.raises(MisconfigurationException, match="must not be used between .*fabric.clip_gradients"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    def test_read_in_fp16(self) -> None:
+        """Without the loss scale."""
+        reads = Gradients(), Gradients()
+        fit(
+            SmallNet(),
+            ZenFlowStrategy(**NOTHING_LATE, loss_scale=256),
+            steps=1,
+            callbacks=[reads[0]],
+            precision="16-true",
+        )
+        fit(SmallNet(), "auto", steps=1, callbacks=[reads[1]])
+        torch.testing.assert_close(reads[0].read, reads[1].read, rtol=1e-2, atol=1e-4)
+
+    @pytest.mark.parametrize("how", ["nothing late", "true factors", "in host memory"])
+    def test_under_fabric(self, how: str) -> None:
+        """Clipped by torch, and read as Fabric has clipped them."""
+        keys = {**HOW, "true factors": {**HOW["in backward"], "clip_prediction": False}}[how]
+        (fabric, model, optimizer, _), plain = set_up(SmallNet(), **keys), SmallNet()
+        theirs = plain.optimizer_and_scheduler()[0]
+        for step in range(4):
+            fabric.backward(model.loss(step, 0, 0))
+            plain.loss(step, 0, 0).backward()
+            norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1 if step % 2 else 1e3) for m in (model, plain)]
+            assert_near(*norms)
+            assert_near(*([p.grad.clone() for p in m.parameters()] for m in (model, plain)))
+            optimizer.step()
+            theirs.step()
+            model.zero_grad()
+            plain.zero_grad()
+        fabric.strategy.flush()
+        assert_near(snapshot(model.module), snapshot(plain))
+        fabric.backward(model.loss(4, 0, 0))
+        kept = [p.grad for p in model.parameters()]
+        fabric.clip_gradients(model, optimizer, max_norm=1e-3)
+        assert_near(nn.utils.get_total_norm(kept), torch.tensor(1e-3))
+        for gradient in kept:
+            gradient.mul_(1.0)
+        with pytest.raises(MisconfigurationException, match="must be clipped once, got fabric.clip_gradients"):
+            optimizer.step()
+        kept[0].mul_(2.0)
+        with pytest.raises(MisconfigurationException, match="scaled alike"):
+            optimizer.step()
         for p in head(model.module):
             p.grad = None
-        with pytest.raises(MisconfigurationException, match="head.weight, head.bias: "):
+        with pytest.raises(
+            MisconfigurationException, match="head.weight, head.bias must not be assigned.*fabric.clip_grad"
+        ):
             optimizer.step()
         fabric.strategy.teardown()
+        with pytest.raises(MisconfigurationException, match="must be used before"):
+            kept[0].norm()
 
     def test_removed_in_part_between_two_steps(self) -> None:
         def freeze(trainer: pl.Trainer) -> None:

@@ -20,7 +20,7 @@ from lightning_zenflow.core.device import HostRuntime, SideStream, runtime_of
 from lightning_zenflow.deepspeed.fetch import FetchCoordinator
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
 from lightning_zenflow.offload.resident import Residents
-from lightning_zenflow.worker.supervisor import SupervisedWorker
+from lightning_zenflow.worker.process import SupervisedWorker
 from networks import TiedNet
 from rank_processes import run_on_ranks
 from recorded_device.clocks import HOST

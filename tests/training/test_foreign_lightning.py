@@ -1,4 +1,4 @@
-"""What others ask of a Lightning strategy: unusual callbacks, checkpoints and errors, and torch's own list of optimizer inputs."""
+"""What others ask of a Lightning strategy: unusual callbacks, checkpoints and errors."""
 
 import shutil
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing_extensions import override
 from callbacks import After, At
 from harness import fit, make_trainer, weights_of
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.checkpoint import checkpoints
+from lightning_zenflow.checkpoint.checkpoints import Checkpoints
 from lightning_zenflow.worker.process import WorkerError
 from models import TINY, LinearLossModule
 from side_by_side import NOTHING_LATE, Net, train
@@ -102,46 +102,38 @@ def test_the_progress_bars_stall_is_no_metric_of_the_model(tmp_path: Path) -> No
     assert "stall_%" in trainer.progress_bar_metrics and "stall_%" not in trainer.callback_metrics
 
 
-class Mistaken(LinearLossModule):
-    """Fails in its third step, and so does the checkpoint that is saved for it.
+def mistaken(folder: Path, *more: pl.Callback) -> pl.Trainer:
+    """Of a training that fails in its third step, as does the checkpoint that is saved for it in the folder, which becomes a file."""
 
-    Args:
-        folder: of the checkpoint; becomes a file.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(shapes=TINY)
-        self.folder = folder
-
-    @override
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if batch_idx == 2:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.write_text("")
+    def fails(trainer: pl.Trainer) -> None:
+        if trainer.global_step == 2:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.write_text("")
             raise KeyError("the user's own mistake")
-        return super().training_step(batch, batch_idx)
+
+    callbacks = [At("on_before_backward", fails), *more]
+    return make_trainer(ZenFlowStrategy(), max_steps=4, callbacks=callbacks, enable_checkpointing=True)
 
 
 def test_the_users_error_is_raised_if_the_last_checkpoint_fails(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    callback = ModelCheckpoint(folder, save_on_exception=True)
-    trainer = make_trainer(ZenFlowStrategy(), max_steps=4, callbacks=[callback], enable_checkpointing=True)
+    trainer = mistaken(folder, ModelCheckpoint(folder, save_on_exception=True))
     with (
         pytest.warns(UserWarning, match="no checkpoint at .* of the training that ends with an error"),
         pytest.raises(KeyError, match="the user's own mistake"),
     ):
-        trainer.fit(Mistaken(folder))
+        trainer.fit(LinearLossModule(shapes=TINY))
     # Not a rule for saves after it.
     with pytest.raises((OSError, RuntimeError), match="training ended before|could not be saved"):
         trainer.save_checkpoint(folder / "a.ckpt")
 
 
 def test_a_checkpoint_on_an_exception_and_none_without(tmp_path: Path) -> None:
-    options = {"callbacks": [OnExceptionCheckpoint(tmp_path)], "enable_checkpointing": True, "max_steps": 4}
+    options = {"callbacks": [OnExceptionCheckpoint(tmp_path)], "enable_checkpointing": True}
     with pytest.raises(KeyError, match="the user's own mistake"):
-        make_trainer(ZenFlowStrategy(), **options).fit(Mistaken(tmp_path / "a"))
+        mistaken(tmp_path / "a", *options["callbacks"]).fit(LinearLossModule(shapes=TINY))
     assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == 2
-    make_trainer(ZenFlowStrategy(), **options).fit(LinearLossModule(shapes=TINY))
+    fit(LinearLossModule(shapes=TINY), **options)
     assert not list(tmp_path.glob("*.ckpt"))
 
 
@@ -168,7 +160,7 @@ def test_the_last_checkpoint_stays_until_another_one_is_complete(
     def raises(trainer: pl.Trainer) -> None:
         if trainer.global_step == 3:
             if fails:
-                monkeypatch.setattr(checkpoints, "save_together", mock.Mock(side_effect=OSError("no space")))
+                monkeypatch.setattr(Checkpoints, "_save_together", mock.Mock(side_effect=OSError("no space")))
             raise KeyError("the user's own mistake")
 
     class Raises(LinearLossModule):
@@ -215,29 +207,3 @@ def test_a_step_after_the_end_of_training() -> None:
     model.loss(0, 0, 0).backward()
     with pytest.raises(WorkerError, match="worker of this training has been ended"):
         trainer.optimizers[0].step()
-
-
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_each_optimizer_of_torchs_list(kind: type) -> None:
-    """Each trains as torch's optimizer, or is refused by the option's name."""
-    pytest.importorskip("expecttest", reason="torch's list of optimizers needs it; the extra `test` has it")
-    # Importing torch's own tests takes seconds, and forbids setting flags of cuDNN, as the Trainer's `deterministic` does, for the rest of
-    # the process.
-    with mock.patch.object(torch.backends, "disable_global_flags"):
-        from torch.testing._internal.common_optimizers import optim_db
-
-    (info,) = (info for info in optim_db if info.optim_cls is kind)
-    for entry in info.optim_inputs_func("cpu"):
-        ours, theirs = (LinearLossModule(shapes=TINY) for _ in range(2))
-        for model in (ours, theirs):
-            configure = lambda model=model, keys=entry.kwargs: kind(model.parameters(), **keys)  # noqa: E731
-            model.configure_optimizers = configure  # type: ignore[method-assign]
-        refused = [key for key in ("amsgrad", "maximize", "differentiable") if entry.kwargs.get(key)]
-        if refused:
-            with pytest.raises(MisconfigurationException, match=f"{refused[0]} must be False, got True"):
-                fit(ours, ZenFlowStrategy(**NOTHING_LATE))
-            continue
-        fit(ours, ZenFlowStrategy(**NOTHING_LATE), steps=5)
-        fit(theirs, "auto", steps=5)
-        named = {"msg": lambda text, e=entry: f"{e.desc}: {text}"}
-        torch.testing.assert_close(weights_of(ours), weights_of(theirs), rtol=0, atol=1e-6, **named)

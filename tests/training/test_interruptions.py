@@ -20,8 +20,7 @@ from eventful_training import random_tensors
 from fabric_runs import set_up, train_step
 from harness import Case, fit, run_here, workers
 from interrupts import Interrupt
-from lightning_zenflow.worker.process import Worker, WorkerError
-from lightning_zenflow.worker.supervisor import SupervisedWorker
+from lightning_zenflow.worker.process import SupervisedWorker, Worker, WorkerError
 from models import TINY, LinearLossModule
 from recorded_device.tensors import DEVICE
 from recorded_device.watch import recorded_device

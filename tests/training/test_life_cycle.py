@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import lightning.pytorch as pl
 import psutil
 import pytest
@@ -26,6 +25,7 @@ from typing_extensions import override
 from callbacks import At
 from harness import PLACES, Case, fit, make_trainer, optimizer_of, run_here, snapshot, workers
 from lightning_zenflow import StallMonitor, ZenFlowStrategy
+from lightning_zenflow.deepspeed import trained_engine
 from lightning_zenflow.worker.machine import HOST_MEMORY
 from lightning_zenflow.worker.process import WorkerError
 from models import TINY, LinearLossModule
@@ -271,7 +271,7 @@ def test_a_child_leaves_a_training_by_an_exit(stage: str) -> None:
 @pytest.mark.parametrize("stage", PLACES)
 def test_two_at_once_in_two_threads(stage: str) -> None:
     """DeepSpeed sets up one at a time, for which the other waits; both train as one alone."""
-    build, inside, together = deepspeed.initialize, threading.Semaphore(1), threading.Barrier(2)
+    build, inside, together = trained_engine.initialize, threading.Semaphore(1), threading.Barrier(2)
     models, alone = (Wide(), Wide()), Wide()
     errors: list[BaseException] = []
 
@@ -292,7 +292,7 @@ def test_two_at_once_in_two_threads(stage: str) -> None:
             errors.append(error)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deepspeed, "initialize", alone_inside)
+        patch.setattr(trained_engine, "initialize", alone_inside)
         threads = [threading.Thread(target=train, args=(model,)) for model in models]
         for thread in threads:
             thread.start()

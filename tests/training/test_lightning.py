@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelPruning
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.callbacks import EarlyStopping, ModelPruning
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -208,16 +206,6 @@ LOOPS: dict[str, tuple[Callable[[Any], dict[str, Any]], Callable[[], Any], dict[
         lambda: DataLoader(range(4), batch_sampler=[[0], [1, 2], [3], [0]]),
         {"max_epochs": 2, "val_check_interval": 2, "limit_val_batches": 1},
     ),
-    "combined loaders, validated every second epoch": (
-        CYCLE,
-        lambda: CombinedLoader({"a": epoch_of(4), "b": epoch_of(3)}, "min_size"),
-        {"max_epochs": 4, "check_val_every_n_epoch": 2, "limit_val_batches": 1},
-    ),
-    "a dict of loaders, fitted to a part of them": (
-        CYCLE,
-        lambda: {"a": epoch_of(4), "b": [epoch_of(3), range(5)]},
-        {"max_epochs": 3, "overfit_batches": 2},
-    ),
     "no loader at all": (EVERY_EPOCH, lambda: range(4), {"max_epochs": 2, "barebones": True}),
     "no steps": (EVERY_EPOCH, epoch_of, {"max_steps": 0}),
     "a short test run": (CYCLE, epoch_of, {"fast_dev_run": 2}),
@@ -266,20 +254,3 @@ def test_two_schedulers_of_one_optimizer() -> None:
     options = {"max_epochs": 6, "limit_val_batches": 1}
     ours = compare(TwoSchedulers, lambda: deepcopy(options), others=("plain",))
     assert ours.learning_rates[-1][0] < ours.learning_rates[0][0] * 0.5**5
-
-
-def test_learning_rate_monitor(tmp_path: Path) -> None:
-    """For both parameter groups, momentum and weight decay included."""
-    monitors: list[LearningRateMonitor] = []
-
-    def options() -> dict[str, Any]:
-        monitors.append(LearningRateMonitor("step", log_momentum=True, log_weight_decay=True))
-        return {"max_epochs": 2, "log_every_n_steps": 1, "logger": CSVLogger(tmp_path), "callbacks": monitors[-1:]}
-
-    compare(lambda: Net(scheduler=RESTARTS), options, others=("plain",))
-    ours, theirs = monitors
-    assert (ours.lrs, ours.last_momentum_values) == (theirs.lrs, theirs.last_momentum_values)
-    assert (ours.last_weight_decay_values, ours.lrs.keys()) == (
-        theirs.last_weight_decay_values,
-        {"lr-AdamW/pg1", "lr-AdamW/pg2"},
-    )

@@ -14,7 +14,7 @@ from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 
 PACKAGE = Path(lightning_zenflow.__file__).parent
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
-MOST = 17
+MOST = 16
 STEP = 6
 """One in the middle of the run, in which nothing happens for the first time."""
 

@@ -5,7 +5,6 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.utilities.exceptions import MisconfigurationException as LightningsException
 from omegaconf import OmegaConf
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from fabric_runs import launch
@@ -108,39 +107,16 @@ def test_zenflow_adamw_has_adamws_losses() -> None:
     assert predicted > 100 * relative(ours), "no step is clipped"
 
 
-LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
-    "shuffled": lambda: DataLoader(range(20), batch_size=3, shuffle=True),
-    "generator": lambda: DataLoader(range(20), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(3)),
-    # As scvi-tools' dataset, which takes a batch of indices at once.
-    "index batches": lambda: DataLoader(
-        AtOnce(), sampler=BatchSampler(RandomSampler(range(20)), 3, drop_last=True), batch_size=None
-    ),
-}
-
-
-class AtOnce(Dataset[Tensor]):
-    """Takes many indices at once."""
-
-    def __len__(self) -> int:
-        return 20
-
-    @override
-    def __getitem__(self, index: Any) -> Tensor:
-        assert isinstance(index, list)
-        return torch.tensor(index)
-
-
 class Drawn(Wrapped):
     """Notes its batches, and a random number in each step."""
 
-    def __init__(self, loader: Callable[[], DataLoader[Any]]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.loader = loader
         self.drawn: list[Any] = [float(torch.rand(()))]
 
     @override
     def train_dataloader(self) -> Any:
-        return self.loader()
+        return DataLoader(range(20), batch_size=3, shuffle=True)
 
     val_dataloader = predict_dataloader = train_dataloader
 
@@ -158,13 +134,12 @@ def keeps_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("keeps_seed")
-@pytest.mark.parametrize("kind", LOADERS)
-def test_a_seed_gives_the_batches_of_auto(kind: str) -> None:
+def test_a_seed_gives_the_batches_of_auto() -> None:
     """One rank has all batches: nothing is distributed, no sampler replaced, and no seed set again."""
 
     def drawn(strategy: str) -> list[Any]:
         seed_everything(1)
-        model = Drawn(LOADERS[kind])
+        model = Drawn()
         options = {"max_epochs": 2, "use_distributed_sampler": True, "limit_val_batches": 1.0}
         trainer = fit(model, strategy, steps=-1, **options)
         trainer.predict(model)
@@ -184,31 +159,8 @@ def test_names_of_fabric(caplog: pytest.LogCaptureFixture) -> None:
     assert adamw.zenflow_config == ZenFlowConfig(update_interval=1, publish_lag=0, clip_prediction=False)  # type: ignore[attr-defined]
 
 
-def test_several_trainers() -> None:
-    """Each with options of its own: fit, then evaluation of the same module, another fit of it, and further modules in turn."""
-    strategy = "zenflow_adamw"
-    model, plain = Wrapped(), Wrapped()
-    for who, module in ((strategy, model), ("auto", plain)):
-        make_trainer(who, max_steps=3, gradient_clip_val=0.02).fit(module)
-        make_trainer(who, max_steps=4, accumulate_grad_batches=2).fit(module)
-    assert model.losses == pytest.approx(plain.losses, rel=1e-5)
-    predicted = make_trainer(strategy).predict(model)
-    assert predicted is not None and [float(loss) for loss in predicted] == [float(model.loss(0, 0, 0).detach())]
-    tested = make_trainer(strategy).test(model, verbose=False)
-    assert tested == make_trainer(strategy, limit_val_batches=1.0).validate(model, verbose=False)
-    folds = []
-    for _ in range(2):
-        module = Wrapped()
-        make_trainer(strategy, max_steps=3, gradient_clip_val=0.02).fit(module)
-        folds.append(module.losses)
-    assert folds[0] == folds[1] == model.losses[:3]
-    in_bf16 = make_trainer(strategy, max_steps=1, precision="bf16-true")
-    in_bf16.fit(Wrapped())
-    assert in_bf16.strategy.config["bf16"]["enabled"]  # type: ignore[attr-defined]
-
-
 def test_a_strategy_object_is_for_one_trainer() -> None:
-    """Which may fit, test and fit again with it."""
+    """Which may fit, test and fit again with it; another one predicts with options of its own."""
     model, plain = Wrapped(), Wrapped()
     for strategy, module in ((kept := ZenFlowStrategy(**NOTHING_LATE), model), ("auto", plain)):
         trainer = make_trainer(strategy, max_steps=3, gradient_clip_val=0.02)
@@ -217,6 +169,8 @@ def test_a_strategy_object_is_for_one_trainer() -> None:
         trainer.fit_loop.epoch_loop.max_steps = 4
         trainer.fit(module)
     assert len(model.losses) == len(plain.losses) > 3 and model.losses == pytest.approx(plain.losses, rel=1e-5)
+    predicted = make_trainer("zenflow_adamw").predict(model)
+    assert predicted is not None and [float(loss) for loss in predicted] == [float(model.loss(0, 0, 0).detach())]
     with pytest.raises(LightningsException, match="accelerator set through both strategy class and accelerator flag"):
         make_trainer(kept)
     with pytest.raises(
@@ -241,14 +195,18 @@ def test_what_the_strategy_was_given_itself_is_kept() -> None:
 
 
 @pytest.mark.slow  # imports everything anew
-def test_the_name_is_known_to_trainer_and_fabric_before_deepspeed_is_imported() -> None:
+def test_the_name_is_known_before_deepspeed_is_imported_and_at_a_prompt() -> None:
+    """To Trainer and Fabric. At Python's prompt, as in a notebook, one process trains; several need a file."""
     code = (
         "import sys, lightning_zenflow; assert 'deepspeed' not in sys.modules;"
-        "from lightning import Fabric, Trainer; options = dict(strategy='zenflow', accelerator='cpu', devices=1);"
-        "print(*(type(made(**options).strategy).__module__ for made in (Trainer, Fabric)))"
+        "from lightning import Fabric, Trainer; options = dict(strategy='zenflow', accelerator='cpu');"
+        "print(*(type(made(devices=1, **options).strategy).__module__ for made in (Trainer, Fabric)));"
+        "Trainer(devices=2, **options)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
+    command = [sys.executable, "-i", "-c", code]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200)
     assert done.stdout == "lightning_zenflow.strategy lightning_zenflow.fabric\n"
+    assert "devices must be 1, got 2" in done.stderr and "%%writefile train.py" in done.stderr
 
 
 DEEPSPEED_JSON = {

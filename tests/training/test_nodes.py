@@ -16,19 +16,11 @@ from benchmarks.common.processes import fresh_environment
 from harness import Case, run_here
 from node_trainer import KEYS, SAVED_AT
 from processes import is_alive, wait_for
-from rank_processes import free_port, run_on_ranks
+from rank_processes import free_port
 
 SCRIPT = Path(__file__).parents[1] / "support" / "node_trainer.py"
 CASE = Case(model_options={"ranks_differ": False}, steps=2 * SAVED_AT, strategy_options=KEYS)
 ENDLESS = str(10**6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loop", ["trainer", "fabric"])
-def test_the_others_end_with_the_error_of_the_communication(loop: str) -> None:
-    case = replace(CASE, model="LeavingModule", model_options={}, fails=True, loop=loop)
-    stays, _ = run_on_ranks({"leaves": case})["leaves"]
-    assert stays.error is not None and "gloo" in stays.error
 
 
 class Tasks:

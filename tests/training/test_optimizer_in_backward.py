@@ -4,6 +4,8 @@ Weights are copied to the device, or are in host memory, where the worker writes
 """
 
 import math
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from callbacks import At
-from direct_step import direct_step
+from direct_step import DirectStep, direct_step
 from eventful_training import assert_same_training, random_tensors, train
 from harness import APPROXIMATE, AUTO, RESELECTING, Case, fit, optimizer_of, run_here, snapshot
 from lightning_zenflow import ZenFlowStrategy
@@ -26,7 +28,10 @@ from lightning_zenflow.core.partition import Partition, build_partition
 from lightning_zenflow.offload import build
 from lightning_zenflow.offload.reference import AdamWState
 from networks import SmallNet
+from processes import wait_for
 from rank_processes import run_on_ranks
+from recorded_device.tensors import DEVICE
+from recorded_device.watch import recorded_device
 from same_bits import assert_is_adamw, assert_same_run
 
 TIED = Case(model="TiedNet", steps=10, topk_ratio=0.3, update_interval=1, publish_lag=0, loop="direct")
@@ -80,6 +85,9 @@ BESIDE_IN_PLACE = {
 
 
 STATES = {**PREDICTED, "true factors, int8": HALF.with_keys(moments_dtype="int8")}
+SHORT = replace(NOTHING_LATE["a network"], precision="bf16-true", max_norm=0.5).with_keys(
+    moments_dtype="bfloat16", clip_prediction=True
+)
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -150,12 +158,6 @@ def test_every_forward_pass_sees_adamws_weights(name: str) -> None:
     assert_same_run(run, run_here(at_the_end(case)))
 
 
-@pytest.mark.parametrize("case", [PREDICTED["S=4, everything"], HALF], ids=["S=4", "true factors"])
-def test_lightning_gives_the_same_bits(case: Case) -> None:
-    """With buckets so small that gradients arrive one after the other."""
-    assert_same_run(run_here(replace(case, loop="trainer").with_keys(reduce_bucket_size=200)), run_here(case))
-
-
 @pytest.fixture
 def same_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that are copied have the blocks of those in place, on which predicted clip factors depend."""
@@ -196,8 +198,8 @@ KEYS = {
     "provisional_scale": 0,
     "clip_prediction": False,
 }
-# For each step its largest norm, 0 for no clipping; and what is expected of it: whether blocks are submitted in backward, and corrected.
-STEPS: list[tuple[float, bool, bool]] = [
+# For each step its largest norm, 0 for no clipping, or what else happens; and whether blocks are submitted in backward, and corrected.
+STEPS: list[tuple[float | str, bool, bool]] = [
     (1e6, False, False),  # nothing is known before
     (1e6, True, False),
     (1.0, True, True),
@@ -207,35 +209,47 @@ STEPS: list[tuple[float, bool, bool]] = [
     (1.0, False, False),
     (1e6, False, False),
     (1e6, True, False),
-    (math.nan, True, True),
+    ("not finite", True, True),
     (1e6, True, False),  # the step that changed nothing does not count
-    (0.0, True, False),
-    (1.0, True, True),
     (0.0, True, False),  # no clipping: the factor is known
+    ("a learning rate behind backward", True, False),
+    (1.0, True, True),
+    (0.0, True, False),
 ]
 
 
 # The last one has a reciprocal that is rounded down.
-@pytest.mark.parametrize("loss_scale", [1.0, 1024.0, 50.0])
-def test_what_is_submitted_in_backward_depends_on_the_factors_before(loss_scale: float) -> None:
-    shown = []
+@pytest.mark.parametrize("options", [{}, {"loss_scale": 1024.0}, {"loss_scale": 50.0}, {"in_place": True}], ids=str)
+def test_what_is_submitted_in_backward_depends_on_the_factors_before(options: dict[str, Any]) -> None:
+    """What changes behind backward is shown: blocks that were submitted without it are submitted again."""
+    shown, options = [], {"topk_ratio": 0, **KEYS, **options}
     for in_backward in (True, False):
-        with direct_step([random_tensors(50)], loss_scale=loss_scale, overlap_step=in_backward, **KEYS) as direct:
+        with direct_step([random_tensors(50)], overlap_step=in_backward, **options) as direct:
             before = direct.parts.read_counters()
-            for number, (max_norm, submits, corrects) in enumerate(STEPS):
+            for number, (event, submits, corrects) in enumerate(STEPS):
                 gradients = random_tensors(number)
-                if math.isnan(max_norm):
+                if event == "not finite":
                     # The last one to arrive.
                     gradients[0][5, 5] = math.inf
-                direct.training.max_norm = 1e6 if math.isnan(max_norm) else max_norm
+                direct.training.max_norm = 1e6 if isinstance(event, str) else event
                 direct.backward(gradients)
+                direct.join()
+                if event == "a learning rate behind backward":
+                    direct.optimizer.param_groups[0]["lr"] /= 2
                 direct.step.step()
+                direct.fetch()
+                # What has been fetched need not be waited for: DeepSpeed may fetch it ahead.
+                assert not direct.in_place or all(map(direct.parts.jobs.is_written, range(len(gradients))))
                 shown.append([flat.clone() for flat in direct.shown])
                 now = direct.parts.read_counters()
                 found = (now.steps_in_backward - before.steps_in_backward, now.corrected_steps - before.corrected_steps)
-                assert found == ((submits, corrects) if in_backward else (False, False)), number
+                if not direct.in_place:
+                    assert found == ((submits, corrects) if in_backward else (False, False)), number
+                elif isinstance(event, str):
+                    # In place the worker may know the factor when it begins: then nothing is corrected.
+                    assert found[0] == in_backward, number
                 before = now
-            assert (before.device_stall_s.get("correction", 0.0) > 0) == in_backward
+            assert (before.device_stall_s.get("correction", 0.0) > 0) == in_backward or direct.in_place
             direct.step.flush()
             shown.append(direct.state())
     n = len(STEPS) + 1
@@ -268,36 +282,81 @@ def test_steps_that_do_not_end_and_workers_that_die(keys: dict[str, Any], of_exp
         assert all(map(torch.equal, direct.shown, expected[-1][-len(direct.shown) :]))
 
 
-CHANGES = ("", "a learning rate", "a norm", "not finite")
+@pytest.mark.usefixtures("same_blocks")
+def test_weights_in_place_have_the_bits_of_copies() -> None:
+    """With predicted factors, of weights and moments in 16 bits."""
+    in_place = run_here(SHORT.with_keys(in_place=True))
+    assert in_place.in_backward_jobs > 0
+    assert_same_run(in_place, run_here(SHORT))
 
 
-@pytest.mark.parametrize(
-    ("change", "keys"),
-    [*((change, {"in_place": True}) for change in CHANGES), *((change, {"max_norm": 1e6}) for change in CHANGES[1:3])],
-)
-def test_what_changes_behind_backward_is_shown(change: str, keys: dict[str, Any]) -> None:
-    """By every forward pass: blocks that were shown without it are submitted again."""
-    shown, options = [], {**KEYS, "topk_ratio": 0, **keys}
-    for in_backward in (True, False):
-        with direct_step([random_tensors(50)], overlap_step=in_backward, **options) as direct:
-            for step in range(3):
-                gradients = random_tensors(step)
-                if step == 1 and change == "not finite":
-                    gradients[0][0, 0] = torch.inf
-                direct.backward(gradients)
+def are_done(direct: DirectStep) -> bool:
+    """Whether the worker has done all that was submitted in backward."""
+    return all(map(direct.parts.jobs.in_flight.has_answers, direct.parts.jobs.submitted_in_backward))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_the_bits_do_not_depend_on_when_the_worker_begins(dtype: str) -> None:
+    """Before the step's factor is there, or behind it: moments that have been rounded in between would show.
+
+    Of parameters that are smaller than a block, so that none commits early: a job in backward commits the gradient of the step before.
+    """
+    shapes, shown = [(41, 43)] * 9, []
+    for is_late in (False, True):
+        keys = {"max_norm": 1.0, "moments_dtype": dtype, "clip_prediction": False}
+        with direct_step([random_tensors(50, shapes=shapes)], in_place=True, **keys) as direct:
+            for step in range(4):
+                gradients, pid = random_tensors(step, shapes=shapes), direct.parts.rank.worker.pid
+                for index in reversed(range(len(gradients))):
+                    # The last block only: there are slots for few more than the blocks of a step.
+                    if index == 0 and is_late:
+                        wait_for(lambda: are_done(direct))
+                        os.kill(pid, signal.SIGSTOP)
+                    direct.receive(index, gradients[index], last=True)
                 direct.join()
-                assert (len(direct.parts.jobs.submitted_in_backward) > 1) == in_backward or step != 1
-                if step == 1 and change == "a learning rate":
-                    direct.optimizer.param_groups[0]["lr"] /= 2
-                usual = direct.training.max_norm
-                direct.training.max_norm = 1.0 if step == 1 and change == "a norm" else usual
+                if not is_late:
+                    wait_for(lambda: are_done(direct))
+                # Or the last block's prediction would be right.
+                direct.training.max_norm = 0.5
                 direct.step.step()
-                direct.training.max_norm = usual
+                direct.training.max_norm = 1.0
+                os.kill(pid, signal.SIGCONT)
                 direct.fetch()
-                # What has been fetched need not be waited for: DeepSpeed may fetch it ahead.
-                assert not direct.in_place or all(map(direct.parts.jobs.is_written, range(len(gradients))))
                 shown.append([flat.clone() for flat in direct.shown])
-    torch.testing.assert_close(shown[:3], shown[3:], rtol=0, atol=0)
+    torch.testing.assert_close(shown[:4], shown[4:], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("keys", [{}, {"overlap_step": False}], ids=["in backward", "at the end"])
+def test_weights_in_place_are_written_behind_their_last_reads(keys: dict[str, Any]) -> None:
+    """A stream of its own copies them to the device, forward and backward; flushes between the two publish anew. Some steps are
+    interrupted: the gradients of the first parameters never come.
+    """
+    with recorded_device() as device:
+        fetches, inputs = device.new_stream(), random_tensors(7, DEVICE)
+        with direct_step([random_tensors(50, DEVICE)], max_norm=30.0, in_place=True, **keys) as direct:
+
+            def fetch(index: int) -> Tensor:
+                """One parameter's weights; the current stream is behind the copy."""
+                direct.fetch(index)
+                s = direct.parts.rank.partition.slices[index]
+                with device.on(fetches):
+                    weights = direct.shown[0].narrow(0, s.begin, s.numel).to(DEVICE, non_blocking=True)
+                device.current.wait_stream(fetches)
+                device.order.keep_for(weights.untyped_storage().data_ptr(), device.current.name)
+                return weights.mul_(inputs[index].flatten())
+
+            for event in ["", "", "flush", "interrupted", "", "flush", "interrupted", ""]:
+                for index in range(len(inputs)):
+                    fetch(index)
+                if event == "flush":
+                    direct.step.flush()
+                for index in reversed(range(2 if event == "interrupted" else 0, len(inputs))):
+                    direct.receive(index, fetch(index), last=True)
+                direct.join()
+                (direct.step.flush if event == "interrupted" else direct.step.step)()
+            direct.step.flush()
+            assert not any(t.isnan().any() for t in direct.state())
+        assert direct.parts.rank.telemetry.h2d_bytes == 0 and not device.order.races
 
 
 class EarlyExit(SmallNet):

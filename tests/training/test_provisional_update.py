@@ -18,7 +18,7 @@ from lightning_zenflow.kernels.base import Kernels, SecondMoment
 from lightning_zenflow.offload.reference import AdamWState, owned_elements
 from models import SHAPES
 from networks import TIED_NETS, SmallNet
-from same_bits import assert_is_adamw, assert_same_run, assert_same_tensors
+from same_bits import assert_is_adamw, assert_same_tensors
 
 
 def case_of(name: str, **fields: Any) -> Case:
@@ -64,19 +64,6 @@ CASES = {
 def test_the_flush_leaves_adamw_on_the_runs_own_gradients(name: str) -> None:
     """What is frozen in mid-run stays as it is, whatever momentum it had."""
     assert_is_adamw(CASES[name], run_here(CASES[name]))
-
-
-def test_lightning_gives_the_same_bits() -> None:
-    """Reduced in mid-backward, where late layers' weights are updated while early ones' activations are still to be computed again."""
-    case, buckets = CASES["frozen layers, checkpointing"], {"reduce_bucket_size": 50, "allgather_bucket_size": 100}
-    assert_same_run(run_here(replace(case, loop="trainer").with_keys(**buckets)), run_here(case))
-
-
-def test_a_gradient_that_comes_in_two_parts_is_refused() -> None:
-    """By DeepSpeed, with the stock optimizer as well: reentrant checkpointing computes a shared weight's gradient once for each use."""
-    case = case_of("a layer used twice", model_options={"checkpoint": "reentrant", "shared": True}, loop="trainer")
-    with pytest.raises(AssertionError, match="Multiple gradient reduction is currently not supported"):
-        run_here(case)
 
 
 def test_what_was_frozen_at_setup_cannot_be_unfrozen() -> None:

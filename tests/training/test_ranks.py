@@ -28,11 +28,13 @@ from test_provisional_update import PLAIN, UPDATED, check_updated_entries
 from test_short_moments import CASES as SHORT_MOMENTS
 from torch import Tensor
 
+from between_steps import clip
 from callbacks import At
 from checkpoint_files import assert_continues
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, optimizer_of
 from lightning_zenflow.worker.arena import StepWords
 from models import OptimizerOptions
+from processes import wait_for
 from rank_processes import Runs, run_each, run_on_ranks
 from same_bits import (
     assert_close_to_adamw,
@@ -100,6 +102,12 @@ ON_DEVICE = {
 def on_host(case: Case) -> Case:
     return replace(case, offload_parameters=True)
 
+
+BY_TORCH = {
+    "device: clipped, synchronous": ON_DEVICE["clipped, synchronous"],
+    "host: clipped": on_host(CLIPPED_3),
+}
+"""Which are compared with what torch's function clips."""
 
 PLAIN_3 = {
     "clipped, synchronous": ON_DEVICE["clipped, synchronous"],
@@ -192,6 +200,12 @@ def cases(folder: Path) -> dict[str, Case]:
             max_worker_restarts=1000
         ),
         "host: clipped": on_host(CLIPPED_3),
+        **{
+            f"by torch, {name}": replace(
+                case, max_norm=None, callbacks=(At("on_before_optimizer_step", functools.partial(clip, case.max_norm)),)
+            )
+            for name, case in BY_TORCH.items()
+        },
         # Nothing but the model reads the weights: the worker's answers are awaited where its layers are fetched.
         "not watched": replace(on_host(ON_DEVICE["accumulated on the host"]), watched=False),
         **{f"host: {name}": on_host(case) for name, case in ON_DEVICE.items()},
@@ -257,6 +271,14 @@ def test_weights_are_those_of_plain_zero_3(name: str, runs: Runs) -> None:
         torch.testing.assert_close(ours.losses, plain.losses, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("name", BY_TORCH)
+def test_clipped_by_torch(name: str, runs: Runs) -> None:
+    """On all ranks, each of which has a part of the gradients."""
+    for ours, by_torch in zip(runs[name], runs[f"by torch, {name}"], strict=True):
+        torch.testing.assert_close(ours.weights, by_torch.weights, rtol=0, atol=2e-6)
+        torch.testing.assert_close(ours.losses, by_torch.losses, rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_has_the_same_bits(name: str, runs: Runs) -> None:
     for saved, resumed in zip(runs[f"saved: {name}"], runs[f"resumed: {name}"], strict=True):
@@ -309,6 +331,25 @@ def test_a_rank_that_waits_for_another_outlives_its_workers_limit() -> None:
     assert waiting is not None and other is not None
     assert re.search(r"WorkerError[\s\S]*step 4's clip coefficient did not arrive within 5000 ms", waiting)
     assert "left no result" not in other
+
+
+def stay_away(given_up: Path, trainer: pl.Trainer) -> None:
+    """Rank 1 says nothing any more from its third step on, as a node that is cut off, until the other one has given up."""
+    if (trainer.global_step, trainer.global_rank) == (2, 1):
+        wait_for(given_up.exists, 200)
+
+
+def give_up(given_up: Path, _: pl.Trainer) -> None:
+    given_up.touch()
+
+
+def test_a_node_that_is_cut_off_is_given_up(tmp_path: Path) -> None:
+    """When the strategy's `timeout` is over, and not torch's of 30 minutes."""
+    away, gives_up = (functools.partial(act, tmp_path / "given up") for act in (stay_away, give_up))
+    callbacks = (At("on_train_batch_start", away), At("on_exception", gives_up))
+    case = replace(FIXED, fails=True, callbacks=callbacks).with_keys(timeout=timedelta(seconds=5))
+    for run in run_on_ranks({"cut off": case})["cut off"]:
+        assert run.error is not None and "gloo" in run.error
 
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])

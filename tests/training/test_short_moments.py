@@ -6,17 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_optimizer_state
 from torch import Tensor
-from typing_extensions import override
 
 from callbacks import At
 from checkpoint_files import zero_state
-from harness import UP_TO_TWO, Case, Run, make_trainer, optimizer_of, run_here
-from lightning_zenflow import ZenFlowStrategy
+from harness import UP_TO_TWO, Case, Run, optimizer_of, run_here
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint
 from lightning_zenflow.core.schedule import blocks_wanted
 from models import SHAPES, hyperparameters
@@ -126,62 +123,3 @@ def test_checkpoints_hold_float32_and_runs_with_any_type_load_them(
         assert_loaded(run, saved[theirs], scales, ours)
         for kind in ("exp_avg", "exp_avg_sq") if ours == theirs else ():
             assert_same_tensors(getattr(run, kind), getattr(saved[theirs], kind), kind)
-
-
-KINDS = ("dead", "rare", "shrinking")
-STEPS = 400
-
-
-class SparseFeatures(pl.LightningModule):
-    """Three linear models that learn the same: with odd inputs that are zero after a tenth of the steps, in all but a hundredth of the
-    batches, or a hundredth smaller in each step; even ones are never zero.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.models = torch.nn.ModuleDict({kind: torch.nn.Linear(128, 1) for kind in KINDS})
-        for model in self.models.values():
-            torch.nn.init.zeros_(model.get_parameter("weight"))
-
-    def losses(self, seed: int, kind: str, share: float) -> Tensor:
-        """Of a batch whose odd inputs have this part of their size."""
-        generator = torch.Generator().manual_seed(seed)
-        inputs = torch.randn(16, 128, generator=generator)
-        inputs[:, 1::2] *= share
-        targets = inputs @ torch.linspace(-1, 1, 128) + torch.randn(16, generator=generator)
-        return (self.models[kind](inputs).squeeze(1) - targets).square().mean()
-
-    @override
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        rare = float(torch.rand((), generator=torch.Generator().manual_seed(batch_idx)) < 0.01)
-        shares = {"dead": float(batch_idx < STEPS // 10), "rare": rare, "shrinking": 0.99**batch_idx}
-        return torch.stack([self.losses(batch_idx, kind, share) for kind, share in shares.items()]).sum()
-
-    @override
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
-
-
-def trained(dtype: str) -> tuple[dict[str, float], dict[str, float]]:
-    """Largest weight of an odd input, and the test loss, by kind."""
-    model = SparseFeatures()
-    strategy = ZenFlowStrategy(update_interval=1, publish_lag=0, moments_dtype=dtype)  # type: ignore[arg-type]
-    make_trainer(strategy, max_epochs=1).fit(model, torch.utils.data.DataLoader(torch.zeros(STEPS, 1), batch_size=1))
-    with torch.no_grad():
-        tested = {kind: sum(model.losses(10_000 + i, kind, 1.0).item() for i in range(64)) / 64 for kind in KINDS}
-    return {kind: model.models[kind].get_parameter("weight")[0, 1::2].abs().max().item() for kind in KINDS}, tested
-
-
-@pytest.fixture(scope="module")
-def in_32_bits() -> tuple[dict[str, float], dict[str, float]]:
-    return trained("float32")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", SHORT)
-def test_weights_without_gradients_stay(dtype: str, in_32_bits: tuple[dict[str, float], dict[str, float]]) -> None:
-    """Of dead, rare and shrinking inputs beside dense ones, whose moments share scales."""
-    (weights, losses), (exact_weights, exact_losses) = trained(dtype), in_32_bits
-    for kind in KINDS:
-        assert weights[kind] < 1.1 * exact_weights[kind], kind
-        assert losses[kind] == pytest.approx(exact_losses[kind], rel=0.005), kind

@@ -18,7 +18,7 @@ from fabric_runs import set_up, train_step
 from harness import EVERYTHING, Case, run_here, snapshot
 from lightning_zenflow.kernels.base import NOISE_NUMEL
 from networks import SmallNet
-from rank_processes import run_on_ranks
+from rank_processes import run_each
 from recorded_device.watch import recorded_device
 from same_bits import assert_same_run, assert_same_tensors
 from sleeps import Behind, Sleeps
@@ -34,24 +34,17 @@ CASES = {
 CASES["half resident, stage 2"] = IN_BACKWARD.with_keys(offload_ratio=0.5)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_losses_and_state_are_those_without(name: str) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_losses_and_state_are_those_without(ranks: int) -> None:
     """One of three sleeps is in the middle of a step. Where weights are late, a flush takes the place of each."""
-    case, batches = replace(CASES[name], model=PiecesNet, accumulate=2), (6, 9, 12)
-    slept = run_here(replace(case, callbacks=(Sleeps(batches),)))
-    assert_same_run(slept, run_here(replace(case, callbacks=(Behind(batches),) if case.publish_lag else ())))
-
-
-def test_two_ranks() -> None:
-    cases = {
-        f"{name}, {callback.__name__}": replace(case, steps=6, callbacks=(callback((3, 4)),))
-        for name, case in CASES.items()
-        for callback in (Sleeps, Behind)
-        if case.publish_lag
-    }
-    runs = run_on_ranks(cases)
-    for name in (name for name in cases if name.endswith("Sleeps")):
-        for ours, theirs in zip(runs[name], runs[name.replace("Sleeps", "Behind")], strict=True):
+    cases: dict[str, Case] = {}
+    for name, case in CASES.items():
+        case, batches = replace(case, model=PiecesNet, accumulate=2), (6, 9, 12)
+        cases[name] = replace(case, callbacks=(Sleeps(batches),))
+        cases[f"{name}, without"] = replace(case, callbacks=(Behind(batches),) if case.publish_lag else ())
+    runs = run_each(cases, ranks=ranks)
+    for name in CASES:
+        for ours, theirs in zip(runs[name], runs[f"{name}, without"], strict=True):
             assert_same_run(ours, theirs)
 
 
@@ -85,7 +78,12 @@ def loop(request: pytest.FixtureRequest) -> Loop:
 
 
 def test_no_training_goes_on(loop: Loop, tmp_path: Path) -> None:
+    """And it may not begin between backward and step."""
     fabric, model, optimizer, engine = loop
+    fabric.backward(model.loss(2, 0, 0))
+    with pytest.raises(MisconfigurationException, match="behind the step"):
+        engine.offload_states()
+    optimizer.step()
     loss = model.loss(2, 0, 0)
     engine.offload_states()
     fabric.save(tmp_path / "checkpoint", state := {"model": model, "optimizer": optimizer})
@@ -125,23 +123,6 @@ def test_an_interrupted_call_is_undone(loop: Loop, name: str, in_reload: bool, m
     train_step(fabric, model, optimizer, 2)
 
 
-def test_not_between_backward_and_step(loop: Loop) -> None:
-    fabric, model, optimizer, engine = loop
-    fabric.backward(model.loss(2, 0, 0))
-    with pytest.raises(MisconfigurationException, match="behind the step"):
-        engine.offload_states()
-    optimizer.step()
-    engine.offload_states()
-    engine.reload_states()
-
-
-def test_not_with_parameters_in_host_memory() -> None:
-    fabric, _, _, _ = set_up(SmallNet(), stage=3, offload_parameters=True)
-    with pytest.raises(AssertionError, match="not supported for offloaded parameters"):
-        fabric.strategy.model.offload_states()
-    fabric.strategy.teardown()
-
-
 def test_what_is_included_leaves(loop: Loop) -> None:
     _, _, _, engine = loop
     (weights, *_) = engine.optimizer.training.parts.rank.weights
@@ -157,8 +138,11 @@ def test_what_is_included_leaves(loop: Loop) -> None:
     train_step(*loop[:3], 3)
 
 
-def test_weights_are_read_and_written_in_host_memory(loop: Loop) -> None:
-    """What is written counts from then on, as between two steps."""
+def test_weights_in_host_memory(loop: Loop) -> None:
+    """They are read and written there, and what is written counts from then on, as between two steps; a training may end so.
+
+    Files have no more than before.
+    """
     fabric, model, _, engine = loop
     fabric.strategy.flush()
     before = snapshot(model.module)
@@ -170,19 +154,13 @@ def test_weights_are_read_and_written_in_host_memory(loop: Loop) -> None:
     engine.reload_states()
     model.loss(2, 0, 0)
     assert safe_get_full_fp32_param(parameters[0]).eq(0.5).all()
-    assert_same_tensors(snapshot(model.module)[1:], before[1:])
-
-
-def test_a_training_ends_asleep_and_files_have_no_more_than_before(loop: Loop) -> None:
-    fabric, model, _, engine = loop
-    engine.offload_states()
-    engine.reload_states()
+    written = snapshot(model.module)
+    assert_same_tensors(written[1:], before[1:])
     name, weight = next(iter(model.state_dict().items()))
     if weight.numel():
         torch.save({name: weight}, file := io.BytesIO())
         assert len(file.getvalue()) < weight.nbytes + 2500
     engine.offload_states()
-    before = snapshot(model.module)
     fabric.strategy.teardown()
-    assert_same_tensors(snapshot(model.module), before)
-    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.module.parameters())
+    assert_same_tensors(snapshot(model.module), written)
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in parameters)

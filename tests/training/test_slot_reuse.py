@@ -14,7 +14,7 @@ from lightning_zenflow.core import schedule as of_schedules
 from lightning_zenflow.core.schedule import StaggeredSchedule
 from lightning_zenflow.offload.in_flight import JobsInFlight
 from lightning_zenflow.offload.jobs import JobQueue
-from lightning_zenflow.worker.supervisor import SupervisedWorker
+from lightning_zenflow.worker.process import SupervisedWorker
 from models import SHAPES
 from same_bits import assert_same_run, assert_same_state
 from worker_killer import seen

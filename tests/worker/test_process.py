@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from direct_step import direct_step
-from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.kernels import base
 from lightning_zenflow.native import MessageHeader, cannot_run, worker_executable
 from lightning_zenflow.offload import build as assembly
@@ -29,15 +28,29 @@ from lightning_zenflow.offload.run_state import HostState
 from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena, arena_bytes
 from lightning_zenflow.worker.machine import allowed_cores, running_on
-from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
-from lightning_zenflow.worker.supervisor import SupervisedWorker
-from processes import arena_mappings, end_workers, leaves_no_file_open, workers
+from lightning_zenflow.worker.process import JobMessage, SupervisedWorker, Worker, WorkerError
+from processes import arena_mappings, leaves_no_file_open
 from small_arena import SIZES, make_arena, make_partition
 
 
 @pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = make_arena(make_partition())
+    yield arena
+    arena.close(keep_state=False)
+
+
+@pytest.fixture
+def two_cores() -> list[int]:
+    """For a worker of two threads, which one core cannot have: each has a core of its own."""
+    if len(cores := allowed_cores()[:2]) < 2:
+        pytest.skip("needs two cores")
+    return cores
+
+
+@pytest.fixture
 def worker(arena: Arena) -> Iterator[Worker]:
-    worker = Worker(arena, cores=allowed_cores()[-1:], timeout_s=30)
+    worker = Worker(arena, cores=allowed_cores()[-1:], timeout_s=30, word_timeout_s=30)
     yield worker
     worker.kill()
 
@@ -51,11 +64,6 @@ def test_more_messages_than_the_socket_holds(worker: Worker) -> None:
     assert [worker.wait().job_id for _ in range(n)] == list(range(1, n + 1))
     with pytest.raises(WorkerError, match="is_job"):
         worker.wait()
-
-
-def test_what_a_failed_test_leaves_is_ended(worker: Worker) -> None:
-    assert end_workers() == [worker.pid]
-    assert workers() == []
 
 
 @pytest.fixture
@@ -72,19 +80,32 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes]
     return write
 
 
+FEW_THREADS = f"""#!{sys.executable}
+import os, resource, sys
+worker = os.open({str(worker_executable())!r}, os.O_RDONLY)
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+if os.geteuid() == 0:  # which has no such limit
+    os.setgid(65534)
+    os.setuid(65534)
+os.execve(worker, sys.argv, os.environ)
+"""
+
+
 @pytest.mark.parametrize(
-    ("commands", "timeout_s", "message"),
+    ("script", "timeout_s", "message"),
     [
-        ("exec sleep 1000", 0.2, "did not answer within 0.2 s; raise `worker_timeout`"),
-        ("echo 'no libc here' >&2\nexit 3", 5, "(?s)exited with status 3.*no libc here"),
+        ("#!/bin/sh\nexec sleep 1000\n", 0.2, "did not answer within 0.2 s; raise `worker_timeout`"),
+        ("#!/bin/sh\necho 'no libc here' >&2\nexit 3\n", 5, "exited with status 3.*no libc here"),
+        (FEW_THREADS, 30, "with status .*last output:.*(Thread creation failed|Resource temporarily unavailable)"),
     ],
+    ids=["another program", "an error", "threads that the system refuses"],
 )
-def test_an_executable_that_is_not_the_worker(
-    commands: str, timeout_s: float, message: str, arena: Arena, install: Callable[[bytes], Path]
+def test_an_executable_that_does_not_begin(
+    script: str, timeout_s: float, message: str, arena: Arena, two_cores: list[int], install: Callable[[bytes], Path]
 ) -> None:
-    install(f"#!/bin/sh\n{commands}\n".encode())
-    with pytest.raises(WorkerError, match=message):
-        Worker(arena, cores=[0], timeout_s=timeout_s)
+    install(script.encode())
+    with pytest.raises(WorkerError, match=f"(?s){message}"):
+        Worker(arena, cores=two_cores, timeout_s=timeout_s, word_timeout_s=timeout_s)
 
 
 def test_a_worker_that_receives_nothing(worker: Worker) -> None:
@@ -121,20 +142,20 @@ def test_limits_on_the_trainers_threads_and_cores(
     """They do not hold for the worker, of which each core has a thread."""
     monkeypatch.setenv(limit, value)
     with running_on(two_cores[:1]):
-        worker = Worker(arena, cores=two_cores, timeout_s=30)
+        worker = Worker(arena, cores=two_cores, timeout_s=30, word_timeout_s=30)
     threads = Path(f"/proc/{worker.pid}/task").iterdir()
     assert sorted([*os.sched_getaffinity(int(thread.name))] for thread in threads) == [[core] for core in two_cores]
     worker.close()
 
 
-def test_nothing_is_left_open(partition: Partition) -> None:
+def test_nothing_is_left_open() -> None:
     def start_and_close(*, fail: bool) -> None:
-        arena = make_arena(partition)
+        arena = make_arena(make_partition())
         if fail:
             with pytest.raises(WorkerError, match="4000"):
-                Worker(arena, cores=[4000], timeout_s=5)
+                Worker(arena, cores=[4000], timeout_s=5, word_timeout_s=5)
         else:
-            worker = Worker(arena, cores=allowed_cores()[:1], timeout_s=5)
+            worker = Worker(arena, cores=allowed_cores()[:1], timeout_s=5, word_timeout_s=5)
             worker.close()
             worker.close()
             assert not psutil.pid_exists(worker.pid)
@@ -147,10 +168,10 @@ def test_nothing_is_left_open(partition: Partition) -> None:
             start_and_close(fail=fail)
 
 
-def test_the_shared_memory_has_a_fixed_size(partition: Partition, arena: Arena) -> None:
+def test_the_shared_memory_has_a_fixed_size(arena: Arena) -> None:
     """A process with the descriptor can neither grow the memory nor cut off mappings of others."""
     size = os.fstat(arena.fd).st_size
-    assert arena_bytes(partition, SIZES) == size
+    assert arena_bytes(make_partition(), SIZES) == size
     for other in (2 * size, 0):
         with pytest.raises(PermissionError):
             os.ftruncate(arena.fd, other)
@@ -204,7 +225,7 @@ def test_no_process_dumps_the_arena(worker: Worker) -> None:
 def start(arena: Arena) -> SupervisedWorker:
     cpu = torch.device("cpu")
     return SupervisedWorker(
-        partial(Worker, arena, cores=allowed_cores()[:1], timeout_s=30),
+        partial(Worker, arena, cores=allowed_cores()[:1], timeout_s=30, word_timeout_s=30),
         max_restarts=1,
         telemetry=Telemetry(cpu),
     )
@@ -256,26 +277,6 @@ def test_a_library_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.Mon
 def test_too_few_files_may_be_open() -> None:
     message = cannot_run(worker_executable(), OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
     assert "raise the limit of open files (`ulimit -n`)" in message and "wheel" not in message
-
-
-FEW_THREADS = """#!{python}
-import os, resource, sys
-worker = os.open({worker!r}, os.O_RDONLY)
-resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
-if os.geteuid() == 0:  # which has no such limit
-    os.setgid(65534)
-    os.setuid(65534)
-os.execve(worker, sys.argv, os.environ)
-"""
-
-
-def test_threads_that_the_system_refuses(arena: Arena, two_cores: list[int], install: Callable[[bytes], Path]) -> None:
-    install(FEW_THREADS.format(python=sys.executable, worker=str(worker_executable())).encode())
-    with pytest.raises(
-        WorkerError,
-        match="(?s)exited with status .*its last output:.*(Thread creation failed|Resource temporarily unavailable)",
-    ):
-        Worker(arena, cores=two_cores, timeout_s=30)
 
 
 MIB = 2**20

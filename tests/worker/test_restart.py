@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,24 +15,22 @@ import lightning.pytorch as pl
 import psutil
 import pytest
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from callbacks import At
 from direct_step import direct_step
 from harness import UP_TO_TWO, Case, run_here
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.native import Acknowledged, Done
 from lightning_zenflow.offload import build
 from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.machine import allowed_cores
-from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
-from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
+from lightning_zenflow.worker.process import JobMessage, Submission, SupervisedWorker, Worker, WorkerError
 from processes import is_alive, leaves_no_file_open, wait_for
 from same_bits import assert_same_run
-from small_arena import fill_slot, make_arena, resolved, write_step
+from small_arena import resolved
+from worker_blocks import Blocks
 from worker_killer import KillsWorker, optimizer_of
 
 # Large enough that the worker computes for a good part of the time in which it may be killed.
@@ -115,55 +113,48 @@ def supervised(start: Start, *, max_restarts: int = 3) -> tuple[SupervisedWorker
     return SupervisedWorker(start, max_restarts=max_restarts, telemetry=stalls), stalls
 
 
-def jobs_of(arena: Arena, partition: Partition, *, steps: int = 1) -> list[JobMessage]:
-    result = []
+def jobs_of(blocks: Blocks, *, steps: int = 1) -> list[JobMessage]:
     for step in range(1, steps + 1):
-        write_step(arena, step)
-        for block in range(len(partition.blocks)):
-            slot = len(result)
-            fill_slot(arena, partition, block, slot, step)
-            result.append(JobMessage(job_id=1 + slot, block=block, first_step=step, slots=[slot], publish_buffer=block))
-    return result
+        blocks.set_step(step)
+        blocks.arrive(step, 1.0)
+    numbers = range(len(blocks.partition.blocks))
+    return [blocks.job(number, step, buffer=number) for step in range(1, steps + 1) for number in numbers]
 
 
-def state(arena: Arena) -> list[Tensor]:
-    return [t.clone() for t in (arena.master, arena.exp_avg.array, arena.exp_avg_sq.array, arena.publish)]
+def assert_done(blocks: Blocks, jobs: Sequence[JobMessage]) -> None:
+    """The arena has the state behind these jobs, each applied once."""
+    for job in jobs:
+        blocks.expect(job, 1.0)
+    blocks.assert_as_expected()
 
 
 @pytest.fixture
-def expected(partition: Partition) -> Iterator[list[Tensor]]:
-    """The state after the jobs of three steps, by a worker that lives."""
-    arena = make_arena(partition)
-    worker, _ = supervised(Start(arena))
-    for job in jobs_of(arena, partition, steps=3):
-        submit(worker, job)
-    worker.close()
-    yield state(arena)
-    arena.close(keep_state=False)
+def blocks() -> Iterator[Blocks]:
+    blocks = Blocks(n_blocks=3)
+    yield blocks
+    blocks.arena.close(keep_state=False)
 
 
-def test_a_core_that_the_host_has_taken_away(arena: Arena, partition: Partition, expected: list[Tensor]) -> None:
+def test_a_core_that_the_host_has_taken_away(blocks: Blocks) -> None:
     """A training goes on without it; at its start the core is refused (`test_nothing_is_left_open`)."""
-    start = Start(arena)
+    start = Start(blocks.arena)
     worker, _ = supervised(start)
-    first, *rest = jobs_of(arena, partition, steps=3)
+    first, *rest = jobs_of(blocks, steps=3)
     worker.wait_for(submit(worker, first))
     start.cores = [4000]
     kill(worker)
     for job in rest:
         submit(worker, job)
     worker.close()
-    assert all(map(torch.equal, state(arena), expected))
+    assert_done(blocks, [first, *rest])
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_unread_acknowledgements_do_not_repeat_work(
-    seed: int, arena: Arena, partition: Partition, expected: list[Tensor]
-) -> None:
+def test_unread_acknowledgements_do_not_repeat_work(seed: int, blocks: Blocks) -> None:
     """Killed when some jobs are acknowledged, some acknowledgements read, and some jobs not begun."""
-    worker, stalls = supervised(Start(arena), max_restarts=100)
+    worker, stalls = supervised(Start(blocks.arena), max_restarts=100)
     rng = random.Random(seed)
-    jobs = jobs_of(arena, partition, steps=3)
+    jobs = jobs_of(blocks, steps=3)
     todo, unread = list(jobs), deque[Submission]()
     kills = 0
     while todo or unread:
@@ -176,27 +167,27 @@ def test_unread_acknowledgements_do_not_repeat_work(
             kills += 1
     worker.close()
     assert kills and stalls.worker_restarts
-    assert resolved(arena) == (3, 3)
-    assert all(map(torch.equal, state(arena), expected))
+    assert resolved(blocks.arena) == (3, 3)
+    assert_done(blocks, jobs)
 
 
-def test_killed_at_its_start(arena: Arena, partition: Partition, caplog: pytest.LogCaptureFixture) -> None:
-    start = Start(arena, killed={0, 2})
+def test_killed_at_its_start(blocks: Blocks, caplog: pytest.LogCaptureFixture) -> None:
+    start = Start(blocks.arena, killed={0, 2})
     with caplog.at_level(logging.WARNING), leaves_no_file_open():
         worker, stalls = supervised(start)
         os.kill(worker.pid, signal.SIGKILL)
-        worker.wait_for(submit(worker, jobs_of(arena, partition)[0]))
+        worker.wait_for(submit(worker, jobs_of(blocks)[0]))
         worker.close()
     assert start.n == 4
     assert stalls.worker_restarts == 3
     assert sum("was killed by signal 9" in record.message for record in caplog.records) == 3
 
 
-def test_the_last_words_of_one_that_dies_too_often(arena: Arena, partition: Partition) -> None:
-    start = Start(arena)
+def test_the_last_words_of_one_that_dies_too_often(blocks: Blocks) -> None:
+    start = Start(blocks.arena)
     worker, _ = supervised(start, max_restarts=2)
-    (job, *_) = jobs_of(arena, partition)
-    arena.step_words.reset()
+    (job, *_) = jobs_of(blocks)
+    blocks.arena.step_words.reset()
     with pytest.raises(WorkerError, match="(?s)was killed by signal 6.*restarted 2 times.*max_worker_restarts=2"):
         submit(worker, job)
         for _ in range(3):
@@ -206,8 +197,8 @@ def test_the_last_words_of_one_that_dies_too_often(arena: Arena, partition: Part
     assert start.n == 3
 
 
-def test_one_that_reports_an_error_is_not_replaced(arena: Arena) -> None:
-    worker, stalls = supervised(Start(arena))
+def test_one_that_reports_an_error_is_not_replaced(blocks: Blocks) -> None:
+    worker, stalls = supervised(Start(blocks.arena))
     job = JobMessage(job_id=1, block=77, first_step=1, slots=[], publish_buffer=0)
     with pytest.raises(WorkerError, match="failed: invalid input: check: job.block < "):
         worker.wait_for(submit(worker, job))
@@ -221,23 +212,23 @@ def test_one_that_reports_an_error_is_not_replaced(arena: Arena) -> None:
     ids=["job", "block", "kind"],
 )
 def test_an_answer_to_nothing_is_an_error(
-    answer: Done | Acknowledged, arena: Arena, partition: Partition, monkeypatch: pytest.MonkeyPatch
+    answer: Done | Acknowledged, blocks: Blocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker, _ = supervised(Start(arena))
-    job = submit(worker, jobs_of(arena, partition)[0])
+    worker, _ = supervised(Start(blocks.arena))
+    job = submit(worker, jobs_of(blocks)[0])
     with monkeypatch.context() as patch, pytest.raises(WorkerError, match="answered what it was not asked"):
         patch.setattr(worker._worker, "wait", lambda: answer)
         worker.wait_for(job)
     worker.kill()
 
 
-def test_one_that_is_stopped_is_waited_for(arena: Arena, partition: Partition) -> None:
+def test_one_that_is_stopped_is_waited_for(blocks: Blocks) -> None:
     """Then `worker_timeout` ends the run; what is stopped cannot exit when asked to, and is killed."""
-    worker, stalls = supervised(Start(arena))
+    worker, stalls = supervised(Start(blocks.arena))
     worker._worker._timeout_s = 0.3
     pid = worker.pid
     os.kill(pid, signal.SIGSTOP)
-    job = submit(worker, jobs_of(arena, partition)[0])
+    job = submit(worker, jobs_of(blocks)[0])
     with pytest.raises(WorkerError, match="did not answer within 0.3 s; raise `worker_timeout`") as error:
         worker.wait_for(job)
     assert "Worker: job 0 begun, job 0 completed, step 0 resolved; waits for no word" in str(error.value)
@@ -247,20 +238,20 @@ def test_one_that_is_stopped_is_waited_for(arena: Arena, partition: Partition) -
     assert stalls.worker_restarts == 0
 
 
-def test_one_that_waits_for_other_ranks_is_waited_for(arena: Arena, partition: Partition) -> None:
+def test_one_that_waits_for_other_ranks_is_waited_for(blocks: Blocks) -> None:
     """Beyond `worker_timeout`, until the word arrives; not if it hangs meanwhile."""
-    worker, _ = supervised(Start(arena))
+    worker, _ = supervised(Start(blocks.arena))
     assert psutil.Process(worker.pid).cmdline()[-1] == "1800000"
     worker._worker._timeout_s = 0.3
-    (job, *_) = jobs_of(arena, partition)
-    arena.step_words.reset()
-    arrival = threading.Timer(0.7, write_step, (arena, 1))
+    (job, *_) = jobs_of(blocks)
+    blocks.arena.step_words.reset()
+    arrival = threading.Timer(0.7, blocks.arrive, (1, 1.0))
     arrival.start()
     worker.wait_for(submit(worker, job))
     arrival.join()
     missing = submit(worker, dataclasses.replace(job, job_id=2, first_step=2))
-    looks = arena.n_looks
-    wait_for(lambda: arena.n_looks > looks)
+    looks = blocks.arena.n_looks
+    wait_for(lambda: blocks.arena.n_looks > looks)
     os.kill(worker.pid, signal.SIGSTOP)
     with pytest.raises(WorkerError, match="job 1 completed, step 1 resolved; waits for the word of step 2\n"):
         worker.wait_for(missing)

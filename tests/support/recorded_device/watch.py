@@ -26,8 +26,7 @@ from lightning_zenflow.deepspeed import environment
 from lightning_zenflow.native import Tentative
 from lightning_zenflow.offload import build
 from lightning_zenflow.worker.arena import WORD_BYTES, Arena
-from lightning_zenflow.worker.process import JobMessage
-from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
+from lightning_zenflow.worker.process import JobMessage, Submission, SupervisedWorker
 from recorded_device.clocks import HOST, WORKER, Clock, Span, join
 from recorded_device.device import (
     DeviceMemory,

@@ -120,7 +120,9 @@ def test_where_it_is_looked_for(not_installed: None, tmp_path: Path, monkeypatch
 def test_the_environment_variable_wins(not_installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = tmp_path / "mine"
     monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(mine))
-    with pytest.raises(RuntimeError, match="by the environment variable LIGHTNING_ZENFLOW_WORKER, does not exist"):
+    with pytest.raises(
+        RuntimeError, match=f"looked for {mine}.*The environment variable LIGHTNING_ZENFLOW_WORKER names .*got '{mine}'"
+    ):
         worker_executable()
     assert make_executable(mine) == worker_executable()
     mine.chmod(0o644)

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import profile
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.stall_monitor import METRICS, advice, interval_metrics, summary
+from lightning_zenflow.step_meter import METRICS, advice, interval_metrics, summary
 from lightning_zenflow.telemetry import Reading, Telemetry
 from recorded_device.device import RecordedEvent
 from recorded_device.watch import recorded_device
