@@ -103,13 +103,20 @@ class TrainerSteps:
         training.before_forward()
         training.start_epoch(self._trainer.current_epoch)
 
-    def end_forward(self, output: Any) -> None:
-        """Behind the forward pass of a micro-batch. Lightning's DeepSpeed plugin checks only that of a step's last one."""
+    def run_forward(self, forward: Callable[[], Any]) -> Any:
+        """A forward pass of training or validation."""
+        may_repeat = not self._training.closed and self._training.steps.can_give_back
+        return self._training.run_forward(forward) if may_repeat else forward()
+
+    def training_step(self, forward: Callable[[], Any]) -> Any:
+        """The forward pass of a micro-batch. Lightning's DeepSpeed plugin checks only the output of a step's last one."""
+        output = self.run_forward(forward)
         if output is None and self._module.automatic_optimization:
             raise MisconfigurationException(
                 "ZenFlowStrategy: training_step must return a loss, got None, which would block the other ranks: to skip a batch,"
                 " return any output times zero"
             )
+        return output
 
     def begin_backward(self) -> None:
         """Before a backward pass, by the Trainer or by `manual_backward`.

@@ -276,10 +276,13 @@ class TrainerStrategy(_DeepSpeedStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        output: STEP_OUTPUT = self._run_forward(super().training_step, *args, **kwargs)
-        if self._steps is not None:
-            self._steps.end_forward(output)
-        return output
+        call = partial(super().training_step, *args, **kwargs)
+        return call() if self._steps is None else self._steps.training_step(call)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        call = partial(super().validation_step, *args, **kwargs)
+        return call() if self._steps is None else self._steps.run_forward(call)
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Any:
@@ -288,24 +291,6 @@ class TrainerStrategy(_DeepSpeedStrategy):
         with naming_late_reads():
             # DeepSpeed would divide by the number of micro-batches, which Lightning has done.
             return super().backward(*args, scale_wrt_gas=False, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_forward(super().validation_step, *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_forward(super().test_step, *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_forward(super().predict_step, *args, **kwargs)
-
-    def _run_forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        trained = self._checkpoints.trained
-        if trained is None or trained.training.closed or not trained.training.steps.can_give_back:
-            return call(*args, **kwargs)
-        return trained.training.run_forward(partial(call, *args, **kwargs))
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -357,11 +342,9 @@ class TrainerStrategy(_DeepSpeedStrategy):
         self._requests.flush()
 
     def give_back(self) -> None:
-        """Gives the device memory of optimizer states (`offload_ratio`) back, as before a large evaluation: the host has all of them from
-        here on. Between two steps; all ranks call it together.
-        """
-        if (trained := self._checkpoints.trained) is not None:
-            trained.training.give_back()
+        """Gives the device memory of optimizer states (`offload_ratio`) back for good, between two steps. All ranks call it together."""
+        if self._checkpoints.trained is not None:
+            self._checkpoints.trained.training.give_back()
 
     def wait_for_checkpoint(self) -> None:
         """Waits for the checkpoint that is written in the background; raises its OSError on all ranks, which call it together."""

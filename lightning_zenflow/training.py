@@ -234,7 +234,7 @@ class Training:
             raise
         if has_written := self.written.take_over():
             self._engine.gather_weights()
-            self.steps.state_written()
+            self.parts.moves.state_written()
         if changes or has_written:
             self.written.note()
         if lays_down:

@@ -43,7 +43,7 @@ class WrittenWeights:
     """
 
     def __init__(self, steps: ZenFlowStep, parts: StepParts, part: RankPart, calls: Calls) -> None:
-        self._steps, self._jobs, self._rank = steps, parts.jobs, parts.rank
+        self._steps, self._jobs, self._rank, self._moves = steps, parts.jobs, parts.rank, parts.moves
         self._calls, self._piece_of = calls, part.piece_of
         self._names, self._parameters = list(part.parameters), list(part.parameters.values())
         self._numels = [shape.numel() for shape in part.shapes.values()]
@@ -139,7 +139,7 @@ class WrittenWeights:
     def take_over(self) -> bool:
         """Makes what `look` has found the model's weights and, where elements differ, the master weights; right after a flush."""
         if self._kept:
-            self._steps.write_by_owners()
+            self._moves.write_by_owners(self._steps.number)
         for number, written in self._kept.items():
             masters = list(self._rank.masters_of(self._slices[number]))
             for master, part in zip(masters, torch.split(written, list(map(len, masters))), strict=True):

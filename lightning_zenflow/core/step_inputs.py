@@ -236,8 +236,16 @@ class GradientNorms:
             learned.copy_(torch.where(scale.finite, of_step, learned))
         return loss_scale
 
-    def end_step(self, squared_norm: Tensor, *, finite: Tensor, loss_scale: float | Tensor) -> None:
-        """Takes the step's own squared norm, 0-D float64; one that is not finite is not predicted from."""
+    def end_step(
+        self, squared_norm: Tensor, scale: StepScale, loss_scale: float | Tensor, unscaling: Tensor | None = None
+    ) -> None:
+        """Takes the step's own squared norm, 0-D float64, and its scale, of which `GivenFactor.unscaling` may be a part; one that is not
+        finite is not predicted from.
+        """
+        if self.learns:
+            one = torch.ones_like(scale.factor)
+            loss_scale = self.learn(squared_norm, scale, one / loss_scale if unscaling is None else one * unscaling)
+        finite = scale.finite
         # Geometric mean of the step's own ratio and of the mean so far.
         latest = torch.where(self.partial > 0, squared_norm / self.partial, torch.nan)
         ratio = torch.where(self.ratio.isnan(), latest, self.ratio.sqrt() * latest.sqrt())

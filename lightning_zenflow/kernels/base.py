@@ -93,8 +93,9 @@ class Destination:
 ColumnWrite = tuple[Tensor, Selection]
 """A matrix, [rows, width], contiguous, model dtype, and what is written to it; the entries are read at each write."""
 
+ONCE_NUMEL = 1024
 Once = tuple[Tensor, int]
-"""Words of `Kernels.words_of_adamw`, and the number of a step, from 1: a pass that finds the number in its word has been made before."""
+"""A zero, int32 on the device, for each `ONCE_NUMEL` elements, and the number of a step, from 1: what finds it has been done before."""
 
 Copies = AbstractContextManager[None]
 """Context in which slots are written, on a stream of its own if the device has streams."""
@@ -234,10 +235,6 @@ class Kernels:
 
     adamw_is_repeatable = False
     """Whether `adamw_` heeds `once`; by torch's operations an exception may cut it."""
-
-    def words_of_adamw(self, numel: int, device: torch.device) -> Tensor:
-        """New words for `adamw_` on `numel` elements: int32, on the device."""
-        return torch.zeros(1, dtype=torch.int32, device=device)
 
     def adamw_(
         self,

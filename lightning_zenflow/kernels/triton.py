@@ -18,6 +18,7 @@ from lightning_zenflow.core.step_inputs import GradientNorms, GroupHyperparamete
 from lightning_zenflow.kernels import triton_device as device
 from lightning_zenflow.kernels.base import (
     IN_ORDER,
+    ONCE_NUMEL,
     SMALLEST,
     ColumnWrite,
     Copies,
@@ -101,10 +102,6 @@ class TritonKernels(Kernels):
     adamw_is_repeatable = True
 
     @override
-    def words_of_adamw(self, numel: int, device: torch.device) -> Tensor:
-        return torch.zeros(_adamw_programs(numel), dtype=torch.int32, device=device)
-
-    @override
     def adamw_(
         self,
         state: Tensor,
@@ -122,7 +119,7 @@ class TritonKernels(Kernels):
         else:
             decay, decay_factor = device.DECAY_OF_GRADIENT, h.weight_decay
         step_size, inv_sqrt_bias_correction2 = scale.coefficients(h)
-        device.adamw[(_adamw_programs(gradient.numel()),)](
+        device.adamw[(triton.cdiv(gradient.numel(), ONCE_NUMEL),)](
             *state, gradient, weights, gradient.numel(),
             scale.factor, scale.finite, step_size, inv_sqrt_bias_correction2,
             h.beta1, 1 - h.beta1, h.beta2, 1 - h.beta2, h.eps, decay_factor, *(once or (None, 0)),
@@ -174,10 +171,6 @@ class TritonKernels(Kernels):
         return write
 
 
-def _adamw_programs(numel: int) -> int:
-    return int(triton.cdiv(numel, device.BLOCK.value))
-
-
 def _copy_programs(n_rows: int, n_selected: int) -> int:
     return int(triton.cdiv(n_rows, device.COPY_ROWS.value) * triton.cdiv(n_selected, device.COPY_COLUMNS.value))
 
@@ -197,7 +190,7 @@ def kernels_that_run(device: torch.device) -> TritonKernels:
     h = GroupHyperparameters(lr=0.0, beta1=0.5, beta2=0.5, eps=1.0, weight_decay=0.0, decoupled=True)
     scale = StepScale(factor=one, finite=one.bool(), norm=one, count=one.double())
     state, weights = torch.zeros(3, 4, dtype=torch.float32, device=device), matrix.view(-1)
-    for once in (None, (kernels.words_of_adamw(4, device), 1)):
+    for once in (None, (torch.zeros(1, dtype=torch.int32, device=device), 1)):
         kernels.adamw_(state, weights, weights, h, scale, once=once)
     norms_so_far = GradientNorms(1, device)
     norms_so_far.open(1, max_norm=1.0, loss_scale=1.0)

@@ -10,7 +10,9 @@ accessed in words of 16 bytes. Kernels are not specialised in other sizes, so th
 import triton
 import triton.language as tl
 
-BLOCK = tl.constexpr(1024)
+from lightning_zenflow.kernels.base import ONCE_NUMEL
+
+BLOCK = tl.constexpr(ONCE_NUMEL)
 """Elements of one program of `adamw`."""
 
 ROWS, COLUMNS = tl.constexpr(8), tl.constexpr(256)

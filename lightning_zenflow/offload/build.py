@@ -34,7 +34,7 @@ from lightning_zenflow.kernels.base import kernels_for
 from lightning_zenflow.offload.columns import Ownership, Selector
 from lightning_zenflow.offload.fill import Fill
 from lightning_zenflow.offload.jobs import JobQueue
-from lightning_zenflow.offload.memory_watch import MemoryWatch
+from lightning_zenflow.offload.owner_moves import OwnerMoves
 from lightning_zenflow.offload.plan import Planner, ScheduleControl, SchedulePolicy
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
 from lightning_zenflow.offload.rank_state import Blocks, RankState
@@ -345,22 +345,15 @@ def _make(
         accumulate_on=config.accumulate_on,
         speculates=not (config.predicts_clipping or part.in_place),
     )
-    memory, n_blocks = MemoryWatch(part.device), max(1, len(partition.blocks))
-    # On a CPU all memory is the host's.
-    can_move = config.moves_owners and runtime_of(part.device).runs_behind
-
-    def shares() -> tuple[float, float]:
-        share = residents.n_blocks / n_blocks
-        return share, residents.n_fitting(memory.room()) / n_blocks if can_move else share
-
-    control = ScheduleControl(policy, rank, shares) if config.measures or can_move else None
+    moves = OwnerMoves(rank, residents, ownership, moves=config.moves_owners)
+    control = ScheduleControl(policy, rank, moves.shares) if config.measures or moves.watches else None
     planner = Planner(config, jobs, control, selector)
     parts = StepParts(
         rank=rank,
         jobs=jobs,
         ownership=ownership,
         residents=residents,
-        memory=memory,
+        moves=moves,
         provisional=provisional,
         fill=fill,
         selector=selector,

@@ -53,7 +53,7 @@ class Accumulation:
                 self._jobs.acquire(self._rank.blocks.of_slice[slice_index], step)
             for begin, slot in self._jobs.slots.views_of_slice(slice_index):
                 slot.copy_(gradient.narrow(0, begin, slot.numel()), non_blocking=True)
-            self._rank.telemetry.d2h_bytes += self._host_bytes(slice_index)
+            self._rank.telemetry.d2h_bytes += self._rank.host_bytes(self._rank.partition.tiles_by_slice[slice_index])
         elif slice_index in self.pending:
             self.sum(slice_index).add_(gradient)
         else:
@@ -82,11 +82,8 @@ class Accumulation:
         total = torch.empty(s.numel, dtype=rank.dtype, device=rank.device)
         for begin, slot in self._jobs.slots.views_of_slice(slice_index):
             total.narrow(0, begin, slot.numel()).copy_(slot, non_blocking=True)
-        rank.telemetry.h2d_bytes += self._host_bytes(slice_index)
+        rank.telemetry.h2d_bytes += rank.host_bytes(rank.partition.tiles_by_slice[slice_index])
         return total
-
-    def _host_bytes(self, slice_index: int) -> int:
-        return self._rank.host_bytes(self._rank.partition.tiles_by_slice[slice_index])
 
 
 class Vectors(NamedTuple):
@@ -288,13 +285,7 @@ class Fill:
         """Takes the step's own squared norm, 0-D float64 of all ranks, its scale, and `GivenFactor.unscaling`."""
         if context.submits_in_backward and context.inputs.max_norm > 0:
             if not self._speculates:
-                loss_scale: float | Tensor = context.inputs.loss_scale
-                if self.norms.learns:
-                    one = torch.ones_like(scale.factor)
-                    loss_scale = self.norms.learn(
-                        squared_norm, scale, one / loss_scale if unscaling is None else one * unscaling
-                    )
-                self.norms.end_step(squared_norm, finite=scale.finite, loss_scale=loss_scale)
+                self.norms.end_step(squared_norm, scale, context.inputs.loss_scale, unscaling)
             if self._factors and not self.factor_error.is_under_way:
                 self.factor_error.copy((torch.stack(self._factors) / scale.factor - 1).abs().mean())
 

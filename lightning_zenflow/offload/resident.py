@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.partition import STATE_BYTES, Partition, Tile
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
+from lightning_zenflow.kernels.base import ONCE_NUMEL
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.rank_state import Block, RankState, runs_of
 from lightning_zenflow.worker.moments import Moment
@@ -50,7 +51,7 @@ class _Run(NamedTuple):
     weights: Tensor
     """[n], model dtype: the model's."""
     done: Tensor
-    """As of `Kernels.adamw_`."""
+    """Words of `Once`."""
 
 
 class ResidentBlock:
@@ -72,7 +73,7 @@ class ResidentBlock:
 
     def follow(self, trained: Mapping[int, int]) -> None:
         """Updates these slices from now on, each with the applied steps that it has missed."""
-        partition, kernels = self._rank.partition, self._rank.kernels
+        partition = self._rank.partition
         tiles_by_missed = defaultdict(list)
         for index in self._block.tiles:
             if (n_missed := trained.get(partition.tiles[index].slice)) is not None:
@@ -89,7 +90,7 @@ class ResidentBlock:
                         state=self.state.narrow(1, begin, numel),
                         gradient=self.gradient.narrow(0, begin, numel),
                         weights=self._rank.weights_at(group, tile.begin, numel),
-                        done=kernels.words_of_adamw(numel, self._rank.device),
+                        done=torch.zeros(-(-numel // ONCE_NUMEL), dtype=torch.int32, device=self._rank.device),
                     )
                 )
 

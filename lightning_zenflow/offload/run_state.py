@@ -44,7 +44,7 @@ from lightning_zenflow.core.saved_tensors import saved_as_float32
 from lightning_zenflow.offload.columns import Ownership, Selector
 from lightning_zenflow.offload.fill import Fill
 from lightning_zenflow.offload.jobs import JobQueue
-from lightning_zenflow.offload.memory_watch import MemoryWatch
+from lightning_zenflow.offload.owner_moves import OwnerMoves
 from lightning_zenflow.offload.plan import Planner
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
 from lightning_zenflow.offload.rank_state import RankState
@@ -164,7 +164,7 @@ class StepParts:
     jobs: JobQueue
     ownership: Ownership
     residents: Residents
-    memory: MemoryWatch
+    moves: OwnerMoves
     provisional: ProvisionalUpdate | None
     """None where no weight is ever late, or none is updated provisionally."""
     fill: Fill
@@ -202,6 +202,7 @@ class StepParts:
             "provisional": None if self.provisional is None else self.provisional.state_dict(),
             "in_backward": self.fill.norms.state_dict(),
             "clipped": self.jobs.verification.n_clipped,
+            **({"residents": state} if (state := self.moves.state_dict()) else {}),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

@@ -1,7 +1,5 @@
 """One optimizer step, without DeepSpeed: its phases, and the state that they share."""
 
-import logging
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import Enum, auto
@@ -13,13 +11,11 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.device import AsyncHostCopy, runtime_of
+from lightning_zenflow.core.device import AsyncHostCopy
 from lightning_zenflow.core.step_inputs import StepScale, add_over_ranks, step_scale
 from lightning_zenflow.offload.rank_state import StepContext, StepInputs, Transaction
 from lightning_zenflow.offload.run_state import VERSION, StepParts, Trained, difference_of, layout_of
 from lightning_zenflow.worker.process import WorkerError
-
-_log = logging.getLogger(__name__)
 
 
 class StepState(Enum):
@@ -68,16 +64,9 @@ class ZenFlowStep:
         self._read_inputs = read_inputs
         self._gather_weights = gather_weights
         self._rank, self._telemetry = parts.rank, parts.rank.telemetry
-        self._jobs, self._fill, self._ownership, self._residents = (
-            parts.jobs,
-            parts.fill,
-            parts.ownership,
-            parts.residents,
-        )
+        self._jobs, self._fill, self._moves = parts.jobs, parts.fill, parts.moves
+        self._ownership, self._residents = parts.ownership, parts.residents
         self._planner, self._selector, self._provisional = parts.planner, parts.selector, parts.provisional
-        self._memory, self._moves_owners = parts.memory, config.moves_owners
-        # On a CPU all memory is the host's.
-        self._watches = config.moves_owners and runtime_of(parts.rank.device).runs_behind
         self.count = torch.zeros((), dtype=torch.float64, device=parts.rank.device)
         self._state = StepState.IDLE
         self._context: StepContext | None = None  # from OPEN on
@@ -85,7 +74,7 @@ class ZenFlowStep:
         self.micro_batches = 0
         self.number = self._flushed_number = self._silent_until = 0
         self._flushing, self._refreezing = Transaction(), Transaction()
-        self._state_written = self.has_single_backward = False
+        self.has_single_backward = False
         self.start_over(count=0)
 
     @property
@@ -113,10 +102,8 @@ class ZenFlowStep:
         """Counts a backward pass, before its first gradient; `last`: of the step's last micro-batch."""
         self._refuse_interrupted()
         self.micro_batches += 1
-        if self._watches:
-            self._memory.begin()
-        if self._moves_owners and self.can_give_back:
-            self._make_room()
+        if self._moves.watches or self._residents.blocks:
+            self._moves.before_backward(self.number, self.count, can_give_back=self.can_give_back)
         if last:
             self._opened()
         elif self._state is StepState.IDLE:
@@ -146,15 +133,6 @@ class ZenFlowStep:
     def trained(self) -> list[bool]:
         """For each parameter whether the step that is next updates it."""
         return self._trained.flags
-
-    def state_written(self) -> None:
-        """Notes that the arena's exact state has been changed from outside, while it `is_exact`."""
-        self._state_written = True
-
-    def write_by_owners(self) -> None:
-        """Before master weights are changed by `RankState.masters_of`, right after a flush: the arena no longer has the residents'."""
-        self._take_written()
-        self._residents.written()
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
@@ -228,11 +206,11 @@ class ZenFlowStep:
         if not copies_finite:
             self._telemetry.warn_of_skipped(number)
         self._end_micro_batches()
-        if self._watches:
-            self._memory.end()
+        if self._moves.watches:
+            self._moves.end_step()
         if share is not None:
             self._flush()
-            self._take_residents(math.ceil(share * len(self._rank.blocks) - 1e-6))
+            self._moves.take_share(share, self.number)
         return scale, finite
 
     def follow_freezing(self) -> None:
@@ -268,14 +246,9 @@ class ZenFlowStep:
         is_free = not (self.is_complete or self.was_interrupted or self._fill.accumulation.pending)
         return bool(self._residents.blocks) and is_free
 
-    @torch.no_grad()
-    def give_back(self, n_blocks: int = 0) -> None:
-        """Makes the host the owner of all but `n_blocks` blocks, and frees the device memory of their state, if it `can_give_back`; on this
-        rank alone, perhaps. Where none is left, none becomes resident again.
-        """
-        before = self._residents.n_bytes
-        self._residents.give_back(n_blocks, int(self.count))
-        self._memory.follow_owners(self._residents.n_bytes - before)
+    def give_back(self) -> None:
+        """Makes the host the owner of all blocks for good, where it `can_give_back`; on this rank alone, perhaps."""
+        self._moves.give_back(0, self.count)
 
     def drop_gradients(self) -> None:
         """Drops the gradients since the last step; if the step was complete, by a flush."""
@@ -286,23 +259,6 @@ class ZenFlowStep:
             self._planner.apply_schedule()
             self.start_over(int(self.count))
         self._end_micro_batches()
-
-    def _take_residents(self, n_blocks: int) -> None:
-        """Makes blocks resident; right behind a flush."""
-        before = self._residents.n_bytes
-        self._residents.take(n_blocks, self.number)
-        self._ownership.follow_owners()
-        self._memory.follow_owners(self._residents.n_bytes - before)
-
-    def _make_room(self) -> None:
-        """Gives blocks back before a backward pass that is not expected to fit beside them; on this rank alone, perhaps."""
-        if (lack := self._memory.lack()) > 0:
-            n_blocks = self._residents.n_left_without(lack)
-            self.give_back(n_blocks)
-            _log.info(
-                "ZenFlow: before step %d offload_ratio=%.2f on this rank: the backward pass is expected to lack %.2f GiB",
-                *(self.number + 1, 1 - n_blocks / len(self._rank.blocks), lack / 2**30),
-            )
 
     def _end_micro_batches(self) -> None:
         self._fill.close()
@@ -344,13 +300,8 @@ class ZenFlowStep:
             "trained": self._trained.flags,
             "counts": self._trained.counts_at(int(self.count)),
             "single_backward": self.has_single_backward,
-            **({"residents": self._residents_state} if self._moves_owners else {}),
             **self._parts.state_dict(),
         }
-
-    @property
-    def _residents_state(self) -> dict[str, int]:
-        return {"n_blocks": self._residents.n_blocks, "transient": self._memory.transient}
 
     def load_state_dict(
         self, saved: Mapping[str, Any] | None, count: int, counts: Mapping[str, int] | None, *, continues: bool = True
@@ -374,9 +325,8 @@ class ZenFlowStep:
         self.start_over(count)
         if saved is not None and not difference:
             self._parts.load_state_dict(saved)
-            if self._moves_owners and (residents := saved.get("residents")):
-                n_fitting = self._residents.n_fitting(self._memory.room(residents["transient"]))
-                self._take_residents(min(residents["n_blocks"], n_fitting))
+            # Earlier checkpoints do not say.
+            self._moves.load_state_dict(saved.get("residents", {}), self.number)
             # Earlier checkpoints have it among the planner's, or do not say.
             self.has_single_backward = saved.get("single_backward", saved["planner"].get("single_backward", False))
         return difference
@@ -420,21 +370,13 @@ class ZenFlowStep:
         if not self.is_complete:
             inputs = self._read_inputs()
             self._state = StepState.UNDER_WAY
-            self._take_written()
+            if self._moves.is_written:
+                self._moves.take_written(self.number)
             self._context = self._planner.plan(self.number + 1, inputs)
             self._fill.open(self._context)
             self._state = StepState.OPEN
         assert self._context is not None
         return self._context
-
-    @torch.no_grad()
-    def _take_written(self) -> None:
-        """Follows `state_written`."""
-        if self._state_written:
-            self._state_written = False
-            if self._residents.in_arena:
-                self._residents.load(self.number)
-            self._ownership.reload()
 
     def _select(self, context: StepContext, finite: Tensor) -> list[Tensor | None] | None:
         """Selects columns where that is due; returns those of each slice, None for all."""

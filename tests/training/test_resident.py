@@ -21,7 +21,7 @@ from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.device import HostRuntime
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.partition import Slice, build_partition
-from lightning_zenflow.offload.memory_watch import MemoryWatch
+from lightning_zenflow.offload.owner_moves import MemoryWatch
 from lightning_zenflow.offload.resident import last_arrivals
 from lightning_zenflow.offload.step import ZenFlowStep
 from networks import Perceptron

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zenflow.core.step_inputs import GradientNorms
+from lightning_zenflow.core.step_inputs import GradientNorms, StepScale
 
 
 def scalar(value: float) -> Tensor:
@@ -29,7 +29,9 @@ def train(prediction: GradientNorms, norms: Tensor, *, loss_scale: float = 1.0, 
         prediction.up_to(0)
         predicted.append(prediction.predict(0) if prediction.knows_last else scalar(0))
         prediction.add([second.reshape(1)])
-        prediction.end_step(prediction.up_to(1), finite=torch.tensor(finite), loss_scale=loss_scale)
+        one = torch.ones((), dtype=torch.float32)
+        scale = StepScale(factor=one, finite=torch.tensor(finite), norm=one, count=one.double())
+        prediction.end_step(prediction.up_to(1), scale, loss_scale)
     return predicted
 
 
