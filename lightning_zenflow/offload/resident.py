@@ -197,8 +197,7 @@ class Residents:
         runtime_of(self._rank.device).free_cached()
         taken: list[tuple[Block, ResidentBlock]] = []
         with self._rank.telemetry.measure("reserve"), suppress(torch.OutOfMemoryError):
-            for number in self._order[self.n_blocks : n_blocks]:
-                block = self._rank.blocks[number]
+            for block in (self._rank.blocks[index] for index in self._order[self.n_blocks : n_blocks]):
                 resident = ResidentBlock(self._rank, block, self._trained)
                 resident.load(number)
                 taken.append((block, resident))
