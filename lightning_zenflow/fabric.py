@@ -32,7 +32,7 @@ from lightning_zenflow.checkpoint.engine import (
 from lightning_zenflow.checkpoint.files import refusal
 from lightning_zenflow.checkpoint.single_file import FILE_KEY, FileSource
 from lightning_zenflow.config import KEYS, ZenFlowConfig
-from lightning_zenflow.core.errors import Calls, MisconfigurationException, naming_late_reads
+from lightning_zenflow.core.errors import Calls, MisconfigurationException
 from lightning_zenflow.core.process import one_at_a_time
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, read_settings
 from lightning_zenflow.deepspeed.environment import PlainPrecision, RankProcess, own_precision
@@ -40,7 +40,7 @@ from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, inference_engine, leaving_engines, training_engine
 from lightning_zenflow.deepspeed.users_module import load_whole
 from lightning_zenflow.deepspeed.users_objects import refuse_unsupported_module, validate_optimizer
-from lightning_zenflow.steps import LoopSteps, MicroBatches
+from lightning_zenflow.steps import LoopSteps, MicroBatches, naming_late_reads
 
 OF_THE_LOOP = {
     "optimizer": "give it to `fabric.setup(model, optimizer)`",

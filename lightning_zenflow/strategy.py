@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_zenflow.checkpoint.checkpoints import Checkpoints
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.errors import Calls, MisconfigurationException, naming_late_reads
+from lightning_zenflow.core.errors import Calls, MisconfigurationException
 from lightning_zenflow.core.process import one_at_a_time
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, read_settings
 from lightning_zenflow.deepspeed.environment import RankProcess, own_precision
@@ -28,7 +28,7 @@ from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, inference_engine, leaving_engines, training_engine
 from lightning_zenflow.deepspeed.users_objects import configured, refuse_unsupported_module, refuse_unsupported_trainer
 from lightning_zenflow.stall_monitor import StallMonitor, StallMonitoring, add_monitor
-from lightning_zenflow.steps import TrainerPrecision, TrainerSteps
+from lightning_zenflow.steps import TrainerPrecision, TrainerSteps, naming_late_reads
 from lightning_zenflow.trainer_checkpoints import Saves, TrainerCheckpoints
 
 if TYPE_CHECKING:

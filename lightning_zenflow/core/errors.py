@@ -1,7 +1,6 @@
 """The exception for what a user has set wrongly, and what messages call a front's methods."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -65,21 +64,3 @@ def second_step(calls: Calls) -> MisconfigurationException:
     return MisconfigurationException(
         f"{calls.front}: a step must have a backward pass of its own, got a second call of `optimizer.step` behind one"
     )
-
-
-@contextmanager
-def naming_late_reads() -> Iterator[None]:
-    """Context of a backward pass: raises an error of ours for torch's, which has no class of its own, where the pass uses what has been
-    written in place.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
-            raise
-        raise MisconfigurationException(
-            "ZenFlowStrategy: a backward pass must not use a weight whose gradient is there already, as of `weight.detach()`, of layers"
-            " with `requires_grad_(False)` in a part of the forward pass, or of one in two checkpoints without use_reentrant=False: weights"
-            " are updated in backward. Set update_interval=1 and overlap_step=False, which update them behind it. Or another tensor was"
-            f" written in place: {error}"
-        ) from error
