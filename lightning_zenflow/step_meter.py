@@ -46,6 +46,7 @@ METRICS: dict[str, _Formula] = {
     "zenflow/overlap/late_blocks_percent": lambda run, _: _percent(run.late_share),
     "zenflow/overlap/clip_prediction_error_percent": lambda run, _: _percent(run.factor_error),
     "zenflow/selection/device_squared_norm_percent": lambda run, _: _percent(run.owned_norm_share),
+    "zenflow/selection/resident_percent": lambda run, _: _percent(run.resident_share),
 }
 """Metric -> formula; docs/tuning.md has their meaning, and a test compares both with what a training logs."""
 
@@ -161,6 +162,8 @@ def summary(
     if busy_s > _SHOWN * seconds and (waited_s < _FEW * busy_s or waited_s >= SMALL_STALL * seconds):
         work += f", {max(0.0, 1.0 - waited_s / busy_s):.0%} hidden"
     details = [work, f"update_interval={now.update_interval}, publish_lag={now.publish_lag}"]
+    if now.resident_share is not None:
+        details.append(f"offload_ratio={1 - now.resident_share:.2f}")
     if run.late_share is not None and waits > _SHOWN:
         details.append(f"{run.late_share:.1%} of the blocks late")
     if speculates(run, config):
@@ -220,6 +223,8 @@ def _of_worker(run: Reading, config: ZenFlowConfig, seconds: float, *, in_place:
     remedy = "give the worker more cores" if slow else "keep other processes off the worker's cores"
     if slow and not in_place and (not is_auto or run.update_interval >= config.max_update_interval):
         remedy += f", or raise {'max_' * is_auto}update_interval"
+    if slow and config.offload_ratio not in ("auto", 0, 1):
+        remedy += ", or lower offload_ratio, if the device has memory"
     if not slow and not in_place and config.publish_lag == 0:
         remedy += ", or set publish_lag=1"
     return f"waiting for the CPU, which needs {load:.1f} steps per update: {remedy}"

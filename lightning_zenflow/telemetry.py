@@ -154,6 +154,8 @@ class Reading:
     publish_lag: int
     owned_norm_share: float | None
     """Share of the gradient's squared norm in device-owned columns, 0 to 1; None until measured."""
+    resident_share: float | None
+    """Share of the blocks whose optimizer state the device has, 0 to 1; None: of none."""
 
     @property
     def late_share(self) -> float | None:

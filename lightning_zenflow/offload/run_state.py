@@ -192,6 +192,7 @@ class StepParts:
             update_interval=jobs.schedule.update_interval,
             publish_lag=jobs.schedule.publish_lag,
             owned_norm_share=self.selector.owned_norm_share.read() if self.ownership.numel else None,
+            resident_share=self.residents.n_blocks / len(self.rank.blocks) if self.residents.blocks else None,
         )
 
     def state_dict(self) -> dict[str, Any]:

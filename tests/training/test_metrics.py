@@ -54,7 +54,7 @@ def fixed(**keys: Any) -> ZenFlowStrategy:
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     folder = tmp_path_factory.mktemp("rows")
     profiler = PyTorchProfiler(dirpath=folder, filename="profile", export_to_chrome=True)
-    rows = logged(folder, fixed(), steps=40, every=10, profiler=profiler)
+    rows = logged(folder, fixed(offload_ratio=0.5), steps=40, every=10, profiler=profiler)
     (path,) = folder.glob("*.json")
     names = {event.get("name", "") for event in json.loads(path.read_text())["traceEvents"]}
     assert {f"zenflow {phase}" for phase in ("reduce", "update", "select", "submit", "publish", "gather")} <= names
@@ -73,6 +73,7 @@ def test_the_documented_names_are_those_that_are_logged(rows: list[dict[str, flo
         assert row["zenflow/selection/device_squared_norm_percent"] > 5
         assert row["zenflow/stall/host_percent"] == pytest.approx(row["zenflow/stall/device_percent"])
         assert row["zenflow/overlap/worker_busy_percent"] > 0
+        assert 40 < row["zenflow/selection/resident_percent"] < 60
 
 
 def test_a_program_reads_the_metrics_behind_fit() -> None:
@@ -82,7 +83,7 @@ def test_a_program_reads_the_metrics_behind_fit() -> None:
     trainer = fit(SmallNet(length=6), fixed(), steps=6, callbacks=[sees], log_every_n_steps=6)
     assert seen == [set()] * 6
     ours = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    assert set(ours) == set(METRICS) - IN_BACKWARD
+    assert set(ours) == set(METRICS) - IN_BACKWARD - {"zenflow/selection/resident_percent"}
     assert ours["zenflow/overlap/update_interval_steps"] == 4 and ours["zenflow/overlap/step_ms"] > 0
 
 
@@ -109,7 +110,7 @@ def test_every_step_with_predicted_clip_factors(tmp_path: Path) -> None:
 def test_the_layout_of_tensorboards_charts(tmp_path: Path) -> None:
     """Each chart shows one metric of a run that submits in backward, with clipping and selections."""
     logger = TensorBoardLogger(tmp_path)
-    strategy = fixed(publish_lag=0)
+    strategy = fixed(publish_lag=0, offload_ratio=0.5)
     fit(SmallNet(length=16), strategy, steps=16, logger=logger, log_every_n_steps=4, gradient_clip_val=1.0)
     events = EventAccumulator(logger.log_dir).Reload()
     (event,) = events.Tensors(metadata.CONFIG_SUMMARY_TAG)
@@ -150,7 +151,7 @@ def test_messages_of_the_start_and_the_end(
         fit(LinearLossModule(length=6), ZenFlowStrategy(worker_cores=1, publish_lag=1), steps=6, **options)
     start, *end = [message for message in caplog.messages if message.startswith("ZenFlow: ")]
     pattern = (
-        r"ZenFlow: [\d,]+ parameters on this rank; update_interval=1 \(auto\), publish_lag=1; worker on cores \[\d+\]"
+        r"ZenFlow: [\d,]+ parameters on this rank; update_interval=1 \(auto\), publish_lag=1, offload_ratio=1 \(auto\); worker on cores \[\d+\]"
         r"; \d+\.\d\d GiB of shared host memory"
     )
     assert re.fullmatch(pattern, start)

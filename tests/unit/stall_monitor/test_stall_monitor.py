@@ -18,7 +18,7 @@ from recorded_device.watch import recorded_device
 
 def reading(**values: Any) -> Reading:
     zeros = dict.fromkeys(Reading.__dataclass_fields__, 0)
-    return Reading(**{**zeros, "device_stall_s": {}, **values})
+    return Reading(**{**zeros, "device_stall_s": {}, "resident_share": None, **values})
 
 
 def test_metrics_by_hand() -> None:
@@ -43,7 +43,11 @@ def test_metrics_by_hand() -> None:
         "overlap/clip_prediction_error_percent": 25,
     }
     assert {name: metrics[f"zenflow/{name}"] for name in expected} == pytest.approx(expected)
-    unknown = {"selection/device_squared_norm_percent", "overlap/late_blocks_percent"}
+    unknown = {
+        "selection/device_squared_norm_percent",
+        "selection/resident_percent",
+        "overlap/late_blocks_percent",
+    }
     assert set(METRICS) - set(metrics) == {f"zenflow/{name}" for name in unknown}
 
 
@@ -65,6 +69,12 @@ FLUSHES = {"device_stall_s": {"publish_wait": 0.1, "flush": 0.2, "reserve": 0.3}
         (SLOW_CPU, {}, AUTO, "more cores"),
         (SLOW_CPU, {"in_place": True}, FIXED, "more cores"),
         ({**SLOW_CPU, "update_interval": 16}, {}, AUTO, "or raise max_update_interval"),
+        (
+            SLOW_CPU,
+            {},
+            ZenFlowConfig(offload_ratio=0.5),
+            "more cores, or lower offload_ratio, if the device has memory",
+        ),
         (
             FAST_CPU,
             {"skipped": 0.01},
