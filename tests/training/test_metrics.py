@@ -151,7 +151,8 @@ def test_messages_of_the_start_and_the_end(
         fit(LinearLossModule(length=6), ZenFlowStrategy(worker_cores=1, publish_lag=1), steps=6, **options)
     start, *end = [message for message in caplog.messages if message.startswith("ZenFlow: ")]
     pattern = (
-        r"ZenFlow: [\d,]+ parameters on this rank; update_interval=1 \(auto\), publish_lag=1, offload_ratio=1 \(auto\); worker on cores \[\d+\]"
+        r"ZenFlow: [\d,]+ parameters on this rank; update_interval=1 \(auto\), publish_lag=1, offload_ratio=1 \(auto\);"
+        r" worker on cores \[\d+\]"
         r"; \d+\.\d\d GiB of shared host memory"
     )
     assert re.fullmatch(pattern, start)
