@@ -9,8 +9,8 @@ import logging
 import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, TypeAlias, cast
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -23,16 +23,34 @@ _RESERVE = 0.05
 """Share of the device's memory that stays free, for fragmentation and longer batches."""
 
 
-Event: TypeAlias = torch.Event
-"""A point in a stream's order: `torch.cuda.Event`, or on the CPU `torch.cpu.Event`, which everything precedes."""
+class Event:
+    """As `torch.cuda.Event`: a point in a stream's order; on the CPU one that everything precedes."""
 
-Stream: TypeAlias = torch.Stream
-"""A queue of the device: `torch.cuda.Stream`, or on the CPU `torch.cpu.Stream`, which is always empty."""
+    def query(self) -> bool:
+        """Whether the device has reached the event."""
+        return True
+
+    def synchronize(self) -> None:
+        """Waits until it has."""
+
+    def elapsed_time(self, end_event: "Event", /) -> float:
+        """Milliseconds between two events that were recorded with timing."""
+        return 0.0
+
+
+class Stream:
+    """As `torch.cuda.Stream`: a queue of the device; on the CPU one that is always empty."""
+
+    def wait_stream(self, stream: "Stream", /) -> None:
+        """Orders later work of this stream behind the present end of another one."""
+
+    def wait_event(self, event: Event, /) -> None:
+        """Orders later work of this stream behind an event."""
 
 
 class HostRuntime:
-    """Operations on a device that are not operations on tensors: what torch has for each type of device, and the rest as a CPU has it,
-    which other devices override.
+    """Operations on a device that are not operations on tensors: those of the CPU, which are done when the call returns. Other devices
+    override them.
     """
 
     runs_behind = False
@@ -42,32 +60,24 @@ class HostRuntime:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    @property
-    def _module(self) -> Any:
-        """`torch.cuda`, `torch.cpu` or the like."""
-        return torch.get_device_module(self.device)
-
     def new_stream(self) -> Stream:
         """A new stream."""
-        return cast(Stream, self._module.Stream(self.device))
+        return Stream()
 
     def current_stream(self) -> Stream:
         """The stream that operations of this thread are enqueued on."""
-        return cast(Stream, self._module.current_stream(self.device))
+        return Stream()
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Makes `stream` the current one in the context."""
-        return cast(AbstractContextManager[object], self._module.stream(stream))
+        return nullcontext()
 
     def record_event(self, *, timing: bool = False) -> Event:
-        """Records a new event on the current stream, with a timestamp for `Event.elapsed_time` if `timing`, which a CPU has not."""
-        event: Event = self._module.Event(**({"enable_timing": True} if timing else {}))
-        event.record(self.current_stream())
-        return event
+        """Records a new event on the current stream, with a timestamp for `Event.elapsed_time` if `timing`."""
+        return Event()
 
     def synchronize(self) -> None:
         """Waits for all work of the device."""
-        self._module.synchronize(self.device)
 
     def keep_for(self, stream: Stream, tensor: Tensor) -> None:
         """Keeps the tensor's memory from being reused before the present work of `stream`."""
@@ -132,8 +142,30 @@ class CudaRuntime(HostRuntime):
     runs_behind = True
 
     @override
+    def new_stream(self) -> Stream:
+        return cast(Stream, torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+
+    @override
+    def current_stream(self) -> Stream:
+        return cast(Stream, torch.cuda.current_stream(self.device))
+
+    @override
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        return torch.cuda.stream(stream)  # type: ignore[arg-type]
+
+    @override
+    def record_event(self, *, timing: bool = False) -> Event:
+        event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return cast(Event, event)
+
+    @override
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    @override
     def keep_for(self, stream: Stream, tensor: Tensor) -> None:
-        tensor.record_stream(stream)
+        tensor.record_stream(stream)  # type: ignore[arg-type]
 
     @override
     def page_lock(self, address: int, n_bytes: int) -> None:
