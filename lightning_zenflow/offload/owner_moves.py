@@ -137,5 +137,5 @@ class OwnerMoves:
 
     def load_state_dict(self, state: Mapping[str, int], number: int) -> None:
         """Takes as many blocks as there were, or as the device has room for; right behind the load of step `number`."""
-        if self._moves and state:
+        if self.watches and state:
             self.take(min(state["n_blocks"], self._residents.n_fitting(self._memory.room(state["transient"]))), number)

@@ -287,8 +287,9 @@ def test_a_resumed_run_has_the_residents_of_the_saver(tmp_path: Path) -> None:
     case = replace(TRUE, schedules=MOVES[:2], steps=7, checkpoint=str(tmp_path / "saved")).with_keys(**AUTO)
     sizes: list[int] = []
     look = At("on_train_batch_end", lambda t: sizes.append(optimizer_of(t).training.parts.residents.n_blocks))
-    saved = run_here(replace(case, save_at=5, callbacks=(look,)))
-    resumed = run_here(replace(case, schedules=((7, 1, 0),), callbacks=(look,)))
+    with recorded_device():
+        saved = run_here(replace(case, save_at=5, callbacks=(look,)))
+        resumed = run_here(replace(case, schedules=((7, 1, 0),), callbacks=(look,)))
     assert sizes[:2] == [0, sizes[2]] and sizes[3:] == [sizes[4]] * 6 and sizes[4] > sizes[2] > 0
     assert_same_tensors(resumed.weights, saved.weights)
     assert_same_state(resumed, saved)
