@@ -50,7 +50,7 @@ void zenflow_adamw(float* master, float* exp_avg, float* exp_avg_sq, const void*
                    const zenflow::Hyperparameters* hyperparameters, int64_t count, float factor, uint32_t dtype,
                    int64_t n_threads, int32_t* done, int32_t step) {
     using namespace zenflow;
-    if (done != nullptr && *done == step) return;
+    if (*done == step) return;
     const auto type = static_cast<DataType>(dtype);
     const auto kernel = replay_kernel(type, DataType::kFloat32, instruction_set());
     const StepCoefficients coefficients = step_coefficients(*hyperparameters, count, factor);
@@ -63,5 +63,5 @@ void zenflow_adamw(float* master, float* exp_avg, float* exp_avg_sq, const void*
         kernel({master + begin, exp_avg + begin, exp_avg_sq + begin}, static_cast<size_t>(elements.end - begin),
                {1, &first, &coefficients, 0.0f}, static_cast<char*>(weights) + begin * bytes, journal);
     });
-    if (done != nullptr) *done = step;
+    *done = step;
 }

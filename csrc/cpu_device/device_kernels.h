@@ -23,8 +23,8 @@ void zenflow_route(const void* gradient, int64_t rows, int64_t columns, float* s
                    int64_t n_threads);
 
 // One step of the kernel in replay_adamw.h: `count` is that of applied steps, this one included, `factor` the clip coefficient
-// over the loss scale. The [n] weights receive the masters, and may be the gradient. If `done` is not null, a call that finds
-// `step` there does nothing, and others write it: the caller may repeat a call that it does not know to have returned.
+// over the loss scale. The [n] weights receive the masters, and may be the gradient. A call that finds `step` in `done` does
+// nothing, and others write it there: the caller may repeat a call that it does not know to have returned.
 void zenflow_adamw(float* master, float* exp_avg, float* exp_avg_sq, const void* gradient, void* weights, int64_t n,
                    const zenflow::Hyperparameters* hyperparameters, int64_t count, float factor, uint32_t dtype,
                    int64_t n_threads, int32_t* done, int32_t step);

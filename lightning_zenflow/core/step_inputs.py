@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -85,6 +85,10 @@ class StepScale:
         """AdamW's lr / (1 - beta1^s) and 1 / sqrt(1 - beta2^s), where the step is the s-th applied one; 0-D float64 on the device."""
         steps = self.count.clamp(min=1)
         return h.lr / (1 - h.beta1**steps), (1 - h.beta2**steps).rsqrt()
+
+    def without(self, n_missed: int) -> "StepScale":
+        """The scale for elements that have missed some of the applied steps."""
+        return replace(self, count=self.count - n_missed) if n_missed else self
 
 
 def add_over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> None:

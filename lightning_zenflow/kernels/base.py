@@ -93,9 +93,30 @@ class Destination:
 ColumnWrite = tuple[Tensor, Selection]
 """A matrix, [rows, width], contiguous, model dtype, and what is written to it; the entries are read at each write."""
 
-ONCE_NUMEL = 1024
-Once = tuple[Tensor, int]
-"""A zero, int32 on the device, for each `ONCE_NUMEL` elements, and the number of a step, from 1: what finds it has been done before."""
+DONE_NUMEL = 1024
+"""Elements for each word of `Elements.done`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Elements:
+    """Elements that have the same coefficients, on the device."""
+
+    state: Tensor
+    """[3, n] float32: master weights, first and second moments."""
+    gradient: Tensor
+    """[n], model dtype."""
+    weights: Tensor
+    """[n], model dtype; may be the gradient."""
+    done: Tensor
+    """[n / `DONE_NUMEL`, rounded up] int32; number of the step that has been done, at first 0."""
+
+    @classmethod
+    def of(cls, state: Tensor, gradient: Tensor, weights: Tensor) -> "Elements":
+        """Before any step."""
+        n_words = -(-gradient.numel() // DONE_NUMEL)
+        done = torch.zeros(n_words, dtype=torch.int32, device=gradient.device)
+        return cls(state=state, gradient=gradient, weights=weights, done=done)
+
 
 Copies = AbstractContextManager[None]
 """Context in which slots are written, on a stream of its own if the device has streams."""
@@ -234,31 +255,21 @@ class Kernels:
         round_stochastically_(weights, values, noise)
 
     adamw_is_repeatable = False
-    """Whether `adamw_` heeds `once`; by torch's operations an exception may cut it."""
+    """Whether an `adamw_` that an exception has cut can be called again; torch's operations are several, and heed no `Elements.done`."""
 
-    def adamw_(
-        self,
-        state: Tensor,
-        gradient: Tensor,
-        weights: Tensor,
-        h: GroupHyperparameters,
-        scale: StepScale,
-        *,
-        once: Once | None = None,
-    ) -> None:
-        """Applies one exact step in place; the device itself decides whether the step is applied.
+    def adamw_(self, elements: Elements, h: GroupHyperparameters, scale: StepScale, number: int) -> None:
+        """Applies exact step `number`, from 1, in place; the device itself decides whether the step is applied.
 
         With g = gradient * factor (plus weight_decay * w for Adam), s = count:
         m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2;
         w <- (1 - lr weight_decay) w - lr / (1 - beta1^s) * m / (sqrt(v / (1 - beta2^s)) + eps).
 
-        `state` is [3, n] float32: master weights, first and second moments. Gradient and weights are [n], model dtype. The weights receive
-        the rounded master weights, and may be the gradient. With `once` a second call for the same step changes nothing.
+        The weights receive the rounded master weights. A second call for the same step changes nothing, if `adamw_is_repeatable`.
         """
-        (master, exp_avg, exp_avg_sq), finite = state, scale.finite
+        (master, exp_avg, exp_avg_sq), finite = elements.state, scale.finite
         one = torch.ones_like(scale.count)
         step_size, inv_sqrt_bias_correction2 = scale.coefficients(h)
-        g = torch.where(finite, gradient.float() * scale.factor, 0.0)
+        g = torch.where(finite, elements.gradient.float() * scale.factor, 0.0)
         if h.weight_decay != 0 and not h.decoupled:
             g = torch.where(finite, torch.add(g, master, alpha=h.weight_decay), 0.0)
         exp_avg.mul_(torch.where(finite, one * h.beta1, one)).add_(g, alpha=1 - h.beta1)
@@ -268,7 +279,7 @@ class Kernels:
         if h.weight_decay != 0 and h.decoupled:
             master.mul_(torch.where(finite, one * (1 - h.lr * h.weight_decay), one))
         master.sub_(torch.where(finite, update.mul_(step_size), 0.0))
-        weights.copy_(master)
+        elements.weights.copy_(master)
 
     def block_word(self, norms: GradientNorms, block: int) -> Tensor:
         """`GradientNorms.word`, which also changes `sum` and the block's `partial`."""
@@ -326,26 +337,16 @@ class CpuKernels(Kernels):
     adamw_is_repeatable = True
 
     @override
-    def adamw_(
-        self,
-        state: Tensor,
-        gradient: Tensor,
-        weights: Tensor,
-        h: GroupHyperparameters,
-        scale: StepScale,
-        *,
-        once: Once | None = None,
-    ) -> None:
+    def adamw_(self, elements: Elements, h: GroupHyperparameters, scale: StepScale, number: int) -> None:
         if not scale.finite:
-            weights.copy_(state[0])
+            elements.weights.copy_(elements.state[0])
             return
-        n, dtype = gradient.numel(), weights.dtype
+        n, dtype = elements.gradient.numel(), elements.weights.dtype
         self._library.zenflow_adamw(
-            *(_address(values, torch.float32, n) for values in state),
-            *(_address(gradient, dtype), _address(weights, dtype, n), n),
+            *(_address(values, torch.float32, n) for values in elements.state),
+            *(_address(elements.gradient, dtype), _address(elements.weights, dtype, n), n),
             *(ctypes.pointer(Hyperparameters(**vars(h))), int(scale.count), float(scale.factor)),
-            *(DATA_TYPES[dtype], _n_threads(n, n)),
-            *((None, 0) if once is None else (once[0].data_ptr(), once[1])),
+            *(DATA_TYPES[dtype], _n_threads(n, n), _address(elements.done, torch.int32), number),
         )
 
 

@@ -17,15 +17,15 @@ from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.step_inputs import GradientNorms, GroupHyperparameters, StepScale
 from lightning_zenflow.kernels import triton_device as device
 from lightning_zenflow.kernels.base import (
+    DONE_NUMEL,
     IN_ORDER,
-    ONCE_NUMEL,
     SMALLEST,
     ColumnWrite,
     Copies,
     Destination,
+    Elements,
     Factors,
     Kernels,
-    Once,
     RoundingNoise,
     SecondMoment,
     Selection,
@@ -102,16 +102,7 @@ class TritonKernels(Kernels):
     adamw_is_repeatable = True
 
     @override
-    def adamw_(
-        self,
-        state: Tensor,
-        gradient: Tensor,
-        weights: Tensor,
-        h: GroupHyperparameters,
-        scale: StepScale,
-        *,
-        once: Once | None = None,
-    ) -> None:
+    def adamw_(self, elements: Elements, h: GroupHyperparameters, scale: StepScale, number: int) -> None:
         if h.weight_decay == 0:
             decay, decay_factor = device.NO_DECAY, 0.0
         elif h.decoupled:
@@ -119,10 +110,11 @@ class TritonKernels(Kernels):
         else:
             decay, decay_factor = device.DECAY_OF_GRADIENT, h.weight_decay
         step_size, inv_sqrt_bias_correction2 = scale.coefficients(h)
-        device.adamw[(triton.cdiv(gradient.numel(), ONCE_NUMEL),)](
-            *state, gradient, weights, gradient.numel(),
+        n = elements.gradient.numel()
+        device.adamw[(triton.cdiv(n, DONE_NUMEL),)](
+            *elements.state, elements.gradient, elements.weights, n,
             scale.factor, scale.finite, step_size, inv_sqrt_bias_correction2,
-            h.beta1, 1 - h.beta1, h.beta2, 1 - h.beta2, h.eps, decay_factor, *(once or (None, 0)),
+            h.beta1, 1 - h.beta1, h.beta2, 1 - h.beta2, h.eps, decay_factor, elements.done, number,
             decay=decay.value, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -190,8 +182,7 @@ def kernels_that_run(device: torch.device) -> TritonKernels:
     h = GroupHyperparameters(lr=0.0, beta1=0.5, beta2=0.5, eps=1.0, weight_decay=0.0, decoupled=True)
     scale = StepScale(factor=one, finite=one.bool(), norm=one, count=one.double())
     state, weights = torch.zeros(3, 4, dtype=torch.float32, device=device), matrix.view(-1)
-    for once in (None, (torch.zeros(1, dtype=torch.int32, device=device), 1)):
-        kernels.adamw_(state, weights, weights, h, scale, once=once)
+    kernels.adamw_(Elements.of(state, weights, weights), h, scale, 1)
     norms_so_far = GradientNorms(1, device)
     norms_so_far.open(1, max_norm=1.0, loss_scale=1.0)
     kernels.block_word(norms_so_far, 0)

@@ -10,9 +10,9 @@ accessed in words of 16 bytes. Kernels are not specialised in other sizes, so th
 import triton
 import triton.language as tl
 
-from lightning_zenflow.kernels.base import ONCE_NUMEL
+from lightning_zenflow.kernels.base import DONE_NUMEL
 
-BLOCK = tl.constexpr(ONCE_NUMEL)
+BLOCK = tl.constexpr(DONE_NUMEL)
 """Elements of one program of `adamw`."""
 
 ROWS, COLUMNS = tl.constexpr(8), tl.constexpr(256)
@@ -154,11 +154,9 @@ def adamw(
     beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay_factor, done, step,
     decay: tl.constexpr,
 ):  # fmt: skip
-    """`Kernels.adamw_`, for adjacent elements; `done` has an int32 for each program, or is None."""
+    """`Kernels.adamw_`, for adjacent elements; `done` has an int32 for each program."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    end = n
-    if done is not None:
-        end = tl.where(tl.load(done + tl.program_id(0)) == step, 0, n)
+    end = tl.where(tl.load(done + tl.program_id(0)) == step, 0, n)
     inside, applies = i < end, tl.load(finite)
     old_w = tl.load(master + i, mask=inside, other=0.0)
     old_m = tl.load(exp_avg + i, mask=inside, other=0.0)
@@ -177,10 +175,9 @@ def adamw(
     tl.store(exp_avg + i, tl.where(applies, m, old_m), mask=inside)
     tl.store(exp_avg_sq + i, tl.where(applies, v, old_v), mask=inside)
     tl.store(weights + i, w.to(weights.dtype.element_ty), mask=inside)
-    if done is not None:
-        # Several threads may have read what one of them writes.
-        tl.debug_barrier()
-        tl.store(done + tl.program_id(0), step)
+    # Several threads may have read what one of them writes.
+    tl.debug_barrier()
+    tl.store(done + tl.program_id(0), step)
 
 
 @triton.jit

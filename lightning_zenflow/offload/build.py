@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import PAGE_BYTES, SideStream, runtime_of
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.core.partition import STATE_BYTES, Partition, Slice, build_partition, row_length
+from lightning_zenflow.core.partition import Partition, Slice, build_partition, row_length
 from lightning_zenflow.core.process import in_common, raise_together, raising_together
 from lightning_zenflow.core.schedule import (
     StaggeredSchedule,
@@ -38,7 +38,7 @@ from lightning_zenflow.offload.owner_moves import OwnerMoves
 from lightning_zenflow.offload.plan import Planner, ScheduleControl, SchedulePolicy
 from lightning_zenflow.offload.provisional_update import ProvisionalUpdate
 from lightning_zenflow.offload.rank_state import Blocks, RankState
-from lightning_zenflow.offload.resident import Residents, last_arrivals
+from lightning_zenflow.offload.resident import Residents, last_arrivals, n_that_fit, resident_bytes
 from lightning_zenflow.offload.run_state import HostState, StepParts
 from lightning_zenflow.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
@@ -252,16 +252,14 @@ def _refuse_lack_of_device_memory(
     runtime = runtime_of(part.device)
     # That of the engine's start.
     runtime.forget_peak()
-    room, n_bytes, sizes = max(0.0, runtime.room()), STATE_BYTES + part.weights[0].dtype.itemsize, [0]
-    for block in map(partition.blocks.__getitem__, order[: _n_residents(config, partition)]):
-        sizes.append(sizes[-1] + (block.end - block.begin) * n_bytes)
+    room = max(0.0, runtime.room())
+    sizes = resident_bytes(partition, order[: _n_residents(config, partition)], part.weights[0].dtype)
     problem = None
-    if sizes[-1] > room:
-        n_fitting = max(n for n, size in enumerate(sizes) if size <= room)
+    if (n_fitting := n_that_fit(sizes, room)) < len(sizes):
         least = math.ceil(100 * (1 - n_fitting / len(partition.blocks))) / 100
         problem = MisconfigurationException(
             f"offload_ratio must be at least {least:g} here, where {room / 2**30:.1f} GiB of device memory are free before the first step,"
-            f" got {config.offload_ratio}, which takes {sizes[-1] / 2**30:.1f} GiB; leave room for activations as well"
+            f" got {config.offload_ratio}, which takes {sum(sizes) / 2**30:.1f} GiB; leave room for activations as well"
         )
     raise_together(problem, MisconfigurationException)
 

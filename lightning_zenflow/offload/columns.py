@@ -8,7 +8,7 @@ is exact and the trainer's: behind the jobs of a synchronous step, and behind a 
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_zenflow.core.device import AsyncHostCopy, DeviceNumber, runtime_of
 from lightning_zenflow.core.partition import Tile, column_count
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
-from lightning_zenflow.kernels.base import ColumnWrite, Selection
+from lightning_zenflow.kernels.base import ColumnWrite, Elements, Selection
 from lightning_zenflow.offload.rank_state import RankState
 from lightning_zenflow.telemetry import Cause
 from lightning_zenflow.worker.moments import Moment
@@ -179,15 +179,19 @@ class DeviceColumns:
                 self._tiles[number] = OwnedTile(tile=tile, group=group, begin=numels[group], columns=of_tile, k=k)
                 numels[group] += tile.rows * k
         self.numel = sum(numels)
-        self._states = [torch.empty(3, n, dtype=torch.float32, device=rank.device) for n in numels]
-        # What gradients are gathered into. After `step` or `load` it has the new weights, until the next gradient.
-        self._staging = [torch.empty(n, dtype=rank.dtype, device=rank.device) for n in numels]
+        # The weights take the place of the gradient, from `step` or `load` to the next gradient. An array for each group.
+        self._elements: list[Elements] = []
+        for n in numels:
+            state = torch.empty(3, n, dtype=torch.float32, device=rank.device)
+            staging = torch.empty(n, dtype=rank.dtype, device=rank.device)
+            self._elements.append(Elements.of(state, staging, staging))
         self.selections: dict[int, Selection] = {}
         writes: list[ColumnWrite] = []
         for number, owned in self._tiles.items():
             tile = owned.tile
             on_device = None if owned.columns is None else runtime_of(rank.device).to_device(owned.columns)
-            entries = self._staging[owned.group].narrow(0, owned.begin, tile.rows * owned.k).view(tile.rows, owned.k)
+            staging = self._elements[owned.group].gradient
+            entries = staging.narrow(0, owned.begin, tile.rows * owned.k).view(tile.rows, owned.k)
             param_group, _ = self._groups[owned.group]
             matrix = rank.weights_at(param_group, tile.begin, tile.numel).view(tile.rows, tile.width)
             self.selections[number] = selection = Selection(columns=on_device, entries=entries)
@@ -203,12 +207,14 @@ class DeviceColumns:
                 n_rows = max(1, _GATHERED_AT_ONCE // owned.k)
                 for row in range(0, owned.tile.rows, n_rows):
                     part = self._gather(owned, row, min(n_rows, owned.tile.rows - row))
-                    state = self._states[owned.group].narrow(1, owned.begin + row * owned.k, part.shape[1])
-                    for array, values in zip(state, part, strict=True):
+                    state = self._elements[owned.group].state
+                    to = state.narrow(1, owned.begin + row * owned.k, part.shape[1])
+                    for array, values in zip(to, part, strict=True):
                         array.copy_(values, non_blocking=True)
                     rank.telemetry.h2d_bytes += part.nbytes
-            for state, staging in zip(self._states, self._staging, strict=True):
-                staging.copy_(state[0])
+            for elements in self._elements:
+                elements.weights.copy_(elements.state[0])
+                elements.done.zero_()
 
     def _gather(self, owned: OwnedTile, row: int, n_rows: int) -> Tensor:
         """Entries of some rows, [3, n_rows * k] float32, page-locked."""
@@ -222,12 +228,11 @@ class DeviceColumns:
                 to.view(n_rows, owned.k).copy_(array.read_columns(begin, n_rows, width, owned.columns))
         return part
 
-    def step(self, groups: Sequence[GroupHyperparameters], scale: StepScale) -> None:
+    def step(self, number: int, groups: Sequence[GroupHyperparameters], scale: StepScale) -> None:
         """One exact AdamW step of every entry; `groups` are hyperparameters of each parameter group."""
-        for (param_group, n_missed), state, staging in zip(self._groups, self._states, self._staging, strict=True):
-            if staging.numel():
-                own = replace(scale, count=scale.count - n_missed) if n_missed else scale
-                self._rank.kernels.adamw_(state, staging, staging, groups[param_group], own)
+        for (param_group, n_missed), elements in zip(self._groups, self._elements, strict=True):
+            if elements.gradient.numel():
+                self._rank.kernels.adamw_(elements, groups[param_group], scale.without(n_missed), number)
 
     def write_weights(self) -> None:
         """Writes the entries into the model's weights, over published ones."""

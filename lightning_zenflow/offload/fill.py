@@ -53,7 +53,7 @@ class Accumulation:
                 self._jobs.acquire(self._rank.blocks.of_slice[slice_index], step)
             for begin, slot in self._jobs.slots.views_of_slice(slice_index):
                 slot.copy_(gradient.narrow(0, begin, slot.numel()), non_blocking=True)
-            self._rank.telemetry.d2h_bytes += self._rank.host_bytes(self._rank.partition.tiles_by_slice[slice_index])
+            self._rank.telemetry.d2h_bytes += self._rank.host_bytes(slice_index)
         elif slice_index in self.pending:
             self.sum(slice_index).add_(gradient)
         else:
@@ -82,7 +82,7 @@ class Accumulation:
         total = torch.empty(s.numel, dtype=rank.dtype, device=rank.device)
         for begin, slot in self._jobs.slots.views_of_slice(slice_index):
             total.narrow(0, begin, slot.numel()).copy_(slot, non_blocking=True)
-        rank.telemetry.h2d_bytes += rank.host_bytes(rank.partition.tiles_by_slice[slice_index])
+        rank.telemetry.h2d_bytes += rank.host_bytes(slice_index)
         return total
 
 
@@ -132,6 +132,8 @@ class VectorGradients:
     def fill(self, blocks: Sequence[Block], arrived: Set[int]) -> Sequence[Tensor]:
         """Phase *fill* of some blocks, ascending; slices that have not `arrived` have the gradient zero. Returns `SquaredNorms.parts`."""
         of_blocks = [self._of_block[block] for block in blocks]
+        hosted = (v.values.nbytes for block, v in zip(blocks, of_blocks, strict=True) if block.resident is None)
+        self._rank.telemetry.d2h_bytes += sum(hosted)
         if len(blocks) == len(self._rank.blocks):
             return self._fill(of_blocks, self._values, arrived)
         return [norm for vectors in of_blocks for norm in self._fill([vectors], vectors.values, arrived)]
@@ -146,7 +148,6 @@ class VectorGradients:
         runs = [run for block in blocks for run in block.runs]
         slots = [self._slots.view(first).as_strided((of_run.numel(),), (1,)) for first, of_run in runs]
         torch._foreach_copy_(slots, [of_run for _, of_run in runs], non_blocking=True)
-        self._rank.telemetry.d2h_bytes += self._rank.host_bytes(tile for block in blocks for tile, _ in block.tiles)
         targets, sources = [], []
         for block in blocks:
             for tile, gradient in block.tiles:
@@ -344,12 +345,12 @@ class Fill:
             norms = self._rank.kernels.route(
                 matrix, destinations, per_axis=per_axis, copies=self._rank.d2h.behind(reads=matrix)
             )
-            self._rank.telemetry.d2h_bytes += self._rank.host_bytes(tile for tile, _ in parts)
             parts_of_norm.append(norms.parts)
             if column_norms is not None:
                 column_norms.of_parameter[s.parameter].narrow(0, first_column, width).add_(norms.columns)
             if late:
                 update = matrix, norms, late
+        self._rank.telemetry.d2h_bytes += self._rank.host_bytes(index)
         if provisional is not None and update is not None:
             provisional.apply_gradient(context, index, *update)
         self.norms.add(parts_of_norm)

@@ -230,10 +230,10 @@ class RankState:
         for weights in self.weights:
             weights.data = weights.new_empty(0)
 
-    def host_bytes(self, tiles: Iterable[int]) -> int:
-        """Bytes of a gradient of those of the tiles whose blocks the host owns."""
-        hosted = (tile for tile in tiles if self.blocks.of_tile[tile].resident is None)
-        return sum(self.partition.tiles[tile].numel for tile in hosted) * self.dtype.itemsize
+    def host_bytes(self, slice_index: int) -> int:
+        """Bytes of a slice's gradient in blocks that the host owns."""
+        hosted = (b.slices[slice_index] for b in self.blocks.of_slice[slice_index] if b.resident is None)
+        return sum(end - begin for _, begin, end in hosted) * self.dtype.itemsize
 
     def masters_of(self, slice_index: int) -> Iterator[Tensor]:
         """Master weights of a slice in its owners' memory, as views whose concatenation is the slice's, float32."""

@@ -5,11 +5,11 @@ so that saves and readers of single states know no owners. Resident are the bloc
 with the first arrivals, then has the most time for the rest.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
-from typing import NamedTuple
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.partition import STATE_BYTES, Partition, Tile
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
-from lightning_zenflow.kernels.base import ONCE_NUMEL
+from lightning_zenflow.kernels.base import Elements
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.rank_state import Block, RankState, runs_of
 from lightning_zenflow.worker.moments import Moment
@@ -34,24 +34,19 @@ def last_arrivals(partition: Partition, positions: Sequence[int]) -> list[int]:
     return sorted(range(len(first)), key=lambda number: (first[number], number))
 
 
+def resident_bytes(partition: Partition, numbers: Sequence[int], dtype: torch.dtype) -> list[int]:
+    """Device memory of the state and the gradient, of model dtype, of each of these blocks."""
+    blocks = map(partition.blocks.__getitem__, numbers)
+    return [(block.end - block.begin) * (STATE_BYTES + dtype.itemsize) for block in blocks]
+
+
+def n_that_fit(sizes: Sequence[int], room: float) -> int:
+    """How many of the first of these sizes fit."""
+    return bisect_right(list(accumulate(sizes)), room)
+
+
 _MOST_TIMES = 3
 """That blocks are given back; behind the last, none becomes resident again."""
-
-
-class _Run(NamedTuple):
-    """Adjacent elements of a block that have the same coefficients."""
-
-    param_group: int
-    n_missed: int
-    """Applied steps of the run that AdamW's count of them lacks."""
-    state: Tensor
-    """[3, n] float32, on the device: master weights and both moments."""
-    gradient: Tensor
-    """[n], model dtype."""
-    weights: Tensor
-    """[n], model dtype: the model's."""
-    done: Tensor
-    """Words of `Once`."""
 
 
 class ResidentBlock:
@@ -78,21 +73,15 @@ class ResidentBlock:
         for index in self._block.tiles:
             if (n_missed := trained.get(partition.tiles[index].slice)) is not None:
                 tiles_by_missed[n_missed].append(index)
-        self._runs: list[_Run] = []
+        # Adjacent elements that have the same coefficients, with their parameter group and the applied steps that their count lacks.
+        self._runs: list[tuple[int, int, Elements]] = []
         for n_missed, tiles in tiles_by_missed.items():
             for first, numel in runs_of(partition, tiles).items():
                 tile = partition.tiles[first]
                 group, begin = partition.slices[tile.slice].param_group, tile.begin - self._block.begin
-                self._runs.append(
-                    _Run(
-                        param_group=group,
-                        n_missed=n_missed,
-                        state=self.state.narrow(1, begin, numel),
-                        gradient=self.gradient.narrow(0, begin, numel),
-                        weights=self._rank.weights_at(group, tile.begin, numel),
-                        done=torch.zeros(-(-numel // ONCE_NUMEL), dtype=torch.int32, device=self._rank.device),
-                    )
-                )
+                state, gradient = self.state.narrow(1, begin, numel), self.gradient.narrow(0, begin, numel)
+                weights = self._rank.weights_at(group, tile.begin, numel)
+                self._runs.append((group, n_missed, Elements.of(state, gradient, weights)))
 
     def slot(self, index: int, tile: Tile) -> Tensor:
         """Place of the gradient of a tile, by its index: [rows, width], model dtype, on the device."""
@@ -108,11 +97,8 @@ class ResidentBlock:
             return
         kernels = self._rank.kernels
         with nullcontext() if kernels.adamw_is_repeatable else self._rank.records:
-            for run in self._runs:
-                own = replace(scale, count=scale.count - run.n_missed) if run.n_missed else scale
-                kernels.adamw_(
-                    run.state, run.gradient, run.weights, groups[run.param_group], own, once=(run.done, number)
-                )
+            for param_group, n_missed, elements in self._runs:
+                kernels.adamw_(elements, groups[param_group], scale.without(n_missed), number)
             self._applied = number
 
     def load(self, applied: int) -> None:
@@ -122,8 +108,8 @@ class ResidentBlock:
             storage.resize_(self.state.nbytes)
         for ours, moment in zip(self.state, self._in_arena(), strict=True):
             ours.copy_(moment.read(self._block.begin, n))
-        for run in self._runs:
-            run.done.zero_()
+        for *_, elements in self._runs:
+            elements.done.zero_()
         self._applied = applied
         self._rank.telemetry.h2d_bytes += self.state.nbytes
 
@@ -154,6 +140,7 @@ class Residents:
     def __init__(self, rank: RankState, jobs: JobQueue, order: Sequence[int]) -> None:
         """`order` are the numbers of blocks that may be resident, in the order in which they become so."""
         self._rank, self._jobs, self._order = rank, jobs, order
+        self._sizes = resident_bytes(rank.partition, order, rank.dtype)
         self._trained: Mapping[int, int] = dict.fromkeys(range(len(rank.partition.slices)), 0)
         self.blocks: list[Block] = []
         self._sealed: tuple[int, Sequence[GroupHyperparameters], StepScale] | None = None
@@ -168,7 +155,7 @@ class Residents:
     @property
     def n_bytes(self) -> int:
         """Device memory of states and gradients."""
-        return sum(of.state.nbytes + of.gradient.nbytes for of in self._states)
+        return sum(self._sizes[: self.n_blocks])
 
     @property
     def n_blocks(self) -> int:
@@ -177,20 +164,12 @@ class Residents:
 
     def n_fitting(self, room: float) -> int:
         """How many blocks can be resident if `room` bytes of device memory are free."""
-        for n in range(self.n_blocks, len(self._order)):
-            block = self._rank.partition.blocks[self._order[n]]
-            room -= (block.end - block.begin) * (STATE_BYTES + self._rank.dtype.itemsize)
-            if room < 0:
-                return n
-        return len(self._order)
+        return self.n_blocks + n_that_fit(self._sizes[self.n_blocks : len(self._order)], room)
 
     def n_left_without(self, n_bytes: float) -> int:
-        """How many blocks stay resident where at least `n_bytes` are freed."""
-        left = self._states
-        while left and n_bytes > 0:
-            last = left.pop()
-            n_bytes -= last.state.nbytes + last.gradient.nbytes
-        return len(left)
+        """How many blocks stay resident where at least `n_bytes`, more than 0, are freed."""
+        freed = list(accumulate(reversed(self._sizes[: self.n_blocks])))
+        return max(0, self.n_blocks - 1 - bisect_left(freed, n_bytes))
 
     def take(self, n_blocks: int, number: int = 0) -> None:
         """Makes the device the owner of the first `n_blocks`, as far as it has memory for them; right behind the flush of a step."""

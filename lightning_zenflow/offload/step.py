@@ -175,7 +175,7 @@ class ZenFlowStep:
         # update
         with record_function("zenflow update"):
             if self._ownership.current is not None:
-                self._ownership.current.step(groups, scale)
+                self._ownership.current.step(number, groups, scale)
             if self._residents.blocks:
                 self._residents.step()
         if self._provisional is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
-from lightning_zenflow.kernels.base import CpuKernels, Kernels, Once
+from lightning_zenflow.kernels.base import CpuKernels, Elements, Kernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -63,14 +63,12 @@ class Implementation:
 
     def adamw_(
         self,
-        state: Tensor,
-        gradient: Tensor,
-        weights: Tensor,
+        elements: Elements,
         h: GroupHyperparameters,
+        number: int,
         *,
         count: float,
         factor: float,
-        once: Once | None = None,
     ) -> None:
         """One exact step; a factor that is not finite makes it one that is skipped."""
         scale = StepScale(
@@ -79,7 +77,7 @@ class Implementation:
             norm=self.tensor(1.0),
             count=self.tensor(float(count), torch.float64),
         )
-        self.kernels.adamw_(state, gradient, weights, h, scale, once=once)
+        self.kernels.adamw_(elements, h, scale, number)
 
 
 TORCH, COMPILED = (Implementation(name=name, device_type="cpu") for name in ("torch", "cpu"))

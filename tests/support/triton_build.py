@@ -28,7 +28,7 @@ sys.modules["lightning_zenflow"] = package = ModuleType("lightning_zenflow")
 package.__path__ = [str(Path(__file__).parents[2] / "lightning_zenflow")]
 
 from lightning_zenflow.core.step_inputs import GradientNorms, GroupHyperparameters, StepScale  # noqa: E402
-from lightning_zenflow.kernels.base import RoundingNoise, SecondMoment, Selection  # noqa: E402
+from lightning_zenflow.kernels.base import Elements, RoundingNoise, SecondMoment, Selection  # noqa: E402
 from lightning_zenflow.kernels.triton import TritonKernels  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -82,9 +82,8 @@ def cases(kernels: TritonKernels, dtype: torch.dtype) -> Iterator[str]:
             h = GroupHyperparameters(
                 lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=weight_decay, decoupled=decoupled
             )
-            for once in (None, (torch.zeros(1, dtype=torch.int32), 1)):
-                kernels.adamw_(torch.zeros(3, columns), weights[0], weights[0], h, scale, once=once)
-                yield f"{name}, decay {weight_decay}{' decoupled' * decoupled}{' once' * (once is not None)}"
+            kernels.adamw_(Elements.of(torch.zeros(3, columns), weights[0], weights[0]), h, scale, 1)
+            yield f"{name}, decay {weight_decay}{' decoupled' * decoupled}"
 
 
 def assembled(ptx: str) -> tuple[int, int]:

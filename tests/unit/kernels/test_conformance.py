@@ -24,9 +24,9 @@ from kernel_cases import (
 )
 from lightning_zenflow.core.step_inputs import GradientNorms, GroupHyperparameters, step_scale
 from lightning_zenflow.kernels.base import (
-    ONCE_NUMEL,
     CpuKernels,
     Destination,
+    Elements,
     Factors,
     Kernels,
     RoundingNoise,
@@ -353,7 +353,7 @@ def test_the_workers_arithmetic(on: Implementation, n: int, dtype: torch.dtype, 
     """Of `CpuKernels`, which is compiled from the worker's kernel, and that one against torch's."""
     other = TORCH if on.name == "cpu" else COMPILED
     state, expected = on.random(3, n).abs(), random(3, n).abs()
-    done = torch.zeros(-(-n // ONCE_NUMEL), dtype=torch.int32, device=on.device)
+    done = Elements.of(state, state[0], state[0]).done
     # The first one is skipped, too: the weights then are the masters.
     for number, (step, factor) in enumerate(((0, torch.nan), (1, 0.5), (2, 0.5), (2, torch.nan), (3, 0.5)), 1):
         gradient, before = random(n, seed=step, dtype=dtype), state.clone()
@@ -361,10 +361,12 @@ def test_the_workers_arithmetic(on: Implementation, n: int, dtype: torch.dtype, 
             gradient[0], gradient[n // 2], gradient[-1] = torch.nan, torch.inf, -torch.inf
         ours = gradient.to(on.device, copy=True)
         weights = ours if step == 3 else torch.empty_like(ours)  # they may take the gradient's place
+        elements = Elements(state=state, gradient=ours, weights=weights, done=done)
         # As where an interrupt has hidden the first call's return.
         for _ in range(1 + on.kernels.adamw_is_repeatable):
-            on.adamw_(state, ours, weights, h, count=step, factor=factor, once=(done, number))
-        other.adamw_(expected, gradient, torch.empty(n, dtype=dtype), h, count=step, factor=factor)
+            on.adamw_(elements, h, number, count=step, factor=factor)
+        of_other = Elements.of(expected, gradient, torch.empty_like(gradient))
+        other.adamw_(of_other, h, number, count=step, factor=factor)
         assert factor == factor or torch.equal(state, before)
         # The interpreter truncates to bfloat16.
         unit = torch.finfo(dtype).eps if on.is_interpreted and dtype == torch.bfloat16 else 0.0
