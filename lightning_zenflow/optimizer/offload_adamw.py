@@ -1,6 +1,5 @@
 """AdamW whose state is in host memory, updated behind the backward pass, as an optimizer of torch."""
 
-import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -92,6 +91,7 @@ class OffloadAdamW(Optimizer):
         self._hooks = dict[Tensor, Any]()
         weakref.finalize(self, _remove, self._hooks)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **_OF_TORCH})
+        self.register_state_dict_post_hook(_add_state)  # before the user's hooks
         read_hyperparameters(self)
         if any(p.device.type != "cpu" or isinstance(p, DTensor) for p in self._hooks):
             self._started()
@@ -175,21 +175,7 @@ class OffloadAdamW(Optimizer):
         Raises:
             RuntimeError: between the last backward pass of a step and the step.
         """
-        # Private: as torch's own method.
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
-        numbers = itertools.count()
-        packed: dict[str, Any] = {
-            "state": {},
-            "param_groups": [
-                {**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups
-            ],
-        }
-        if self._engine is not None:
-            packed["state"], packed[CHECKPOINT_KEY] = self._engine.state(), self._engine.training.state_dict()
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            packed = post_hook(self, packed) or packed
-        return packed
+        return super().state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -199,6 +185,7 @@ class OffloadAdamW(Optimizer):
             ValueError: it has other parameter groups.
         """
         state_dict = dict(state_dict)
+        # Private, as the hooks behind: torch's method would round the moments to the type of the weights.
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         groups, saved_groups = self.param_groups, state_dict["param_groups"]
@@ -253,6 +240,12 @@ class OffloadAdamW(Optimizer):
         raise TypeError(
             "OffloadAdamW has a process of its own and cannot be pickled or copied: save its `state_dict()`"
         )
+
+
+def _add_state(optimizer: Optimizer, packed: dict[str, Any]) -> None:
+    assert isinstance(optimizer, OffloadAdamW)
+    if (engine := optimizer._engine) is not None:
+        packed["state"], packed[CHECKPOINT_KEY] = engine.state(), engine.training.state_dict()
 
 
 def _remove(hooks: Mapping[Tensor, Any]) -> None:
