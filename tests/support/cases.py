@@ -15,12 +15,12 @@ import models
 import networks
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.deepspeed.trained_engine import training_engine
-from lightning_zenflow.offload.reference import AdamWState, Groups
 from lightning_zenflow.strategy import ZenFlowPrecision
 from lightning_zenflow.worker.machine import allowed_cores
 from models import OptimizerOptions, TestModule
 from oracle import Oracle, adamw_reference
 from scripted_schedule import Entry
+from zenflow_reference import AdamWState, Groups
 
 APPROXIMATE = {"weight_prediction": "auto", "provisional_scale": "auto"}
 RESELECTING = {"select_interval": 5}

@@ -1,4 +1,4 @@
-"""The oracle of a training: the package's reference (`lightning_zenflow.offload.reference`) on the gradients of a test model, one step at a
+"""The oracle of a training: the reference (`zenflow_reference`) on the gradients of a test model, one step at a
 time, in one process.
 
 From the rest of the package it takes `build_partition`, and of the partition each element's block: blocks may be cut between any two rows.
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_zenflow.core.partition import Slice, build_partition, round_up
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.deepspeed.flat_buffers import balanced_order
-from lightning_zenflow.offload.reference import AdamWState, Groups, SynchronousZenFlow
+from zenflow_reference import AdamWState, Groups, SynchronousZenFlow
 
 
 def adamw_reference(

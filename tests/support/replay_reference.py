@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
-from lightning_zenflow.offload.reference import Gradients, Groups
+from zenflow_reference import Gradients, Groups
 
 _MASK = 0xFFFFFFFF
 

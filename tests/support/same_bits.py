@@ -9,8 +9,8 @@ from torch import Tensor
 
 from harness import Case, Run, untrained
 from lightning_zenflow.core.schedule import blocks_wanted
-from lightning_zenflow.offload.reference import AdamWState
 from replay_reference import ReplayedAdamW
+from zenflow_reference import AdamWState
 
 _KINDS = ("master", "exp_avg", "exp_avg_sq")
 

@@ -18,11 +18,11 @@ from typing_extensions import override
 from callbacks import At
 from harness import EVERYTHING, Case, Run, fit, optimizer_of, snapshot
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.offload.reference import AdamWState
 from models import SHAPES, LinearLossModule, TestModule
 from rank_processes import run_each
 from same_bits import assert_is_adamw
 from side_by_side import NOTHING_LATE
+from zenflow_reference import AdamWState
 
 LATE: dict[str, Any] = {"update_interval": 4, "publish_lag": 1, "select_interval": 5, "full_warm_up_rounds": 0}
 KEYS: dict[str, dict[str, Any]] = {

@@ -26,13 +26,13 @@ from lightning_zenflow.core.device import PAGE_BYTES
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.partition import Partition, build_partition
 from lightning_zenflow.offload import build
-from lightning_zenflow.offload.reference import AdamWState
 from networks import SmallNet
 from processes import wait_for
 from rank_processes import run_on_ranks
 from recorded_device.tensors import DEVICE
 from recorded_device.watch import recorded_device
 from same_bits import assert_is_adamw, assert_same_run
+from zenflow_reference import AdamWState
 
 TIED = Case(model="TiedNet", steps=10, topk_ratio=0.3, update_interval=1, publish_lag=0, loop="direct")
 LINEAR = replace(TIED, model="LinearLossModule")

@@ -15,10 +15,10 @@ from direct_step import direct_step
 from harness import APPROXIMATE, AUTO, Case, Run, fit, run_here
 from lightning_zenflow.core.schedule import StalenessCompensation, UpdateSchedule
 from lightning_zenflow.kernels.base import Kernels, SecondMoment
-from lightning_zenflow.offload.reference import AdamWState, owned_elements
 from models import SHAPES
 from networks import TIED_NETS, SmallNet
 from same_bits import assert_is_adamw, assert_same_tensors
+from zenflow_reference import AdamWState, owned_elements
 
 
 def case_of(name: str, **fields: Any) -> Case:

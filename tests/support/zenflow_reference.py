@@ -1,6 +1,6 @@
-"""ZenFlow's algorithm, synchronous and in plain torch: what the rest of the package does asynchronously, with the same numbers.
+"""ZenFlow's algorithm, synchronous and in plain torch: what the package does asynchronously, with the same numbers.
 
-To be read first. Nothing imports this module at run time; it is the oracle of the tests (`tests/support/oracle.py`). t counts steps from 1.
+To be read first. It is the oracle of the tests (`tests/support/oracle.py`). t counts steps from 1.
 S is `update_interval`, d `publish_lag`, C `max_norm`, lambda `weight_decay`. A scheduler may change lr, beta1, beta2, eps and lambda in
 every step, for each parameter group. Source: ZenFlow, arXiv 2505.12242, section 3. `AdamWState` has the exact state.
 
