@@ -285,10 +285,10 @@ def load_file_together(
         with _loading(saved.path):
             load_whole(engine.module, weights or {}, strict=strict)
         return
-    state: Mapping[str, Any] | None
-    with _loading(saved.path):
-        state = None if states is None else saved.state_for(optimizer, states)
-    if state is not None:
+    state: Mapping[str, Any] | None = None
+    if states is not None:
+        with _loading(saved.path):
+            state = saved.state_for(optimizer, states)
         state = _begun_alike(saved.path, state, optimizer)
     with optimizer.loading(), _loading(saved.path):
         if weights is not None:

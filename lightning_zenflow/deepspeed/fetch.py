@@ -11,6 +11,9 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from deepspeed.utils import z3_leaf_module
 from torch import Tensor
 from torch.nn import Module
+
+# Private: what finds tensors in nested containers.
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_zenflow.core.device import Stream
@@ -46,18 +49,11 @@ class Piece(Tensor):
     @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _WITHOUT_ELEMENTS:
-            for piece in _pieces_in([args, kwargs or {}]):
-                piece.before_use()
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Piece):
+                    leaf.before_use()
         # Private. A `with` of torch's would stay in force if an interrupt came between its block and its end.
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
-
-
-def _pieces_in(values: Any) -> Iterable[Piece]:
-    if isinstance(values, Piece):
-        yield values
-    elif isinstance(values, list | tuple | dict):
-        for value in values.values() if isinstance(values, dict) else values:
-            yield from _pieces_in(value)
 
 
 class Fetched:

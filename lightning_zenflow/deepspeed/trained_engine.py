@@ -11,7 +11,6 @@ from unittest.mock import patch
 import deepspeed
 import torch
 from deepspeed import DeepSpeedEngine, initialize
-from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -25,6 +24,7 @@ from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
 from lightning_zenflow.deepspeed.users_module import (
     Released,
+    is_divided,
     make_whole,
     note_users_flags,
     pickled_as_before,
@@ -120,7 +120,7 @@ def _lay_out_for_broadcast(module: Module) -> list[Parameter]:
     shape back for the optimizer.
     """
     # Stage 3 may have partitioned some before, which have no memory.
-    whole = [p for p in module.parameters() if not is_zero_param(p)]
+    whole = [p for p in module.parameters() if not is_divided(p)]
     scalars = [p for p in whole if p.dim() == 0]
     for parameter in whole:
         flat = parameter.data.reshape(-1)
