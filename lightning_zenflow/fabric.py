@@ -37,7 +37,7 @@ from lightning_zenflow.core.process import one_at_a_time
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, read_settings
 from lightning_zenflow.deepspeed.environment import PlainPrecision, RankProcess, own_precision
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, inference_engine, leaving_engines, training_engine
+from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, inference_engine, leaving_engines, new_engine
 from lightning_zenflow.deepspeed.users_module import load_whole
 from lightning_zenflow.deepspeed.users_objects import refuse_unsupported_module, validate_optimizer
 from lightning_zenflow.steps import LoopSteps, MicroBatches, naming_late_reads
@@ -177,7 +177,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
                 "fabric.setup: ZenFlowStrategy must have one model with an optimizer, got a second one: for models that are not trained"
                 " call `fabric.setup_module(model)`, and train another one with another Fabric"
             )
-        build = partial(training_engine, module, optimizers[0], self.config, self.root_device)
+        build = partial(new_engine, module, optimizers[0], self.config, self.root_device)
         trained = self.begin_training(build, module, optimizers[0])
         # Private: as in the base class' own set-up.
         self._set_deepspeed_activation_checkpointing()

@@ -37,11 +37,9 @@ from lightning_zenflow.training import Training
 
 
 @contextmanager
-def in_place_of_deepspeeds(
-    ours: type[ZenFlowOptimizer], factory: Callable[..., Any], module: Module
-) -> Iterator[list[Any]]:
+def in_place_of_deepspeeds(ours: type[ZenFlowOptimizer], factory: Callable[..., Any], module: Module) -> Iterator[None]:
     """Makes ``deepspeed.initialize`` of a module build its optimizer with `factory`, in place of the class that `ours` extends; an error
-    in the context destroys the optimizer. Yields a list, which holds the optimizer at the end of the context.
+    in the context destroys the optimizer.
 
     Private: the engine finds its optimizer's class by a name in a module, and has no other extension point.
     """
@@ -61,7 +59,7 @@ def in_place_of_deepspeeds(
 
     try:
         with patch.object(ours.namespace, ours.__bases__[-1].__name__, build):
-            yield built
+            yield
         if not built:
             raise RuntimeError(
                 f"lightning_zenflow cannot enter DeepSpeed {deepspeed.__version__}, whose engine built another optimizer; it is tested with"
@@ -77,12 +75,13 @@ def in_place_of_deepspeeds(
         restore_scalars()
 
 
-def training_engine(
+def new_engine(
     module: Module, optimizer: Optimizer | None, config: dict[str, Any], device: torch.device, scheduler: Any = None
 ) -> DeepSpeedEngine:
-    """DeepSpeed's engine of a model that is trained, with the optimizer that its configuration has if there is no other."""
+    """DeepSpeed's engine of a model, with the optimizer that its configuration has if there is no other."""
     engine, *_ = initialize(
-        args=_device_of(device),
+        # How DeepSpeed is told a rank's device, a CPU's too.
+        args=argparse.Namespace(device_rank=device.index or 0),
         config=config,
         model=module,
         model_parameters=[p for p in module.parameters() if p.requires_grad],
@@ -94,7 +93,7 @@ def training_engine(
 
 
 @one_at_a_time()
-def inference_engine(module: Module, config: Mapping[str, Any], device: torch.device) -> Any:
+def inference_engine(module: Module, config: Mapping[str, Any], device: torch.device) -> DeepSpeedEngine:
     """DeepSpeed's engine of a model without optimizer, whose weights get the precision of the training's configuration and, under stage 3,
     are divided. Hooks of an engine before are removed; the user's stay.
     """
@@ -104,15 +103,7 @@ def inference_engine(module: Module, config: Mapping[str, Any], device: torch.de
     settings = {"train_micro_batch_size_per_gpu": 1, **{key: config[key] for key in keys if key in config}}
     # In bf16 it prints the memory in use, on six lines.
     with redirect_stdout(io.StringIO()):
-        engine, *_ = initialize(
-            args=_device_of(device), config=settings, model=module, model_parameters=[], dist_init_required=False
-        )
-    return engine
-
-
-def _device_of(device: torch.device) -> argparse.Namespace:
-    """How DeepSpeed is told a rank's device, a CPU's too."""
-    return argparse.Namespace(device_rank=device.index or 0)
+        return new_engine(module, None, settings, device)
 
 
 def _lay_out_for_broadcast(module: Module) -> list[Parameter]:
@@ -177,12 +168,10 @@ class TrainedEngine:
                 set_bucket_size(strategy.config or {}, model)
             kind: type[ZenFlowOptimizer] = ZenFlowZero3Optimizer if strategy.zero_stage_3 else ZenFlowZeroOptimizer
             self.training = Training(self.zenflow, resources, calls, frozen, order)
-            with in_place_of_deepspeeds(
-                kind, partial(kind, training=self.training, users=self._users), model
-            ) as optimizers:
+            with in_place_of_deepspeeds(kind, partial(kind, training=self.training, users=self._users), model):
                 self.engine = build()
             undo.pop_all()
-        self.optimizer: ZenFlowOptimizer = optimizers[0]
+        self.optimizer: ZenFlowOptimizer = self.engine.optimizer
         # More than `close`: DeepSpeed's engine outlives the training, and its hooks would keep the arena alive.
         self.ending.callback(self.optimizer.destroy)
         self.ending.enter_context(pickled_as_before([*model.modules(), *model.parameters()]))
