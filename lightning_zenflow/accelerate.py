@@ -34,7 +34,6 @@ from lightning_zenflow.core.process import world_size
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, resolve_config, without
 from lightning_zenflow.deepspeed.environment import use_cpu_accelerator
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.trained_engine import new_engine
 from lightning_zenflow.fabric import OF_THE_LOOP, ZenFlowStrategy
 
 _VARIABLE = "ACCELERATE_USE_DEEPSPEED"
@@ -182,10 +181,9 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
             groups[:] = [group for group in groups if group["params"] or "initial_lr" in group]
         # Accelerate keeps the first, which may be of a model that is not trained.
         self.deepspeed_engine_wrapped = None
-        build = partial(new_engine, model, optimizer, strategy.config, strategy.root_device, lr_scheduler)
         # Private: the name of the engine's class in DeepSpeed's own `initialize`.
         with patch("deepspeed.DeepSpeedEngine", ZenFlowEngine):
-            trained = strategy.begin_training(build, model, optimizer)
+            trained = strategy.begin_training(model, optimizer, lr_scheduler)
         if trained.zenflow.is_immediate and self.deepspeed_plugin.zero_stage != 3 and world_size() == 1:
             rank_zero_warn(
                 f"{self.calls.front}: no weight is late, and parameters are on the device. `lightning_zenflow.OffloadAdamW` trains so in"

@@ -25,7 +25,7 @@ from lightning_zenflow.core.process import one_at_a_time
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, read_settings
 from lightning_zenflow.deepspeed.environment import RankProcess, own_precision
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, inference_engine, leaving_engines, new_engine
+from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, inference_engine, leaving_engines
 from lightning_zenflow.deepspeed.users_objects import configured, refuse_unsupported_module, refuse_unsupported_trainer
 from lightning_zenflow.stall_monitor import StallMonitor, StallMonitoring, add_monitor
 from lightning_zenflow.steps import TrainerPrecision, TrainerSteps, naming_late_reads
@@ -221,8 +221,7 @@ class TrainerStrategy(_DeepSpeedStrategy):
         self._checkpoints.end(together=True)
         self.optimizers = []
         self._checkpoints.trained = self._steps = None
-        build = partial(new_engine, model, optimizer, self.config, self.root_device, lr_scheduler)
-        trained = TrainedEngine(build, model, optimizer, self, self._settings, self.calls)
+        trained = TrainedEngine(model, optimizer, self, self._settings, self.calls, lr_scheduler)
         self.zenflow_config = trained.zenflow
         self._checkpoints.begin(trained, self)
         overridden = self.lightning.utilities.model_helpers.is_overridden

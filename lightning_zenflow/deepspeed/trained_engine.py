@@ -124,8 +124,7 @@ def _lay_out_for_broadcast(module: Module) -> list[Parameter]:
 
 class TrainedEngine:
     """What a set-up makes; all ranks make it together. A front, which gives its own strategy, settings and calls, holds that of the present
-    training, or of the last one. `build` builds the engine by ``deepspeed.initialize``, with the `config` of the strategy; `optimizer` is
-    None where that has one.
+    training, or of the last one. `optimizer` is None where the strategy's `config` has one.
 
     Attributes:
         zenflow: keys of this training.
@@ -136,14 +135,15 @@ class TrainedEngine:
     @one_at_a_time()
     def __init__(
         self,
-        build: Callable[[], DeepSpeedEngine],
         model: Module,
         optimizer: Optimizer | None,
         strategy: Strategy,
         settings: Settings,
         calls: Calls,
+        scheduler: Any = None,
     ) -> None:
         self.zenflow, device = of_one_training(settings.zenflow), strategy.root_device
+        config: dict[str, Any] = strategy.config or {}
         self.released: list[Released] = []
         groups: list[list[Tensor]] = [] if optimizer is None else [list(g["params"]) for g in optimizer.param_groups]
         names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
@@ -165,11 +165,11 @@ class TrainedEngine:
                 self.ending.callback(threads.begin())
                 torch.set_num_threads(min(resources.cores.trainer_threads, torch.get_num_threads()))
             if settings.chooses_buckets:
-                set_bucket_size(strategy.config or {}, model)
+                set_bucket_size(config, model)
             kind: type[ZenFlowOptimizer] = ZenFlowZero3Optimizer if strategy.zero_stage_3 else ZenFlowZeroOptimizer
             self.training = Training(self.zenflow, resources, calls, frozen, order)
             with in_place_of_deepspeeds(kind, partial(kind, training=self.training, users=self._users), model):
-                self.engine = build()
+                self.engine = new_engine(model, optimizer, config, device, scheduler)
             undo.pop_all()
         self.optimizer: ZenFlowOptimizer = self.engine.optimizer
         # More than `close`: DeepSpeed's engine outlives the training, and its hooks would keep the arena alive.
