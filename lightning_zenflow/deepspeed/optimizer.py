@@ -25,13 +25,13 @@ from lightning_zenflow.deepspeed.flat_buffers import Layout, ReorderedStates, sl
 from lightning_zenflow.deepspeed.sleep import Sleep
 from lightning_zenflow.deepspeed.users_module import in_pieces, restore_process, whole_shape
 from lightning_zenflow.deepspeed.users_objects import UsersOptimizer
-from lightning_zenflow.offload.build import RankPart
+from lightning_zenflow.offload.build import Engine, RankPart
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 from lightning_zenflow.training import Training
 from lightning_zenflow.worker.process import WorkerError
 
 
-class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no type information
+class ZenFlowOptimizer(ZeROOptimizer, Engine):  # type: ignore[misc]  # DeepSpeed has no type information
     """A ZeRO offload optimizer whose step does not wait for the CPU (ZenFlow, arXiv 2505.12242). The class of a stage extends this and
     DeepSpeed's of that stage, says where the weights lie and routes the reduced gradients.
 
@@ -107,30 +107,21 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
     def clip_grad(self, max_norm: float) -> None:
         self.training.max_norm = max_norm
 
+    @override
     def read_groups(self) -> list[GroupHyperparameters]:
-        """Present hyperparameters of each flat partition."""
         return read_hyperparameters(self.optimizer)
 
+    @override
     def refuse_use(self) -> None:
-        """Refuses training while memory is away, and behind a further parameter group."""
         if self.sleep.away:
             self.sleep.refuse()
         if len(self.optimizer.param_groups) > len(self.users.params):
             self.add_param_group({})
 
+    @override
     def refuse_other_backward(self) -> None:
-        """Refuses gradients of a backward pass that the front has not begun."""
         if any(bucket.params for bucket in self.ipg_buckets.values()):
             raise other_backward(self.training.calls)
-
-    @abstractmethod
-    def gather_weights(self) -> None:
-        """See `Engine`."""
-
-    def _nothing(self) -> None:
-        """What a stage does not need of `Engine`."""
-
-    take_weights = join_reads = has_ended = _nothing
 
     def refuse_moved(self) -> None:
         """Refuses weights that have left the flat buffers, where updates reach them. Pieces are moved by DeepSpeed only."""
@@ -201,8 +192,9 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
             self._update_scale(self.overflow)
         self._is_behind_step = True
 
+    @override
     def refuse_unused(self) -> None:
-        """See `Engine`. A collective: a rank knows of the parameters that it holds a part of."""
+        # A collective: a rank knows of the parameters that it holds a part of.
         if not self.ignore_unused_parameters:
             names, slices = list(self.training.full_state.parameters), self.training.parts.rank.partition.slices
             found = [names[slices[index].parameter] for index in self.training.parts.fill.unused()]
