@@ -226,7 +226,6 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """The step, without a closure."""
         if kwargs:
             raise MisconfigurationException(
                 f"optimizer.step must be without arguments under ZenFlow, got {', '.join(kwargs)}: call `{self.calls.backward}` before"
@@ -327,7 +326,6 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     @override
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Loads whole weights; under stage 3 each rank takes its pieces."""
         load_whole(module, state_dict, strict=strict)
 
     @override

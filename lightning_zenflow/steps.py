@@ -46,7 +46,6 @@ class TrainerPrecision(PlainPrecision, _DeepSpeedPrecision):
     def optimizer_step(  # type: ignore[override]  # as Lightning's own for Trainers, beside that for Fabric
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Runs the closure, the hooks between backward and step, and the step."""
         if not isinstance(optimizer, ZenFlowOptimizer):
             kind = type(optimizer)
             raise MisconfigurationException(

@@ -88,7 +88,6 @@ class SavedCheckpoint:
             )
 
     def _file(self, rank: int, *names: str) -> Path:
-        """The one of these files that a rank has."""
         found = [file for name in names if (file := self.folder / name).is_file()]
         if len(found) != 1:
             raise refusal(

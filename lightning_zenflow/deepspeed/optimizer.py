@@ -161,7 +161,6 @@ class ZenFlowOptimizer(ZeROOptimizer, Engine):  # type: ignore[misc]  # DeepSpee
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """One optimizer step (`Training.step`), and the bookkeeping that DeepSpeed and torch expect of it."""
         if closure is not None:
             raise MisconfigurationException(
                 "optimizer.step must have no closure where the optimizer is DeepSpeed's own, got one: take `self.optimizers()`"
@@ -230,7 +229,6 @@ class ZenFlowOptimizer(ZeROOptimizer, Engine):  # type: ignore[misc]  # DeepSpee
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As DeepSpeed's, and drops the gradients that no step has used."""
         if self._is_behind_step:
             # By DeepSpeed's engine. Under torch gradients stay until the user's code removes them.
             self._is_behind_step = False
@@ -261,7 +259,6 @@ class ZenFlowOptimizer(ZeROOptimizer, Engine):  # type: ignore[misc]  # DeepSpee
 
     @override
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Ends `offload_states` (`Sleep.wake`); `non_blocking` has no effect."""
         super().reload_states()
         self.sleep.wake()
 
@@ -277,7 +274,6 @@ class ZenFlowOptimizer(ZeROOptimizer, Engine):  # type: ignore[misc]  # DeepSpee
 
     @override
     def load_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: the worker has AdamW's moments."""
         raise MisconfigurationException(
             "ZenFlowStrategy: optimizer.load_state_dict must not be called in training, when the worker has AdamW's moments: continue"
             " from a checkpoint (`fit(ckpt_path=...)`, `fabric.load`), or write single states with"

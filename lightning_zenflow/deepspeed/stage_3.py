@@ -132,7 +132,6 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
 
     @override
     def create_reduce_and_remove_grad_hooks(self) -> None:
-        """As DeepSpeed's, and what it does not check."""
         super().create_reduce_and_remove_grad_hooks()
         # Private: DeepSpeed's list of those that `destroy` removes.
         self._leaf_module_hooks += check_inputs_of_leaf_modules(self.module)

@@ -246,7 +246,6 @@ def _module(model: Module) -> Module:
 
 
 def _names_on(parameter: Tensor) -> list[str]:
-    """Names of DeepSpeed's attributes of a parameter."""
     return [name for name in vars(parameter) if name in _OF_PARAMETERS or name.startswith("ds_")]
 
 
