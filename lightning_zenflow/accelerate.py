@@ -166,7 +166,12 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
     ) -> tuple[Any, Any, None, Any]:
         """In the place of ``deepspeed.initialize``: the engine, the optimizer and the scheduler, if the configuration has one."""
         strategy = self.start()
-        strategy.config = _of_engine(config_params)
+        _, given = resolve_config(config_params, {})
+        strategy.config = prepare_deepspeed_config(
+            {"gradient_clipping": 0.0, **(given or {}), "train_batch_size": None}
+        )
+        # For `get_state_dict`; Accelerate's plugin has False where its user has said nothing.
+        strategy.config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
         if optimizer is None and model_parameters is None:
             return strategy.setup_module(model), None, None, None
         if strategy.trained is not None:
@@ -248,9 +253,10 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
                 # DeepSpeed's `destroy` comes with the strategy's.
                 self.deepspeed_engine_wrapped = None
                 strategy.teardown()
-                if trained is not None:
+                if trained is not None and trained.training.closed:
                     # Transformers' Trainer keeps its engine, and nothing saves the state any more.
-                    trained.drop_state()
+                    trained.training.end(keep_state=False)
+                    trained.optimizer.optimizer.state.clear()
         return super().free_memory(*objects)
 
     @override
@@ -287,15 +293,6 @@ def _strategy_of(config: Mapping[str, Any], keys: Mapping[str, Any], device: tor
     strategy.accelerator = CPUAccelerator() if device.type == "cpu" else CUDAAccelerator()
     strategy.precision = DeepSpeedPrecision("32-true")
     return strategy
-
-
-def _of_engine(config: Mapping[str, Any]) -> dict[str, Any]:
-    """An engine's configuration, of the one that Accelerate has completed."""
-    _, given = resolve_config(config, {})
-    result = prepare_deepspeed_config({"gradient_clipping": 0.0, **(given or {}), "train_batch_size": None})
-    # For `get_state_dict`; Accelerate's plugin has False where its user has said nothing.
-    result["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-    return result
 
 
 class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]

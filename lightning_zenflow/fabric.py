@@ -193,7 +193,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         self._checkpoints.begin(trained, self)
         # Private: Fabric's own attribute, which it writes to where the loop names the model in `fabric.backward`.
         self._deepspeed_engine = trained.engine
-        self._steps = LoopSteps(trained, self.micro_batches, self.calls, self._checkpoints.check)
+        self._steps = LoopSteps(trained, self.micro_batches, self._checkpoints.check)
         return trained
 
     @override
@@ -277,10 +277,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         together = sys.exc_info()[0] is None and not (self._steps is not None and self._steps.was_interrupted)
         with ExitStack() as last:
             last.callback(self._checkpoints.end, together=together)
-            engines: list[Module] = list(self._inference)
-            if self.trained is not None:
-                self.trained.ending.close()
-                engines.insert(0, self.trained.engine)
+            engines = [*([] if self.trained is None else [self.trained.engine]), *self._inference]
             with leaving_engines(engines, self.trained, ranks_on_host=self.num_processes, together=together):
                 super().teardown()
                 self._process.end()

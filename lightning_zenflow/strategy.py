@@ -116,15 +116,14 @@ class TrainerStrategy(_DeepSpeedStrategy):
         self._process, self._checkpoints = RankProcess(), Checkpoints(self.zenflow_config)
         self._requests = TrainerCheckpoints(self, self._checkpoints)
         self._steps: TrainerSteps | None = None
-        # Ends the layers' synchronisation over ranks.
-        self._revert_layers: Callable[[], object] | None = None
+        self._layers = ExitStack()  # ends their synchronisation over ranks
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, without what a training has left, which belongs to this process."""
-        nothing: dict[str, Any] = dict.fromkeys(("_steps", "_revert_layers"))
+        new: dict[str, Any] = {"_steps": None, "_layers": ExitStack(), "_process": RankProcess()}
         # Private: Lightning's engine and optimizers, which are DeepSpeed's and ours.
         lightnings: dict[str, Any] = {"_model": self._lightning_module, "_optimizers": [], "_lightning_optimizers": []}
-        return {**vars(self), **nothing, **lightnings}
+        return {**vars(self), **new, **lightnings}
 
     @property
     def zenflow_optimizer(self) -> ZenFlowOptimizer | None:
@@ -186,7 +185,7 @@ class TrainerStrategy(_DeepSpeedStrategy):
                 plugin, self._layer_sync = trainer._accelerator_connector._layer_sync, None
                 if plugin is not None and not self.is_alone:
                     self.model = plugin.apply(self._requests.module)
-                    self._revert_layers = partial(plugin.revert, self.model)
+                    self._layers.callback(plugin.revert, self.model)
             self._requests.be_first(trainer, self.lightning)
             super().setup(trainer)
 
@@ -292,12 +291,8 @@ class TrainerStrategy(_DeepSpeedStrategy):
         together = self._requests.module.trainer.state.status != TrainerStatus.INTERRUPTED
         with self._requests.saves.undisturbed(), ExitStack() as last:
             last.callback(self._checkpoints.end, together=together)
-            if trained is not None:
-                trained.ending.close()
-            if self._revert_layers is not None:
-                self._revert_layers()
-                self._revert_layers = None
             with leaving_engines(models, trained, ranks_on_host=self.num_processes, together=together):
+                self._layers.close()
                 super().teardown()
                 self._process.end()
 

@@ -74,10 +74,6 @@ class RankProcess:
     def __init__(self) -> None:
         self._put_variables_back: Callable[[], object] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, which has changed nothing."""
-        return {"_put_variables_back": None}
-
     @one_at_a_time()
     def set_up(self, strategy: Strategy, lightnings: ModuleType, set_up: Callable[[], None], *, is_alone: bool) -> None:
         """Prepares accelerator and process group of a strategy; `lightnings` is Lightning's module with its base class, whose method is

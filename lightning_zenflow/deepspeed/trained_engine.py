@@ -38,8 +38,7 @@ from lightning_zenflow.training import Training
 
 @contextmanager
 def in_place_of_deepspeeds(ours: type[ZenFlowOptimizer], factory: Callable[..., Any], module: Module) -> Iterator[None]:
-    """Makes ``deepspeed.initialize`` of a module build its optimizer with `factory`, in place of the class that `ours` extends; an error
-    in the context destroys the optimizer.
+    """Makes ``deepspeed.initialize`` of a module build its optimizer by `factory`, for the class that `ours` extends; an error destroys it.
 
     Private: the engine finds its optimizer's class by a name in a module, and has no other extension point.
     """
@@ -107,9 +106,7 @@ def inference_engine(module: Module, config: Mapping[str, Any], device: torch.de
 
 
 def _lay_out_for_broadcast(module: Module) -> list[Parameter]:
-    """Makes every parameter contiguous, with a dimension at least, as DeepSpeed's broadcasts need; returns the scalars, which need their
-    shape back for the optimizer.
-    """
+    """Makes parameters contiguous, with a dimension at least, for DeepSpeed's broadcasts; returns the scalars, to be restored."""
     # Stage 3 may have partitioned some before, which have no memory.
     whole = [p for p in module.parameters() if not is_divided(p)]
     scalars = [p for p in whole if p.dim() == 0]
@@ -188,21 +185,17 @@ class TrainedEngine:
             users.give_back(has_trained=self.training.steps.number > 0)
             self.optimizer.optimizer = users.optimizer
 
-    def drop_state(self) -> None:
-        """Frees the optimizer's state when nothing saves it any more."""
-        if self.training.closed:
-            self.training.end(keep_state=False)
-            self.optimizer.optimizer.state.clear()
-
 
 @contextmanager
 def leaving_engines(
     models: Sequence[Module], trained: TrainedEngine | None, *, ranks_on_host: int, together: bool
 ) -> Iterator[None]:
-    """Context of Lightning's teardown, behind the end of the worker. The modules are then what they were before, with their present
-    weights; the user's optimizer has their parameters again, and no state. `models` are modules that DeepSpeed has, or the engines around
-    them; `trained` may be the training before an evaluation, which releases nothing of it.
+    """Ends the worker; context of Lightning's teardown. The modules are then what they were before, with their present weights; the user's
+    optimizer has their parameters again, and no state. `models` are modules that DeepSpeed has, or the engines around them; `trained` may
+    be the training before an evaluation, which releases nothing of it.
     """
+    if trained is not None:
+        trained.ending.close()
     for model in models:
         make_whole(model, ranks_on_host=ranks_on_host, together=together)
     try:
