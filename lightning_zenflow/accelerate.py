@@ -180,8 +180,7 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
                 " training has ended, or train another one in another process"
             )
         if optimizer is not None:
-            # As DeepSpeed does: the Trainer of transformers makes two groups, and PEFT trains no parameter of the second. A scheduler
-            # needs as many groups as it has seen, and marked.
+            # As DeepSpeed does: with PEFT the second group of transformers' Trainer is empty. A scheduler needs those that it has marked.
             groups = optimizer.param_groups
             groups[:] = [group for group in groups if group["params"] or "initial_lr" in group]
         # Accelerate keeps the first, which may be of a model that is not trained.

@@ -32,8 +32,7 @@ class StallMonitoring(_Callback):
     Args:
         progress_bar: show the device's idle time in percent in the progress bar.
         summary: log times, waits and a line of advice at the end of fit.
-        summary_from: smallest number of steps of a fit with a summary; at least 2, as its averages leave out the first one. The strategy's
-            own monitor has 50.
+        summary_from: smallest number of steps of a fit with a summary, at least 2, as averages leave out the first; the strategy's has 50.
     """
 
     tensorboard_logger: ClassVar[type[Any]]

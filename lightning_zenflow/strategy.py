@@ -51,8 +51,7 @@ class TrainerStrategy(_DeepSpeedStrategy):
     Args:
         config: source of the keys that are not given as keywords: a `ZenFlowConfig`, an OmegaConf YAML file or DictConfig, or a DeepSpeed
             configuration (JSON file or dict) with or without a ``zero_optimization.zenflow`` block.
-        topk_ratio: this and all keywords up to `stall_monitor` are the keys of `ZenFlowConfig`; None takes the value of `config`, else the
-            default.
+        topk_ratio: this and all keywords up to `stall_monitor` are keys of `ZenFlowConfig`; None: the value of `config`, else the default.
         stage: of ZeRO. Under stage 2 each rank has all weights, under stage 3 the ranks share them. None takes 2. Beside a DeepSpeed
             configuration this and all other keywords of ZeRO must be absent.
         offload_parameters: whether the weights are in host memory, under stage 3.

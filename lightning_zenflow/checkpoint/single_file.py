@@ -48,8 +48,7 @@ _WEIGHTS_ONLY = "`model = Module.load_from_checkpoint(path)`"
 
 
 class FileSource:
-    """What is saved as one file, which rank 0 writes: the state of a model and its optimizer, of which all ranks put together one parameter
-    at a time, and what else `content` has.
+    """What is saved as one file, which rank 0 writes: a model and its optimizer, put together parameter by parameter, and other content.
 
     One rank's float32 states are written from where they are, all others from `DiskCopies`: torch writes a file when all of it is there.
 

@@ -100,8 +100,7 @@ class RankProcess:
         if strategy.root_device.type == "cpu":
             strategy.parallel_devices = [CPU] * len(devices)
         if (timeout := strategy._timeout) is not None:
-            # Private: all of ZeRO's collectives use this group, which DeepSpeed makes with torch's default timeout of 30 minutes; torch
-            # before 2.14 has no public way to change it.
+            # Private: all of ZeRO's collectives use this group, with torch's default timeout; before 2.14 torch has no public setter.
             set_timeout = getattr(torch.distributed, "set_timeout", None) or distributed_c10d._set_pg_timeout
             set_timeout(timeout, groups._clone_world_group())
 

@@ -33,9 +33,7 @@ _WITHOUT_ELEMENTS = frozenset(
 
 
 class Piece(Tensor):
-    """A rank's piece of a parameter in host memory, as DeepSpeed's `ds_tensor`: what may read or write its elements first calls
-    `before_use`, which waits for the worker's updates of it.
-    """
+    """A rank's piece of a parameter in host memory, `ds_tensor`: who may use its elements first waits for the worker's updates."""
 
     before_use: Callable[[], None]
 

@@ -36,8 +36,7 @@ class ZenFlowOptimizer(ZeROOptimizer, Engine):  # type: ignore[misc]  # DeepSpee
     DeepSpeed's of that stage, says where the weights lie and routes the reduced gradients.
 
     DeepSpeed keeps its part: flat model weights, gradient buckets and their reduction, checkpoint format, the engine around it. Its fp32
-    partitions and AdamW's moments are in the arena, where DeepSpeed's own checkpoint code reads them. Gradients and steps go to `training`,
-    which the constructor starts.
+    partitions and AdamW's moments are in the arena, where DeepSpeed's checkpoint code reads them. `training` gets gradients and steps.
     """
 
     namespace: ClassVar[ModuleType]

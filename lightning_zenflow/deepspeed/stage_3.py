@@ -40,8 +40,7 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
 
     DeepSpeed gathers the weights of a module before it runs and drops them after it. What is published goes to the rank's pieces, so no
     gather ends a step; small parameters, which DeepSpeed keeps gathered, are gathered again. With `offload_param` the pieces are in host
-    memory: in the arena, where the worker writes them and DeepSpeed fetches them, behind the worker's answers (`Piece`). When training
-    ends the pieces move to memory of their own.
+    memory: in the arena, until training ends, where the worker writes them and DeepSpeed fetches them behind its answers (`Piece`).
 
     Private: DeepSpeed's constructor calls `initialize_ds_offload`, `_create_param_groups_fp16_flat_cpu_memory` (with `offload_param`),
     `_setup_for_real_optimizer` and `create_reduce_and_remove_grad_hooks`, in this order.

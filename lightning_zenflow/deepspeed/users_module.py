@@ -98,9 +98,7 @@ def piece_of(whole: Tensor, parameter: Any) -> Tensor:
 
 @torch.no_grad()
 def load_pieces(module: Module, states: Mapping[str, Any], pieces: Mapping[str, Tensor], *, strict: bool) -> None:
-    """`Module.load_state_dict` of a divided module; drops what is gathered of it. Of parameters `states` has the names, and `pieces` this
-    rank's piece, [elements of a piece], any type.
-    """
+    """`Module.load_state_dict` of a divided module; drops what is gathered. Of parameters `states` has names, `pieces` this rank's."""
     parameters: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
     # A parameter is loaded from itself: torch compares the names.
     module.load_state_dict({name: parameters.get(name, value) for name, value in states.items()}, strict=strict)
@@ -136,8 +134,7 @@ def note_users_flags(module: Module) -> None:
 @torch.no_grad()
 def make_whole(model: Module, *, ranks_on_host: int, together: bool) -> None:
     """Makes the weights whole that stage 3 has divided, one parameter after the other: of one rank where they are, views of its pieces; of
-    several in host memory, if that has room for those of all ranks; unless all call it `together`, they stay divided. `release` must
-    follow before any use of the module.
+    several in host memory, if that has room for those of all ranks and all call it `together`; else they stay divided. `release` follows.
     """
     divided: list[Any] = [p for p in _module(model).parameters() if is_divided(p)]
     # An exception in DeepSpeed's construction, which moves the pieces, may lose them.
@@ -169,8 +166,7 @@ def make_whole(model: Module, *, ranks_on_host: int, together: bool) -> None:
 @torch.no_grad()
 def release(model: Module) -> Released:
     """Ends DeepSpeed's engine of a module and removes what it has added to it; parameters in a flat buffer get memory of their own. If a
-    weight is in host memory, all of the module moves there. A module that is divided over ranks (`make_whole`) stays so. Returns what
-    `as_in_training` needs.
+    weight is in host memory, all of the module moves there. What is divided over ranks stays so. Returns what `as_in_training` needs.
     """
     module = _module(model)
     parameters: list[Any] = list(module.parameters())

@@ -1,7 +1,6 @@
 """AdamW's moments in the arena, read and written as floats whatever their type there.
 
-In 8 bits each run of `TILE_ELEMENTS` of a tile has a scale. ``csrc/adamw/moments_in_8_bits.h`` has the code; here values are rounded to
-nearest.
+In 8 bits each run of `TILE_ELEMENTS` of a tile has a scale (``csrc/adamw/moments_in_8_bits.h``). Here values are rounded to nearest.
 """
 
 from bisect import bisect_right
