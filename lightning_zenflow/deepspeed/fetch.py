@@ -22,13 +22,11 @@ from lightning_zenflow.deepspeed.users_module import is_divided
 from lightning_zenflow.training import Training
 
 _PROPERTIES = "dtype", "device", "shape", "is_cuda", "layout", "requires_grad", "_version"
-_WITHOUT_ELEMENTS = frozenset(
-    [
-        *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
-        *(Tensor.numel, Tensor.size, Tensor.dim, Tensor.stride, Tensor.element_size, Tensor.data_ptr),
-        Tensor.data.__set__,  # type: ignore[attr-defined]  # of other memory
-    ]
-)
+_WITHOUT_ELEMENTS = {
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
+    *(Tensor.numel, Tensor.size, Tensor.dim, Tensor.stride, Tensor.element_size, Tensor.data_ptr),
+    Tensor.data.__set__,  # type: ignore[attr-defined]  # of other memory
+}
 """Functions that neither read nor write a tensor's elements."""
 
 

@@ -39,19 +39,17 @@ _OF_MODULES = (
 )
 """Under stage 3. Not by their prefix: a user's dataset may be in `ds_train`."""
 
-_OF_PARAMETERS = frozenset(
-    [
-        # Stage 1 and 2.
-        *("_dp_group", "_hp_grad", "_hp_mapping", "_index_in_param_group", "_zero_optimizer", "cpu_data", "grad_accum"),
-        *("get_full_hp_grad", "get_full_hp_param", "load_hp_checkpoint_state", "param_idx_in_group"),
-        *("set_full_hp_grad", "set_full_hp_param"),
-        # Stage 3.
-        *("_ds_z3_eager_fallback_owner", "_ds_z3_gathered_param_context_depth", "_z3_optimizer", "aligned_size"),
-        *("all_gather", "all_gather_coalesced", "convert_to_zero_parameters", "is_external_param", "item"),
-        *("nvme_swapper", "padding_size", "partition", "partition_gradients", "partition_numel"),
-        "reduce_gradients_at_owner",
-    ]
-)
+_OF_PARAMETERS = {
+    # Stage 1 and 2.
+    *("_dp_group", "_hp_grad", "_hp_mapping", "_index_in_param_group", "_zero_optimizer", "cpu_data", "grad_accum"),
+    *("get_full_hp_grad", "get_full_hp_param", "load_hp_checkpoint_state", "param_idx_in_group"),
+    *("set_full_hp_grad", "set_full_hp_param"),
+    # Stage 3.
+    *("_ds_z3_eager_fallback_owner", "_ds_z3_gathered_param_context_depth", "_z3_optimizer", "aligned_size"),
+    *("all_gather", "all_gather_coalesced", "convert_to_zero_parameters", "is_external_param", "item"),
+    *("nvme_swapper", "padding_size", "partition", "partition_gradients", "partition_numel"),
+    "reduce_gradients_at_owner",
+}
 
 _LEAF = "_z3_leaf"
 """Flag that a module is gathered as one: users set it, and DeepSpeed by its configuration."""
