@@ -222,10 +222,9 @@ class TrainerStrategy(_DeepSpeedStrategy):
         trained = TrainedEngine(model, optimizer, self, self._settings, self.calls, lr_scheduler)
         self.zenflow_config = trained.zenflow
         self._checkpoints.begin(trained, self)
-        overridden = self.lightning.utilities.model_helpers.is_overridden
-        clips_itself = overridden("configure_gradient_clipping", self.lightning_module)
-        plugin = self.precision_plugin
-        self._steps = TrainerSteps(trained, self._requests.module, plugin, clips_itself=clips_itself)
+        is_overridden = self.lightning.utilities.model_helpers.is_overridden
+        clips_itself = is_overridden("configure_gradient_clipping", self.lightning_module)
+        self._steps = TrainerSteps(trained, self._requests.module, self.precision_plugin, clips_itself=clips_itself)
         return trained.engine, trained.optimizer
 
     @override

@@ -53,12 +53,9 @@ class FileSource:
     One rank's float32 states are written from where they are, all others from `DiskCopies`: torch writes a file when all of it is there.
 
     Args:
-        engine: of the model.
         optimizer: the one that trains or has trained the model, if any.
         weights: the module's state dict, as hooks have left it.
         content: what the file has, from the attributes as they are in `gathered`.
-        moments: whether the optimizer's state is saved.
-        without_frozen: whether weights are left out that are not trained at present.
         handed: the state dict that hooks were given, if there are some.
 
     Attributes:
