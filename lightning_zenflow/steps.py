@@ -73,9 +73,8 @@ class TrainerPrecision(PlainPrecision, _DeepSpeedPrecision):
                 )
             # A module may give the Trainer's wrapper of the optimizer.
             optimizer = getattr(optimizer, "_optimizer", optimizer)
-            norm = float(clip_val)
             # Who clips twice has clipped to the smaller norm.
-            self.norm_of_step = norm if self.norm_of_step is None else min(norm, self.norm_of_step)
+            self.norm_of_step = min(float(clip_val), math.inf if self.norm_of_step is None else self.norm_of_step)
             optimizer.training.max_norm = optimizer.training.gradients.max_norm = self.norm_of_step
 
 
