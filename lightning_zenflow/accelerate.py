@@ -34,7 +34,6 @@ from lightning_zenflow.core.process import world_size
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, resolve_config, without
 from lightning_zenflow.deepspeed.environment import use_cpu_accelerator
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.trained_engine import training_engine
 from lightning_zenflow.fabric import OF_THE_LOOP, ZenFlowStrategy
 
 _VARIABLE = "ACCELERATE_USE_DEEPSPEED"
@@ -167,7 +166,12 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
     ) -> tuple[Any, Any, None, Any]:
         """In the place of ``deepspeed.initialize``: the engine, the optimizer and the scheduler, if the configuration has one."""
         strategy = self.start()
-        strategy.config = _of_engine(config_params)
+        _, given = resolve_config(config_params, {})
+        strategy.config = prepare_deepspeed_config(
+            {"gradient_clipping": 0.0, **(given or {}), "train_batch_size": None}
+        )
+        # For `get_state_dict`; Accelerate's plugin has False where its user has said nothing.
+        strategy.config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
         if optimizer is None and model_parameters is None:
             return strategy.setup_module(model), None, None, None
         if strategy.trained is not None:
@@ -176,16 +180,14 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
                 " training has ended, or train another one in another process"
             )
         if optimizer is not None:
-            # As DeepSpeed does: the Trainer of transformers makes two groups, and PEFT trains no parameter of the second. A scheduler
-            # needs as many groups as it has seen, and marked.
+            # As DeepSpeed does: with PEFT the second group of transformers' Trainer is empty. A scheduler needs those that it has marked.
             groups = optimizer.param_groups
             groups[:] = [group for group in groups if group["params"] or "initial_lr" in group]
         # Accelerate keeps the first, which may be of a model that is not trained.
         self.deepspeed_engine_wrapped = None
-        build = partial(training_engine, model, optimizer, strategy.config, strategy.root_device, lr_scheduler)
         # Private: the name of the engine's class in DeepSpeed's own `initialize`.
         with patch("deepspeed.DeepSpeedEngine", ZenFlowEngine):
-            trained = strategy.begin_training(build, model, optimizer)
+            trained = strategy.begin_training(model, optimizer, lr_scheduler)
         if trained.zenflow.is_immediate and self.deepspeed_plugin.zero_stage != 3 and world_size() == 1:
             rank_zero_warn(
                 f"{self.calls.front}: no weight is late, and parameters are on the device. `lightning_zenflow.OffloadAdamW` trains so in"
@@ -250,9 +252,10 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
                 # DeepSpeed's `destroy` comes with the strategy's.
                 self.deepspeed_engine_wrapped = None
                 strategy.teardown()
-                if trained is not None:
+                if trained is not None and trained.training.closed:
                     # Transformers' Trainer keeps its engine, and nothing saves the state any more.
-                    trained.drop_state()
+                    trained.training.end(keep_state=False)
+                    trained.optimizer.optimizer.state.clear()
         return super().free_memory(*objects)
 
     @override
@@ -289,15 +292,6 @@ def _strategy_of(config: Mapping[str, Any], keys: Mapping[str, Any], device: tor
     strategy.accelerator = CPUAccelerator() if device.type == "cpu" else CUDAAccelerator()
     strategy.precision = DeepSpeedPrecision("32-true")
     return strategy
-
-
-def _of_engine(config: Mapping[str, Any]) -> dict[str, Any]:
-    """An engine's configuration, of the one that Accelerate has completed."""
-    _, given = resolve_config(config, {})
-    result = prepare_deepspeed_config({"gradient_clipping": 0.0, **(given or {}), "train_batch_size": None})
-    # For `get_state_dict`; Accelerate's plugin has False where its user has said nothing.
-    result["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-    return result
 
 
 class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]

@@ -13,9 +13,6 @@ from typing_extensions import Self
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.schedule import StalenessCompensation, candidates_of
 
-_LARGEST_INTERVAL = 1024
-"""Steps. Each of them is a gradient in host memory, two bytes a parameter at least."""
-
 _OF_LATE_WEIGHTS = ("topk_ratio", "weight_prediction", "provisional_scale")
 
 
@@ -40,7 +37,8 @@ _Auto: TypeAlias = Literal["auto"]
 _Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 # The worker's own bound: products with learning rates stay in the range of float32.
 _Factor: TypeAlias = Annotated[float, Field(ge=0, le=1e6)]
-_Interval: TypeAlias = Annotated[int, Field(ge=1, le=_LARGEST_INTERVAL)]
+# Each step of an interval is a gradient in host memory, two bytes a parameter at least.
+_Interval: TypeAlias = Annotated[int, Field(ge=1, le=1024)]
 _Lag: TypeAlias = Annotated[int, Field(ge=0, le=1, json_schema_extra={"text": "0 or 1"})]
 _Cores: TypeAlias = Annotated[
     tuple[Annotated[int, Field(ge=0)], ...],
@@ -62,9 +60,7 @@ class ZenFlowConfig(BaseModel):
     """
 
     # Strict: True is no number and "1" no integer.
-    model_config = ConfigDict(
-        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     topk_ratio: _Share = _key(0.05, unit="fraction of columns")
     """Share of each matrix's columns that the device updates in every step, from S > 1 or d > 0 on; with S = 1, d = 0 without effect. The

@@ -4,7 +4,6 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from lightning_zenflow.core.process import one_at_a_time
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, read_settings
 from lightning_zenflow.deepspeed.environment import PlainPrecision, RankProcess, own_precision
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, inference_engine, leaving_engines, training_engine
+from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, inference_engine, leaving_engines
 from lightning_zenflow.deepspeed.users_module import load_whole
 from lightning_zenflow.deepspeed.users_objects import refuse_unsupported_module, validate_optimizer
 from lightning_zenflow.steps import LoopSteps, MicroBatches, naming_late_reads
@@ -177,25 +176,24 @@ class ZenFlowStrategy(DeepSpeedStrategy):
                 "fabric.setup: ZenFlowStrategy must have one model with an optimizer, got a second one: for models that are not trained"
                 " call `fabric.setup_module(model)`, and train another one with another Fabric"
             )
-        build = partial(training_engine, module, optimizers[0], self.config, self.root_device)
-        trained = self.begin_training(build, module, optimizers[0])
+        trained = self.begin_training(module, optimizers[0])
         # Private: as in the base class' own set-up.
         self._set_deepspeed_activation_checkpointing()
         return trained.engine, [trained.optimizer], scheduler
 
-    def begin_training(self, build: Callable[[], Any], module: Module, optimizer: Optimizer | None) -> TrainedEngine:
+    def begin_training(self, module: Module, optimizer: Optimizer | None, scheduler: Any = None) -> TrainedEngine:
         """Checks what is trained, builds its engine, and sets up what the loop's calls need."""
         refuse_unsupported_module(module)
         if optimizer is not None:
             validate_optimizer(optimizer, module)
-        trained = TrainedEngine(build, module, optimizer, self, self._settings, self.calls)
+        trained = TrainedEngine(module, optimizer, self, self._settings, self.calls, scheduler)
         self.trained, self.zenflow_config = trained, trained.zenflow
         # Fabric tears nothing down.
         weakref.finalize(self, trained.ending.close)
         self._checkpoints.begin(trained, self)
         # Private: Fabric's own attribute, which it writes to where the loop names the model in `fabric.backward`.
         self._deepspeed_engine = trained.engine
-        self._steps = LoopSteps(trained, self.micro_batches, self.calls, self._checkpoints.check)
+        self._steps = LoopSteps(trained, self.micro_batches, self._checkpoints.check)
         return trained
 
     @override
@@ -228,7 +226,6 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """The step, without a closure."""
         if kwargs:
             raise MisconfigurationException(
                 f"optimizer.step must be without arguments under ZenFlow, got {', '.join(kwargs)}: call `{self.calls.backward}` before"
@@ -280,10 +277,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         together = sys.exc_info()[0] is None and not (self._steps is not None and self._steps.was_interrupted)
         with ExitStack() as last:
             last.callback(self._checkpoints.end, together=together)
-            engines: list[Module] = list(self._inference)
-            if self.trained is not None:
-                self.trained.ending.close()
-                engines.insert(0, self.trained.engine)
+            engines = [*([] if self.trained is None else [self.trained.engine]), *self._inference]
             with leaving_engines(engines, self.trained, ranks_on_host=self.num_processes, together=together):
                 super().teardown()
                 self._process.end()
@@ -329,7 +323,6 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     @override
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Loads whole weights; under stage 3 each rank takes its pieces."""
         load_whole(module, state_dict, strict=strict)
 
     @override

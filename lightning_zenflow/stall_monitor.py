@@ -1,7 +1,7 @@
 """The Trainer's callback that logs metrics of steps and their summary (`step_meter`)."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import lightning.pytorch as pl
@@ -32,8 +32,7 @@ class StallMonitoring(_Callback):
     Args:
         progress_bar: show the device's idle time in percent in the progress bar.
         summary: log times, waits and a line of advice at the end of fit.
-        summary_from: smallest number of steps of a fit with a summary; at least 2, as its averages leave out the first one. The strategy's
-            own monitor has 50.
+        summary_from: smallest number of steps of a fit with a summary, at least 2, as averages leave out the first; the strategy's has 50.
     """
 
     tensorboard_logger: ClassVar[type[Any]]
@@ -42,29 +41,19 @@ class StallMonitoring(_Callback):
     def __init__(self, *, progress_bar: bool = True, summary: bool = True, summary_from: int = 2) -> None:
         self._progress_bar = progress_bar
         self._summary_from = summary_from if summary else math.inf
-        self._forget()
-
-    def _forget(self) -> None:
-        self._of_strategy: StepMeter | None = None
-        self._optimizers: list[OffloadAdamW] = []
-
-    def _meters(self) -> list[StepMeter]:
-        """Of the strategy, or of each optimizer that has had a gradient."""
-        meters = [self._of_strategy, *(optimizer.meter for optimizer in self._optimizers)]
-        return [meter for meter in meters if meter is not None]
+        self._meters: Callable[[], list[StepMeter]] = list
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # Before the strategy's own set-up: after an error it has the arena of the fit before.
-        self._forget()
+        self._meters = list
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        training, optimizers = _measured(trainer)
+        meters = _meters_of(trainer)
         if not trainer.is_global_zero:
             return
-        self._of_strategy = None if training is None else StepMeter(training.parts, training.config)
-        self._optimizers = optimizers
+        self._meters = meters
         for logger in trainer.loggers:
             if isinstance(logger, self.tensorboard_logger):
                 logger.experiment.add_custom_scalars(tensorboard_layout())
@@ -106,7 +95,7 @@ class StallMonitoring(_Callback):
         )
         for meter in meters:
             meter.sum_up(self._summary_from)
-        self._forget()
+        self._meters = list
 
 
 class StallMonitor(StallMonitoring, pl.Callback):  # noqa: D101
@@ -142,16 +131,19 @@ def _named(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {f"{name}-{i}" if i else name: value for i, of_one in enumerate(metrics) for name, value in of_one.items()}
 
 
-def _measured(trainer: pl.Trainer) -> tuple[Training | None, list[OffloadAdamW]]:
-    """The training of the strategy, or the optimizers whose steps are shown."""
+def _meters_of(trainer: pl.Trainer) -> Callable[[], list[StepMeter]]:
+    """What gives the meter of the strategy, or those of the optimizers that have had a gradient."""
     strategy: Any = trainer.strategy  # strategies are above this layer
+    if hasattr(strategy, "zenflow_optimizer"):
+        if strategy.zenflow_optimizer is None:
+            return list
+        training: Training = strategy.zenflow_optimizer.training
+        meter = StepMeter(training.parts, training.config)
+        return lambda: [meter]
     optimizers = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, OffloadAdamW)]
-    if not hasattr(strategy, "zenflow_optimizer"):
-        if not optimizers:
-            raise MisconfigurationException(
-                f"StallMonitor: strategy must be ZenFlowStrategy, or an optimizer OffloadAdamW, got {type(strategy).__name__} with"
-                f" {', '.join(type(optimizer).__name__ for optimizer in trainer.optimizers)}; remove the callback"
-            )
-        return None, optimizers
-    training: Training | None = None if strategy.zenflow_optimizer is None else strategy.zenflow_optimizer.training
-    return training, []
+    if not optimizers:
+        raise MisconfigurationException(
+            f"StallMonitor: strategy must be ZenFlowStrategy, or an optimizer OffloadAdamW, got {type(strategy).__name__} with"
+            f" {', '.join(type(optimizer).__name__ for optimizer in trainer.optimizers)}; remove the callback"
+        )
+    return lambda: [optimizer.meter for optimizer in optimizers if optimizer.meter is not None]

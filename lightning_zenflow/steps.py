@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from typing_extensions import override
 
-from lightning_zenflow.core.errors import Calls, MisconfigurationException
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.environment import PlainPrecision
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.trained_engine import TrainedEngine
@@ -46,7 +46,6 @@ class TrainerPrecision(PlainPrecision, _DeepSpeedPrecision):
     def optimizer_step(  # type: ignore[override]  # as Lightning's own for Trainers, beside that for Fabric
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Runs the closure, the hooks between backward and step, and the step."""
         if not isinstance(optimizer, ZenFlowOptimizer):
             kind = type(optimizer)
             raise MisconfigurationException(
@@ -74,9 +73,8 @@ class TrainerPrecision(PlainPrecision, _DeepSpeedPrecision):
                 )
             # A module may give the Trainer's wrapper of the optimizer.
             optimizer = getattr(optimizer, "_optimizer", optimizer)
-            norm = float(clip_val)
             # Who clips twice has clipped to the smaller norm.
-            self.norm_of_step = norm if self.norm_of_step is None else min(norm, self.norm_of_step)
+            self.norm_of_step = min(float(clip_val), math.inf if self.norm_of_step is None else self.norm_of_step)
             optimizer.training.max_norm = optimizer.training.gradients.max_norm = self.norm_of_step
 
 
@@ -180,10 +178,8 @@ class LoopSteps:
     an error of a save in the background; `was_interrupted` tells whether an error has interrupted a backward pass.
     """
 
-    def __init__(
-        self, trained: TrainedEngine, micro_batches: MicroBatches, calls: Calls, check_saves: Callable[[], None]
-    ) -> None:
-        self._trained, self._micro_batches, self._calls = trained, micro_batches, calls
+    def __init__(self, trained: TrainedEngine, micro_batches: MicroBatches, check_saves: Callable[[], None]) -> None:
+        self._trained, self._micro_batches, self._calls = trained, micro_batches, trained.training.calls
         self._check_saves, self._training = check_saves, trained.training
         self.engine, self.was_interrupted = trained.engine, False
         # DeepSpeed's `gradient_clipping`, of steps that no call clips; 0: no clipping.
@@ -197,10 +193,9 @@ class LoopSteps:
         # DeepSpeed keeps engines and models for as long as the process lives, and with them what their hooks refer to.
         module: Module = trained.engine.module
         # Before DeepSpeed's own, which gathers weights.
-        forward_hook = module.register_forward_pre_hook(_weak(self._begin_forward), prepend=True)
+        trained.ending.callback(module.register_forward_pre_hook(_weak(self._begin_forward), prepend=True).remove)
         flush_hook = module.register_state_dict_pre_hook(_weak(self.flush))  # type: ignore[no-untyped-call]
-        for hook in (forward_hook, flush_hook):
-            trained.ending.callback(hook.remove)
+        trained.ending.callback(flush_hook.remove)
 
     def _begin_forward(self) -> None:
         if not self.engine.module.training:
@@ -315,9 +310,7 @@ def _weak(method: Callable[[], None]) -> Callable[..., None]:
 
 @contextmanager
 def naming_late_reads() -> Iterator[None]:
-    """Context of a backward pass: raises an error of ours for torch's, which has no class of its own, where the pass uses what has been
-    written in place.
-    """
+    """Context of a backward pass: an error of ours for torch's, which has no class, where the pass uses what has been written in place."""
     try:
         yield
     except RuntimeError as error:

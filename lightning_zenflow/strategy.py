@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zenflow.checkpoint.checkpoints import Checkpoints
-from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.config import KEYS, ZenFlowConfig
 from lightning_zenflow.core.errors import Calls, MisconfigurationException
 from lightning_zenflow.core.process import one_at_a_time
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, read_settings
 from lightning_zenflow.deepspeed.environment import RankProcess, own_precision
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
-from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, inference_engine, leaving_engines, training_engine
+from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, inference_engine, leaving_engines
 from lightning_zenflow.deepspeed.users_objects import configured, refuse_unsupported_module, refuse_unsupported_trainer
 from lightning_zenflow.stall_monitor import StallMonitor, StallMonitoring, add_monitor
 from lightning_zenflow.steps import TrainerPrecision, TrainerSteps, naming_late_reads
@@ -51,8 +51,7 @@ class TrainerStrategy(_DeepSpeedStrategy):
     Args:
         config: source of the keys that are not given as keywords: a `ZenFlowConfig`, an OmegaConf YAML file or DictConfig, or a DeepSpeed
             configuration (JSON file or dict) with or without a ``zero_optimization.zenflow`` block.
-        topk_ratio: this and all keywords up to `stall_monitor` are the keys of `ZenFlowConfig`; None takes the value of `config`, else the
-            default.
+        topk_ratio: this and all keywords up to `stall_monitor` are keys of `ZenFlowConfig`; None: the value of `config`, else the default.
         stage: of ZeRO. Under stage 2 each rank has all weights, under stage 3 the ranks share them. None takes 2. Beside a DeepSpeed
             configuration this and all other keywords of ZeRO must be absent.
         offload_parameters: whether the weights are in host memory, under stage 3.
@@ -105,52 +104,25 @@ class TrainerStrategy(_DeepSpeedStrategy):
         offload_parameters: bool | None = None,
         **deepspeed_options: Any,
     ) -> None:
-        place = {"stage": stage, "offload_parameters": offload_parameters}
-        deepspeed_options |= {key: value for key, value in place.items() if value is not None}
-        self._settings = read_settings(
-            config,
-            deepspeed_options,
-            self.lightning.strategies.DeepSpeedStrategy,
-            topk_ratio=topk_ratio,
-            select_strategy=select_strategy,
-            select_interval=select_interval,
-            update_interval=update_interval,
-            max_update_interval=max_update_interval,
-            publish_lag=publish_lag,
-            clip_prediction=clip_prediction,
-            full_warm_up_rounds=full_warm_up_rounds,
-            overlap_step=overlap_step,
-            weight_prediction=weight_prediction,
-            provisional_scale=provisional_scale,
-            offload_ratio=offload_ratio,
-            auto_ratio=auto_ratio,
-            moments_dtype=moments_dtype,
-            offload=offload,
-            accumulate_on=accumulate_on,
-            worker_cores=worker_cores,
-            pt_reserved_cores_perc=pt_reserved_cores_perc,
-            worker_timeout=worker_timeout,
-            max_worker_restarts=max_worker_restarts,
-            checkpoint_format=checkpoint_format,
-            sync_checkpoints=sync_checkpoints,
-            async_checkpoints=async_checkpoints,
-            stall_monitor=stall_monitor,
-        )
+        # The keywords above, by name.
+        given = {name: value for name, value in locals().items() if value is not None}
+        keys = {name: value for name, value in given.items() if name in KEYS}
+        deepspeed_options |= {name: given[name] for name in ("stage", "offload_parameters") if name in given}
+        self._settings = read_settings(config, deepspeed_options, self.lightning.strategies.DeepSpeedStrategy, **keys)
         super().__init__(config=self._settings.deepspeed, **deepspeed_options)
         self.config = prepare_deepspeed_config(self.config)
         self.zenflow_config = self._settings.zenflow
         self._process, self._checkpoints = RankProcess(), Checkpoints(self.zenflow_config)
         self._requests = TrainerCheckpoints(self, self._checkpoints)
         self._steps: TrainerSteps | None = None
-        # Ends the layers' synchronisation over ranks.
-        self._revert_layers: Callable[[], object] | None = None
+        self._layers = ExitStack()  # ends their synchronisation over ranks
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, without what a training has left, which belongs to this process."""
-        nothing: dict[str, Any] = dict.fromkeys(("_steps", "_revert_layers"))
+        new: dict[str, Any] = {"_steps": None, "_layers": ExitStack(), "_process": RankProcess()}
         # Private: Lightning's engine and optimizers, which are DeepSpeed's and ours.
         lightnings: dict[str, Any] = {"_model": self._lightning_module, "_optimizers": [], "_lightning_optimizers": []}
-        return {**vars(self), **nothing, **lightnings}
+        return {**vars(self), **new, **lightnings}
 
     @property
     def zenflow_optimizer(self) -> ZenFlowOptimizer | None:
@@ -212,7 +184,7 @@ class TrainerStrategy(_DeepSpeedStrategy):
                 plugin, self._layer_sync = trainer._accelerator_connector._layer_sync, None
                 if plugin is not None and not self.is_alone:
                     self.model = plugin.apply(self._requests.module)
-                    self._revert_layers = partial(plugin.revert, self.model)
+                    self._layers.callback(plugin.revert, self.model)
             self._requests.be_first(trainer, self.lightning)
             super().setup(trainer)
 
@@ -247,14 +219,12 @@ class TrainerStrategy(_DeepSpeedStrategy):
         self._checkpoints.end(together=True)
         self.optimizers = []
         self._checkpoints.trained = self._steps = None
-        build = partial(training_engine, model, optimizer, self.config, self.root_device, lr_scheduler)
-        trained = TrainedEngine(build, model, optimizer, self, self._settings, self.calls)
+        trained = TrainedEngine(model, optimizer, self, self._settings, self.calls, lr_scheduler)
         self.zenflow_config = trained.zenflow
         self._checkpoints.begin(trained, self)
-        overridden = self.lightning.utilities.model_helpers.is_overridden
-        clips_itself = overridden("configure_gradient_clipping", self.lightning_module)
-        plugin = self.precision_plugin
-        self._steps = TrainerSteps(trained, self._requests.module, plugin, clips_itself=clips_itself)
+        is_overridden = self.lightning.utilities.model_helpers.is_overridden
+        clips_itself = is_overridden("configure_gradient_clipping", self.lightning_module)
+        self._steps = TrainerSteps(trained, self._requests.module, self.precision_plugin, clips_itself=clips_itself)
         return trained.engine, trained.optimizer
 
     @override
@@ -319,12 +289,8 @@ class TrainerStrategy(_DeepSpeedStrategy):
         together = self._requests.module.trainer.state.status != TrainerStatus.INTERRUPTED
         with self._requests.saves.undisturbed(), ExitStack() as last:
             last.callback(self._checkpoints.end, together=together)
-            if trained is not None:
-                trained.ending.close()
-            if self._revert_layers is not None:
-                self._revert_layers()
-                self._revert_layers = None
             with leaving_engines(models, trained, ranks_on_host=self.num_processes, together=together):
+                self._layers.close()
                 super().teardown()
                 self._process.end()
 

@@ -110,17 +110,13 @@ class TrainerCheckpoints:
         if self._callback not in callbacks:
             self._callback = lightning.callbacks.LambdaCallback(
                 on_train_start=self._handle_later,
-                on_validation_start=self._flush_before,
+                on_validation_start=partial(self.flush, lays_down=False),
                 on_train_batch_end=self._save_after,
                 # After a batch that a user's hook has left out.
                 on_train_epoch_end=self._save_after,
                 on_train_end=self._complete_before,
             )
             callbacks.insert(0, self._callback)
-
-    def _flush_before(self, *_: Any) -> None:
-        self._make_exact(lays_down=False)
-        self._checkpoints.check()
 
     def _save_after(self, *_: Any) -> None:
         self.saves.end_batch()
@@ -192,9 +188,9 @@ class TrainerCheckpoints:
         self._handed = dict(state) if self._strategy.zero_stage_3 else {}
         return state
 
-    def flush(self, *_: Any) -> None:
-        """`ZenFlowStrategy.flush`, also as a hook."""
-        self._make_exact()
+    def flush(self, *_: Any, lays_down: bool = True) -> None:
+        """`ZenFlowStrategy.flush`, also as a hook; without `lays_down` for who only reads weights."""
+        self._make_exact(lays_down=lays_down)
         self._checkpoints.check()
 
     def _make_exact(self, *, lays_down: bool = True) -> None:

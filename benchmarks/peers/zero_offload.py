@@ -22,7 +22,7 @@ from lightning_zenflow.core.partition import Tile
 from lightning_zenflow.deepspeed.config import set_bucket_size
 from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
-from lightning_zenflow.deepspeed.trained_engine import in_place_of_deepspeeds, training_engine
+from lightning_zenflow.deepspeed.trained_engine import in_place_of_deepspeeds, new_engine
 from lightning_zenflow.worker.moments import CodedMoment, CodedMoments, first_scales
 
 
@@ -57,7 +57,7 @@ class ZeroOffload(ZenFlowStrategy):
     def _setup_model_and_optimizer(self, model: Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
         assert isinstance(self.config, dict)
         set_bucket_size(self.config, model)
-        engine = training_engine(model, optimizer, self.config, self.root_device, lr_scheduler)
+        engine = new_engine(model, optimizer, self.config, self.root_device, lr_scheduler)
         return engine, engine.optimizer
 
     # DeepSpeed counts micro-batches itself, and its ZenFlow the steps of a window by them.

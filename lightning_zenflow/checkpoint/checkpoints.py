@@ -63,8 +63,7 @@ class Checkpoints:
         self.config = config
         self._thread: ThreadPoolExecutor | None = None
         self._under_way: list[Future[None]] = []
-        # By size: memory of the save before, which is used again, and of the present one. Memory that is new takes four times as long to
-        # write.
+        # By size: memory of the save before, used again, since new memory takes four times as long to write, and of the present one.
         self._before, self._present = defaultdict[int, list[Tensor]](list), defaultdict[int, list[Tensor]](list)
 
     @override
@@ -171,9 +170,7 @@ class Checkpoints:
     def _save_together(
         self, path: Path | str, source: Source, put: _Put | None, thread: ThreadPoolExecutor | None
     ) -> None:
-        """Gathers, writes and commits a checkpoint, as above. The `path` of rank 0 counts. `thread` finishes the save behind this call;
-        None: all is done at the end.
-        """
+        """Gathers, writes and commits a checkpoint at rank 0's `path`. `thread`, if there is one, finishes the save behind this call."""
         staged: StagedSave | None = None
         state = source.state if isinstance(source, FolderSource) else source
         with ExitStack() as ending:

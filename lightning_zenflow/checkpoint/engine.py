@@ -111,8 +111,7 @@ class FolderSource:
 
     def files(self, place: Any) -> list[FileContent]:
         """What the engine's `save_checkpoint` has to write on this rank to `place`; small files it writes itself. No collective, so that a
-        rank whose part fails leaves no other waiting. Private: the engine calls ``deepspeed.comm`` by a module-level name, and has what
-        writes files as `checkpoint_engine`.
+        rank whose part fails leaves no other waiting. Private: the engine's name for ``deepspeed.comm``, and `checkpoint_engine`.
         """
         skipped = dict.fromkeys(("barrier", "all_reduce"), lambda *_, **__: None)
         comm, writer = SimpleNamespace(**{**vars(engine_module.dist), **skipped}), self.engine.checkpoint_engine
@@ -167,9 +166,7 @@ def as_lightning_saved(client_state: Mapping[str, Any], module: pl.LightningModu
 
 
 def engine_in(state: Mapping[str, Any]) -> tuple[DeepSpeedEngine, dict[str, Any]]:
-    """The engine among the objects that are saved or loaded, and the entries that are engine or optimizer; raises MisconfigurationException
-    unless there is one engine, under one name.
-    """
+    """The engine in what is saved or loaded, which must have one under one name, and the entries that are engine or optimizer."""
     ours = {name: item for name, item in state.items() if isinstance(item, DeepSpeedEngine | ZenFlowOptimizer)}
     engines = [item for item in ours.values() if isinstance(item, DeepSpeedEngine)]
     if len(engines) != 1:
@@ -285,10 +282,10 @@ def load_file_together(
         with _loading(saved.path):
             load_whole(engine.module, weights or {}, strict=strict)
         return
-    state: Mapping[str, Any] | None
-    with _loading(saved.path):
-        state = None if states is None else saved.state_for(optimizer, states)
-    if state is not None:
+    state: Mapping[str, Any] | None = None
+    if states is not None:
+        with _loading(saved.path):
+            state = saved.state_for(optimizer, states)
         state = _begun_alike(saved.path, state, optimizer)
     with optimizer.loading(), _loading(saved.path):
         if weights is not None:

@@ -1,5 +1,4 @@
-"""Files of checkpoints: where they are; atomic creation and replacement, safe against kills and failures of power; reading, with errors
-that name the file.
+"""Files of checkpoints: where they are; atomic replacement, safe against kills and failures of power; errors that name the file.
 
 A checkpoint, directory or file, is written in a directory beside it and renamed when it is complete (docs/reliability.md, *Killed saves*,
 has the names). What is deleted gets such a name first.

@@ -41,8 +41,7 @@ _TERMS = {FP32_FLAT_GROUPS: SINGLE_PARTITION_OF_FP32_GROUPS, OPTIMIZER_STATE_DIC
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint directory. Its file ``latest`` names the folder with one file of the model, under stage 3 one per rank, and one file of
-    the optimizer per rank.
+    """A checkpoint directory: ``latest`` names the folder with the model's file, under stage 3 one a rank, and the optimizer's, one a rank.
 
     All methods raise CheckpointError where a file is missing or damaged, where the run has another ZeRO stage, other parameter groups or
     parameters of other shapes, and where another version of this package has written it. Content that is not what DeepSpeed writes for
@@ -88,7 +87,6 @@ class SavedCheckpoint:
             )
 
     def _file(self, rank: int, *names: str) -> Path:
-        """The one of these files that a rank has."""
         found = [file for name in names if (file := self.folder / name).is_file()]
         if len(found) != 1:
             raise refusal(
@@ -178,8 +176,7 @@ class SavedCheckpoint:
         refuse_other_version(file, ours, " (`zero_to_fp32.py` in the checkpoint makes one file of them)")
         numels = [[t.numel() for t in of_buffer] for of_buffer in _partitions_of(state)]
         for number, ((master, *moments), layout) in enumerate(zip(numels, self._layouts(state), strict=True)):
-            # Stage 2 saves master weights without padding. What stage 3 cuts in another way (MiCS, AutoEP), or has elsewhere (NVMe), has
-            # other lengths.
+            # Stage 2 saves master weights without padding. What stage 3 cuts otherwise (MiCS, AutoEP), or has on NVMe, has other lengths.
             n = layout.partition_numel
             if {*moments} != {n} or (master != n if self.is_stage_3 else master > n):
                 raise refusal(

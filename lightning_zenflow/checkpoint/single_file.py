@@ -48,18 +48,14 @@ _WEIGHTS_ONLY = "`model = Module.load_from_checkpoint(path)`"
 
 
 class FileSource:
-    """What is saved as one file, which rank 0 writes: the state of a model and its optimizer, of which all ranks put together one parameter
-    at a time, and what else `content` has.
+    """What is saved as one file, which rank 0 writes: a model and its optimizer, put together parameter by parameter, and other content.
 
     One rank's float32 states are written from where they are, all others from `DiskCopies`: torch writes a file when all of it is there.
 
     Args:
-        engine: of the model.
         optimizer: the one that trains or has trained the model, if any.
         weights: the module's state dict, as hooks have left it.
         content: what the file has, from the attributes as they are in `gathered`.
-        moments: whether the optimizer's state is saved.
-        without_frozen: whether weights are left out that are not trained at present.
         handed: the state dict that hooks were given, if there are some.
 
     Attributes:
@@ -257,19 +253,14 @@ class SavedFile:
 
     def masters(self, optimizer: ZenFlowOptimizer, weights: Mapping[str, Any]) -> dict[str, Tensor]:
         """Master weights by name, when the module has loaded `weights`: the file's where it shows these, otherwise its own."""
-        run_state, masters = self._run_state or {}, dict[str, Tensor]()
-        # In files of before, where a hook has renamed an entry or, in 16 bits, changed it.
-        entries, changed = run_state.get("entries", {}), run_state.get("masters", {})
+        masters = dict[str, Tensor]()
         for name, p in optimizer.training.full_state.parameters.items():
-            # An entry has another name where the module's `load_state_dict` renames it.
-            weight = changed.get(name, weights.get(name, weights.get(entries.get(name))))
-            if is_divided(p):
-                # `load_whole` has compared the shapes; without `strict` one may be missing.
-                if weight is not None:
-                    masters[name] = weight
-            elif isinstance(weight, Tensor) and torch.equal(p.detach().cpu(), weight.cpu().to(p.dtype)):
+            # None where the module's `load_state_dict` renames the entry, or is not strict.
+            weight = weights.get(name)
+            # `load_whole` has compared the shapes of those that are divided.
+            if weight is not None and (is_divided(p) or torch.equal(p.detach().cpu(), weight.cpu().to(p.dtype))):
                 masters[name] = weight
-            else:
+            elif not is_divided(p):
                 masters[name] = p.detach().to("cpu", torch.float32)
         return masters
 

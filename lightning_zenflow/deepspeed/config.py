@@ -2,8 +2,7 @@
 configuration under ZenFlow: unsupported settings are refused, and those that the engine needs are set. Written against DeepSpeed 0.19.8.
 
 A source is a JSON file, an OmegaConf YAML file, a dict, a ``DictConfig`` or a ``ZenFlowConfig``. Each but the last has keys of
-``ZenFlowConfig`` alone, or is a DeepSpeed config, recognised by its keys, with or without a ``zero_optimization.zenflow`` block. Keywords
-take precedence.
+``ZenFlowConfig`` alone, or is a DeepSpeed config, recognised by its keys, perhaps with ``zero_optimization.zenflow``. Keywords go first.
 
 The rules are for settings with which the training would be another one without a word; what DeepSpeed refuses is not validated here.
 """

@@ -74,10 +74,6 @@ class RankProcess:
     def __init__(self) -> None:
         self._put_variables_back: Callable[[], object] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, which has changed nothing."""
-        return {"_put_variables_back": None}
-
     @one_at_a_time()
     def set_up(self, strategy: Strategy, lightnings: ModuleType, set_up: Callable[[], None], *, is_alone: bool) -> None:
         """Prepares accelerator and process group of a strategy; `lightnings` is Lightning's module with its base class, whose method is
@@ -104,8 +100,7 @@ class RankProcess:
         if strategy.root_device.type == "cpu":
             strategy.parallel_devices = [CPU] * len(devices)
         if (timeout := strategy._timeout) is not None:
-            # Private: all of ZeRO's collectives use this group, which DeepSpeed makes with torch's default timeout of 30 minutes; torch
-            # before 2.14 has no public way to change it.
+            # Private: all of ZeRO's collectives use this group, with torch's default timeout; before 2.14 torch has no public setter.
             set_timeout = getattr(torch.distributed, "set_timeout", None) or distributed_c10d._set_pg_timeout
             set_timeout(timeout, groups._clone_world_group())
 

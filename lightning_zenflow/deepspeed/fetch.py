@@ -11,27 +11,27 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from deepspeed.utils import z3_leaf_module
 from torch import Tensor
 from torch.nn import Module
+
+# Private: what finds tensors in nested containers.
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_zenflow.core.device import Stream
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.users_module import is_divided
+from lightning_zenflow.training import Training
 
 _PROPERTIES = "dtype", "device", "shape", "is_cuda", "layout", "requires_grad", "_version"
-_WITHOUT_ELEMENTS = frozenset(
-    [
-        *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
-        *(Tensor.numel, Tensor.size, Tensor.dim, Tensor.stride, Tensor.element_size, Tensor.data_ptr),
-        Tensor.data.__set__,  # type: ignore[attr-defined]  # of other memory
-    ]
-)
+_WITHOUT_ELEMENTS = {
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
+    *(Tensor.numel, Tensor.size, Tensor.dim, Tensor.stride, Tensor.element_size, Tensor.data_ptr),
+    Tensor.data.__set__,  # type: ignore[attr-defined]  # of other memory
+}
 """Functions that neither read nor write a tensor's elements."""
 
 
 class Piece(Tensor):
-    """A rank's piece of a parameter in host memory, as DeepSpeed's `ds_tensor`: what may read or write its elements first calls
-    `before_use`, which waits for the worker's updates of it.
-    """
+    """A rank's piece of a parameter in host memory, `ds_tensor`: who may use its elements first waits for the worker's updates."""
 
     before_use: Callable[[], None]
 
@@ -46,18 +46,11 @@ class Piece(Tensor):
     @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _WITHOUT_ELEMENTS:
-            for piece in _pieces_in([args, kwargs or {}]):
-                piece.before_use()
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Piece):
+                    leaf.before_use()
         # Private. A `with` of torch's would stay in force if an interrupt came between its block and its end.
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
-
-
-def _pieces_in(values: Any) -> Iterable[Piece]:
-    if isinstance(values, Piece):
-        yield values
-    elif isinstance(values, list | tuple | dict):
-        for value in values.values() if isinstance(values, dict) else values:
-            yield from _pieces_in(value)
 
 
 class Fetched:
@@ -85,8 +78,7 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
     time after a step, with one rank as soon as it is written.
 
     Private: takes over the state of DeepSpeed's, which is new, and its names, which begin with the name of the class. Each parameter in the
-    registry is INFLIGHT, has a handle, None where its gather has not begun, and is counted as available. The arguments are named as what
-    `ZenFlowZero3Optimizer` has of them: its stream of fetches, whether the worker has written a parameter's piece, and the wait for that.
+    registry is INFLIGHT, has a handle, None where its gather has not begun, and is counted as available.
     """
 
     # Private: its registry of parameters under way, the modules of its trace, the place there, and the elements that are available.
@@ -98,20 +90,32 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
     def __init__(
         self,
         deepspeeds: PartitionedParameterCoordinator,
+        training: Training,
         *,
         stream: Stream | None,
         one_rank: bool,
         in_host_memory: bool,
-        before_use: Callable[[Any], None],
-        is_written: Callable[[Any], bool],
     ) -> None:
         self.__dict__.update(vars(deepspeeds))
-        self._stream, self._one_rank = stream, one_rank
-        self._before_use, self._is_written = before_use, is_written
-        self._uses_pieces = one_rank and not in_host_memory
+        self._training, self._stream = training, stream
+        self._one_rank, self._in_host_memory = one_rank, in_host_memory
         self._external: list[frozenset[int]] = []  # of the trace
         self._fetched: set[Any] = set()  # since the last step
         self._needed: frozenset[Any] = frozenset()  # now
+
+    def _slice_in_flight(self, parameter: Any) -> int | None:
+        """This rank's slice of a parameter in host memory, which the worker may write; None: it is frozen or all padding here."""
+        may_be_written = self._in_host_memory and not self._training.closed
+        return self._training.slice_of.get(parameter) if may_be_written else None
+
+    def before_use(self, parameter: Any) -> None:
+        """Waits until the worker has written this rank's piece of a parameter."""
+        if (index := self._slice_in_flight(parameter)) is not None:
+            self._training.parts.jobs.await_slice(index)
+
+    def _is_written(self, parameter: Any) -> bool:
+        index = self._slice_in_flight(parameter)
+        return index is None or self._training.parts.jobs.is_written(index)
 
     def weights_change(self) -> None:
         """Notes that a step has ended, and the worker writes all weights anew."""
@@ -181,11 +185,11 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
                 (at_once if is_known or parameter in self._needed else late).append(parameter)
         for parameter in at_once:
             # Before their status changes, so that an interrupt of the wait leaves them as they were.
-            self._before_use(parameter)
+            self.before_use(parameter)
         super()._PartitionedParameterCoordinator__all_gather_params_(at_once, forward, quantize)
         if self._one_rank:
             self._handles.update(dict.fromkeys(at_once, handle := Fetched(at_once)))
-        if self._uses_pieces:
+        if self._one_rank and not self._in_host_memory:
             # There is no copy whose end DeepSpeed's bound of the fetches under way could make the host wait for.
             handle.wait()
             for parameter in at_once:
@@ -201,7 +205,7 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
         if not parameters:
             return
         for parameter in parameters:
-            self._before_use(parameter)
+            self.before_use(parameter)
         for parameter in parameters:
             parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
         with get_accelerator().stream(self._stream):

@@ -25,19 +25,18 @@ from lightning_zenflow.deepspeed.flat_buffers import Layout, ReorderedStates, sl
 from lightning_zenflow.deepspeed.sleep import Sleep
 from lightning_zenflow.deepspeed.users_module import in_pieces, restore_process, whole_shape
 from lightning_zenflow.deepspeed.users_objects import UsersOptimizer
-from lightning_zenflow.offload.build import RankPart
+from lightning_zenflow.offload.build import Engine, RankPart
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
 from lightning_zenflow.training import Training
 from lightning_zenflow.worker.process import WorkerError
 
 
-class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no type information
+class ZenFlowOptimizer(ZeROOptimizer, Engine):  # type: ignore[misc]  # DeepSpeed has no type information
     """A ZeRO offload optimizer whose step does not wait for the CPU (ZenFlow, arXiv 2505.12242). The class of a stage extends this and
     DeepSpeed's of that stage, says where the weights lie and routes the reduced gradients.
 
     DeepSpeed keeps its part: flat model weights, gradient buckets and their reduction, checkpoint format, the engine around it. Its fp32
-    partitions and AdamW's moments are in the arena, where DeepSpeed's own checkpoint code reads them. Gradients and steps go to `training`,
-    which the constructor starts.
+    partitions and AdamW's moments are in the arena, where DeepSpeed's checkpoint code reads them. `training` gets gradients and steps.
     """
 
     namespace: ClassVar[ModuleType]
@@ -107,30 +106,21 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
     def clip_grad(self, max_norm: float) -> None:
         self.training.max_norm = max_norm
 
+    @override
     def read_groups(self) -> list[GroupHyperparameters]:
-        """Present hyperparameters of each flat partition."""
         return read_hyperparameters(self.optimizer)
 
+    @override
     def refuse_use(self) -> None:
-        """Refuses training while memory is away, and behind a further parameter group."""
         if self.sleep.away:
             self.sleep.refuse()
         if len(self.optimizer.param_groups) > len(self.users.params):
             self.add_param_group({})
 
+    @override
     def refuse_other_backward(self) -> None:
-        """Refuses gradients of a backward pass that the front has not begun."""
         if any(bucket.params for bucket in self.ipg_buckets.values()):
             raise other_backward(self.training.calls)
-
-    @abstractmethod
-    def gather_weights(self) -> None:
-        """See `Engine`."""
-
-    def _nothing(self) -> None:
-        """What a stage does not need of `Engine`."""
-
-    take_weights = join_reads = has_ended = _nothing
 
     def refuse_moved(self) -> None:
         """Refuses weights that have left the flat buffers, where updates reach them. Pieces are moved by DeepSpeed only."""
@@ -170,7 +160,6 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """One optimizer step (`Training.step`), and the bookkeeping that DeepSpeed and torch expect of it."""
         if closure is not None:
             raise MisconfigurationException(
                 "optimizer.step must have no closure where the optimizer is DeepSpeed's own, got one: take `self.optimizers()`"
@@ -201,8 +190,9 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
             self._update_scale(self.overflow)
         self._is_behind_step = True
 
+    @override
     def refuse_unused(self) -> None:
-        """See `Engine`. A collective: a rank knows of the parameters that it holds a part of."""
+        # A collective: a rank knows of the parameters that it holds a part of.
         if not self.ignore_unused_parameters:
             names, slices = list(self.training.full_state.parameters), self.training.parts.rank.partition.slices
             found = [names[slices[index].parameter] for index in self.training.parts.fill.unused()]
@@ -238,7 +228,6 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As DeepSpeed's, and drops the gradients that no step has used."""
         if self._is_behind_step:
             # By DeepSpeed's engine. Under torch gradients stay until the user's code removes them.
             self._is_behind_step = False
@@ -269,7 +258,6 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
 
     @override
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Ends `offload_states` (`Sleep.wake`); `non_blocking` has no effect."""
         super().reload_states()
         self.sleep.wake()
 
@@ -285,7 +273,6 @@ class ZenFlowOptimizer(ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no
 
     @override
     def load_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: the worker has AdamW's moments."""
         raise MisconfigurationException(
             "ZenFlowStrategy: optimizer.load_state_dict must not be called in training, when the worker has AdamW's moments: continue"
             " from a checkpoint (`fit(ckpt_path=...)`, `fabric.load`), or write single states with"

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed.comm as dist
 import deepspeed.runtime.engine as engine_module
@@ -76,13 +77,9 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         )
         # Weights on their way to the device, in the stock offload path.
         self.param_buffer_of_bit16_for_cpu_offload_groups: list[Tensor] = []
+        rank = dist.get_rank(group=self.dp_process_group)
         # Not `detach`: a group's only parameter may be the flat buffer, and our writes would count as the user's.
-        weights = [
-            partitions[dist.get_rank(group=group)].data
-            for partitions, group in zip(
-                self.parallel_partitioned_bit16_groups, self.real_dp_process_group, strict=True
-            )
-        ]
+        weights = [partitions[rank].data for partitions in self.parallel_partitioned_bit16_groups]
         self._start_training(masters=self.single_partition_of_fp32_groups, weights=weights)
 
     @override
@@ -185,13 +182,8 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
     def gathered(self) -> Iterator[None]:
         """DeepSpeed saves in its own order."""
         # Private: the engine saves the parameters' shapes in the order of these groups.
-        ours = self.round_robin_bit16_groups
-        with super().gathered():
-            self.round_robin_bit16_groups = self._plain_groups()
-            try:
-                yield
-            finally:
-                self.round_robin_bit16_groups = ours
+        with super().gathered(), patch.object(self, "round_robin_bit16_groups", self._plain_groups()):
+            yield
 
     @property
     @override

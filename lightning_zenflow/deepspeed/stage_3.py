@@ -40,8 +40,7 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
 
     DeepSpeed gathers the weights of a module before it runs and drops them after it. What is published goes to the rank's pieces, so no
     gather ends a step; small parameters, which DeepSpeed keeps gathered, are gathered again. With `offload_param` the pieces are in host
-    memory: in the arena, where the worker writes them and DeepSpeed fetches them, behind the worker's answers (`Piece`). When training
-    ends the pieces move to memory of their own.
+    memory: in the arena, until training ends, where the worker writes them and DeepSpeed fetches them behind its answers (`Piece`).
 
     Private: DeepSpeed's constructor calls `initialize_ds_offload`, `_create_param_groups_fp16_flat_cpu_memory` (with `offload_param`),
     `_setup_for_real_optimizer` and `create_reduce_and_remove_grad_hooks`, in this order.
@@ -99,6 +98,13 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
             in_place=self.offload_param,
             release_weights=lambda: self._use_memory_of(list(map(_without_memory, self.fp16_partitioned_groups_flat))),
         )
+        self.parameter_offload.param_coordinator = coordinator = FetchCoordinator(
+            self.parameter_offload.param_coordinator,
+            self.training,
+            stream=self.fetches,
+            one_rank=dist.get_world_size(group=self.dp_process_group) == 1,
+            in_host_memory=self.offload_param,
+        )
         if self.offload_param:
             self._use_memory_of(self.training.parts.rank.weights)
             arena, trained = self.training.parts.rank.arena, self.training.full_state.names
@@ -108,15 +114,8 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
                     parameter.ds_tensor.data = arena.page_locked_copy(parameter.ds_tensor.data)
             for sub_group, pieces in zip(self.fp16_groups, self.fp16_partitioned_groups, strict=True):
                 for index, parameter in enumerate(sub_group):
-                    parameter.ds_tensor = pieces[index] = Piece.of(pieces[index], partial(self.before_use, parameter))
-        self.parameter_offload.param_coordinator = FetchCoordinator(
-            self.parameter_offload.param_coordinator,
-            stream=self.fetches,
-            one_rank=dist.get_world_size(group=self.dp_process_group) == 1,
-            in_host_memory=self.offload_param,
-            before_use=self.before_use,
-            is_written=self.is_written,
-        )
+                    wait = partial(coordinator.before_use, parameter)
+                    parameter.ds_tensor = pieces[index] = Piece.of(pieces[index], wait)
         for dtype, bucket in self.ipg_buckets.items():
             bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=self.training.parts.rank.device)
 
@@ -132,24 +131,9 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
 
     @override
     def create_reduce_and_remove_grad_hooks(self) -> None:
-        """As DeepSpeed's, and what it does not check."""
         super().create_reduce_and_remove_grad_hooks()
         # Private: DeepSpeed's list of those that `destroy` removes.
         self._leaf_module_hooks += check_inputs_of_leaf_modules(self.module)
-
-    def _slice_in_flight(self, parameter: Any) -> int | None:
-        """This rank's slice of a parameter in host memory, which the worker may write; None: it is frozen or all padding here."""
-        return self.training.slice_of.get(parameter) if self.offload_param and not self.training.closed else None
-
-    def before_use(self, parameter: Any) -> None:
-        """Waits until the worker has written this rank's piece of a parameter."""
-        if (index := self._slice_in_flight(parameter)) is not None:
-            self.training.parts.jobs.await_slice(index)
-
-    def is_written(self, parameter: Any) -> bool:
-        """Whether `before_use` would not wait."""
-        index = self._slice_in_flight(parameter)
-        return index is None or self.training.parts.jobs.is_written(index)
 
     def _use_memory_of(self, flats: Sequence[Tensor]) -> None:
         """Makes this the memory of the rank's pieces; drops the one before."""

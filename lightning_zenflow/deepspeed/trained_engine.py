@@ -11,7 +11,6 @@ from unittest.mock import patch
 import deepspeed
 import torch
 from deepspeed import DeepSpeedEngine, initialize
-from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -25,6 +24,7 @@ from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
 from lightning_zenflow.deepspeed.users_module import (
     Released,
+    is_divided,
     make_whole,
     note_users_flags,
     pickled_as_before,
@@ -37,11 +37,8 @@ from lightning_zenflow.training import Training
 
 
 @contextmanager
-def in_place_of_deepspeeds(
-    ours: type[ZenFlowOptimizer], factory: Callable[..., Any], module: Module
-) -> Iterator[list[Any]]:
-    """Makes ``deepspeed.initialize`` of a module build its optimizer with `factory`, in place of the class that `ours` extends; an error
-    in the context destroys the optimizer. Yields a list, which holds the optimizer at the end of the context.
+def in_place_of_deepspeeds(ours: type[ZenFlowOptimizer], factory: Callable[..., Any], module: Module) -> Iterator[None]:
+    """Makes ``deepspeed.initialize`` of a module build its optimizer by `factory`, for the class that `ours` extends; an error destroys it.
 
     Private: the engine finds its optimizer's class by a name in a module, and has no other extension point.
     """
@@ -61,7 +58,7 @@ def in_place_of_deepspeeds(
 
     try:
         with patch.object(ours.namespace, ours.__bases__[-1].__name__, build):
-            yield built
+            yield
         if not built:
             raise RuntimeError(
                 f"lightning_zenflow cannot enter DeepSpeed {deepspeed.__version__}, whose engine built another optimizer; it is tested with"
@@ -77,12 +74,13 @@ def in_place_of_deepspeeds(
         restore_scalars()
 
 
-def training_engine(
+def new_engine(
     module: Module, optimizer: Optimizer | None, config: dict[str, Any], device: torch.device, scheduler: Any = None
 ) -> DeepSpeedEngine:
-    """DeepSpeed's engine of a model that is trained, with the optimizer that its configuration has if there is no other."""
+    """DeepSpeed's engine of a model, with the optimizer that its configuration has if there is no other."""
     engine, *_ = initialize(
-        args=_device_of(device),
+        # How DeepSpeed is told a rank's device, a CPU's too.
+        args=argparse.Namespace(device_rank=device.index or 0),
         config=config,
         model=module,
         model_parameters=[p for p in module.parameters() if p.requires_grad],
@@ -94,7 +92,7 @@ def training_engine(
 
 
 @one_at_a_time()
-def inference_engine(module: Module, config: Mapping[str, Any], device: torch.device) -> Any:
+def inference_engine(module: Module, config: Mapping[str, Any], device: torch.device) -> DeepSpeedEngine:
     """DeepSpeed's engine of a model without optimizer, whose weights get the precision of the training's configuration and, under stage 3,
     are divided. Hooks of an engine before are removed; the user's stay.
     """
@@ -104,23 +102,13 @@ def inference_engine(module: Module, config: Mapping[str, Any], device: torch.de
     settings = {"train_micro_batch_size_per_gpu": 1, **{key: config[key] for key in keys if key in config}}
     # In bf16 it prints the memory in use, on six lines.
     with redirect_stdout(io.StringIO()):
-        engine, *_ = initialize(
-            args=_device_of(device), config=settings, model=module, model_parameters=[], dist_init_required=False
-        )
-    return engine
-
-
-def _device_of(device: torch.device) -> argparse.Namespace:
-    """How DeepSpeed is told a rank's device, a CPU's too."""
-    return argparse.Namespace(device_rank=device.index or 0)
+        return new_engine(module, None, settings, device)
 
 
 def _lay_out_for_broadcast(module: Module) -> list[Parameter]:
-    """Makes every parameter contiguous, with a dimension at least, as DeepSpeed's broadcasts need; returns the scalars, which need their
-    shape back for the optimizer.
-    """
+    """Makes parameters contiguous, with a dimension at least, for DeepSpeed's broadcasts; returns the scalars, to be restored."""
     # Stage 3 may have partitioned some before, which have no memory.
-    whole = [p for p in module.parameters() if not is_zero_param(p)]
+    whole = [p for p in module.parameters() if not is_divided(p)]
     scalars = [p for p in whole if p.dim() == 0]
     for parameter in whole:
         flat = parameter.data.reshape(-1)
@@ -133,8 +121,7 @@ def _lay_out_for_broadcast(module: Module) -> list[Parameter]:
 
 class TrainedEngine:
     """What a set-up makes; all ranks make it together. A front, which gives its own strategy, settings and calls, holds that of the present
-    training, or of the last one. `build` builds the engine by ``deepspeed.initialize``, with the `config` of the strategy; `optimizer` is
-    None where that has one.
+    training, or of the last one. `optimizer` is None where the strategy's `config` has one.
 
     Attributes:
         zenflow: keys of this training.
@@ -145,14 +132,15 @@ class TrainedEngine:
     @one_at_a_time()
     def __init__(
         self,
-        build: Callable[[], DeepSpeedEngine],
         model: Module,
         optimizer: Optimizer | None,
         strategy: Strategy,
         settings: Settings,
         calls: Calls,
+        scheduler: Any = None,
     ) -> None:
         self.zenflow, device = of_one_training(settings.zenflow), strategy.root_device
+        config: dict[str, Any] = strategy.config or {}
         self.released: list[Released] = []
         groups: list[list[Tensor]] = [] if optimizer is None else [list(g["params"]) for g in optimizer.param_groups]
         names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
@@ -174,15 +162,13 @@ class TrainedEngine:
                 self.ending.callback(threads.begin())
                 torch.set_num_threads(min(resources.cores.trainer_threads, torch.get_num_threads()))
             if settings.chooses_buckets:
-                set_bucket_size(strategy.config or {}, model)
+                set_bucket_size(config, model)
             kind: type[ZenFlowOptimizer] = ZenFlowZero3Optimizer if strategy.zero_stage_3 else ZenFlowZeroOptimizer
             self.training = Training(self.zenflow, resources, calls, frozen, order)
-            with in_place_of_deepspeeds(
-                kind, partial(kind, training=self.training, users=self._users), model
-            ) as optimizers:
-                self.engine = build()
+            with in_place_of_deepspeeds(kind, partial(kind, training=self.training, users=self._users), model):
+                self.engine = new_engine(model, optimizer, config, device, scheduler)
             undo.pop_all()
-        self.optimizer: ZenFlowOptimizer = optimizers[0]
+        self.optimizer: ZenFlowOptimizer = self.engine.optimizer
         # More than `close`: DeepSpeed's engine outlives the training, and its hooks would keep the arena alive.
         self.ending.callback(self.optimizer.destroy)
         self.ending.enter_context(pickled_as_before([*model.modules(), *model.parameters()]))
@@ -199,21 +185,17 @@ class TrainedEngine:
             users.give_back(has_trained=self.training.steps.number > 0)
             self.optimizer.optimizer = users.optimizer
 
-    def drop_state(self) -> None:
-        """Frees the optimizer's state when nothing saves it any more."""
-        if self.training.closed:
-            self.training.end(keep_state=False)
-            self.optimizer.optimizer.state.clear()
-
 
 @contextmanager
 def leaving_engines(
     models: Sequence[Module], trained: TrainedEngine | None, *, ranks_on_host: int, together: bool
 ) -> Iterator[None]:
-    """Context of Lightning's teardown, behind the end of the worker. The modules are then what they were before, with their present
-    weights; the user's optimizer has their parameters again, and no state. `models` are modules that DeepSpeed has, or the engines around
-    them; `trained` may be the training before an evaluation, which releases nothing of it.
+    """Ends the worker; context of Lightning's teardown. The modules are then what they were before, with their present weights; the user's
+    optimizer has their parameters again, and no state. `models` are modules that DeepSpeed has, or the engines around them; `trained` may
+    be the training before an evaluation, which releases nothing of it.
     """
+    if trained is not None:
+        trained.ending.close()
     for model in models:
         make_whole(model, ranks_on_host=ranks_on_host, together=together)
     try:

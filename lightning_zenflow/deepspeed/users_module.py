@@ -39,19 +39,17 @@ _OF_MODULES = (
 )
 """Under stage 3. Not by their prefix: a user's dataset may be in `ds_train`."""
 
-_OF_PARAMETERS = frozenset(
-    [
-        # Stage 1 and 2.
-        *("_dp_group", "_hp_grad", "_hp_mapping", "_index_in_param_group", "_zero_optimizer", "cpu_data", "grad_accum"),
-        *("get_full_hp_grad", "get_full_hp_param", "load_hp_checkpoint_state", "param_idx_in_group"),
-        *("set_full_hp_grad", "set_full_hp_param"),
-        # Stage 3.
-        *("_ds_z3_eager_fallback_owner", "_ds_z3_gathered_param_context_depth", "_z3_optimizer", "aligned_size"),
-        *("all_gather", "all_gather_coalesced", "convert_to_zero_parameters", "is_external_param", "item"),
-        *("nvme_swapper", "padding_size", "partition", "partition_gradients", "partition_numel"),
-        "reduce_gradients_at_owner",
-    ]
-)
+_OF_PARAMETERS = {
+    # Stage 1 and 2.
+    *("_dp_group", "_hp_grad", "_hp_mapping", "_index_in_param_group", "_zero_optimizer", "cpu_data", "grad_accum"),
+    *("get_full_hp_grad", "get_full_hp_param", "load_hp_checkpoint_state", "param_idx_in_group"),
+    *("set_full_hp_grad", "set_full_hp_param"),
+    # Stage 3.
+    *("_ds_z3_eager_fallback_owner", "_ds_z3_gathered_param_context_depth", "_z3_optimizer", "aligned_size"),
+    *("all_gather", "all_gather_coalesced", "convert_to_zero_parameters", "is_external_param", "item"),
+    *("nvme_swapper", "padding_size", "partition", "partition_gradients", "partition_numel"),
+    "reduce_gradients_at_owner",
+}
 
 _LEAF = "_z3_leaf"
 """Flag that a module is gathered as one: users set it, and DeepSpeed by its configuration."""
@@ -98,9 +96,7 @@ def piece_of(whole: Tensor, parameter: Any) -> Tensor:
 
 @torch.no_grad()
 def load_pieces(module: Module, states: Mapping[str, Any], pieces: Mapping[str, Tensor], *, strict: bool) -> None:
-    """`Module.load_state_dict` of a divided module; drops what is gathered of it. Of parameters `states` has the names, and `pieces` this
-    rank's piece, [elements of a piece], any type.
-    """
+    """`Module.load_state_dict` of a divided module; drops what is gathered. Of parameters `states` has names, `pieces` this rank's."""
     parameters: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
     # A parameter is loaded from itself: torch compares the names.
     module.load_state_dict({name: parameters.get(name, value) for name, value in states.items()}, strict=strict)
@@ -136,8 +132,7 @@ def note_users_flags(module: Module) -> None:
 @torch.no_grad()
 def make_whole(model: Module, *, ranks_on_host: int, together: bool) -> None:
     """Makes the weights whole that stage 3 has divided, one parameter after the other: of one rank where they are, views of its pieces; of
-    several in host memory, if that has room for those of all ranks; unless all call it `together`, they stay divided. `release` must
-    follow before any use of the module.
+    several in host memory, if that has room for those of all ranks and all call it `together`; else they stay divided. `release` follows.
     """
     divided: list[Any] = [p for p in _module(model).parameters() if is_divided(p)]
     # An exception in DeepSpeed's construction, which moves the pieces, may lose them.
@@ -169,8 +164,7 @@ def make_whole(model: Module, *, ranks_on_host: int, together: bool) -> None:
 @torch.no_grad()
 def release(model: Module) -> Released:
     """Ends DeepSpeed's engine of a module and removes what it has added to it; parameters in a flat buffer get memory of their own. If a
-    weight is in host memory, all of the module moves there. A module that is divided over ranks (`make_whole`) stays so. Returns what
-    `as_in_training` needs.
+    weight is in host memory, all of the module moves there. What is divided over ranks stays so. Returns what `as_in_training` needs.
     """
     module = _module(model)
     parameters: list[Any] = list(module.parameters())
@@ -246,7 +240,6 @@ def _module(model: Module) -> Module:
 
 
 def _names_on(parameter: Tensor) -> list[str]:
-    """Names of DeepSpeed's attributes of a parameter."""
     return [name for name in vars(parameter) if name in _OF_PARAMETERS or name.startswith("ds_")]
 
 

@@ -54,28 +54,27 @@ class UsersOptimizer:
         if optimizer.state or optimizer in _trained:
             rank_zero_warn(NEW_MOMENTS)
         self.given = self.optimizer = optimizer
-        self._order, self._is_read = self._present(), False
+        self._order = self._present()
         for group in optimizer.param_groups:
             # DeepSpeed takes the type of the first one for that of the training, and drops frozen ones, such as quantised weights.
             group["params"].sort(key=lambda p: not p.requires_grad)
         self.params = self._present()
 
     def take(self) -> None:
-        """Gives the groups the module's parameters, behind DeepSpeed's set-up."""
+        """Gives the groups the module's parameters, behind DeepSpeed's set-up, and refuses reads of the state."""
         self._deepspeeds = self._present()
         self._set(self.params)
-        self._reading = self.optimizer.register_state_dict_pre_hook(self._refuse_reading)
+        self._reading = self.optimizer.register_state_dict_pre_hook(_refuse_reading)
 
     @contextmanager
     def as_deepspeeds(self) -> Iterator[None]:
         """Context in which the groups have DeepSpeed's flat partitions, the keys of the state, and the state may be read."""
-        self._is_read = True
+        self._reading.remove()
         self._set(self._deepspeeds)
         try:
             yield
         finally:
-            self._set(self.params)
-            self._is_read = False
+            self.take()
 
     def leave(self) -> None:
         """Ends the training of DeepSpeed's optimizer, which knows nothing of groups that the user has added in it."""
@@ -84,10 +83,10 @@ class UsersOptimizer:
 
     def give_back(self, *, has_trained: bool) -> None:
         """Gives the user's optimizer back, with a step of it or without."""
-        self.optimizer = _InSaves([dict(group) for group in self.given.param_groups], self.given.defaults)
-        self.optimizer.state = self.given.state
-        for group, params in zip(self.given.param_groups, self._order, strict=True):
-            group["params"] = params
+        in_saves = _InSaves([dict(group) for group in self.given.param_groups], self.given.defaults)
+        in_saves.state = self.given.state
+        self._set(self._order)
+        self.optimizer = in_saves
         self.given.state = defaultdict(dict)
         if has_trained:
             _trained.add(self.given)
@@ -99,16 +98,16 @@ class UsersOptimizer:
         for group, params in zip(self.optimizer.param_groups, of_groups, strict=True):
             group["params"] = list(params)
 
-    def _refuse_reading(self, _: Optimizer) -> None:
-        if not self._is_read:
-            raise MisconfigurationException(
-                "ZenFlowStrategy: state_dict of the optimizer from configure_optimizers must not be called in training, when the worker has"
-                " AdamW's moments: save a checkpoint, or read them with `deepspeed.utils.safe_get_full_optimizer_state`"
-            )
-
 
 class _InSaves(Optimizer):
     """Groups and state without a step."""
+
+
+def _refuse_reading(_: Optimizer) -> None:
+    raise MisconfigurationException(
+        "ZenFlowStrategy: state_dict of the optimizer from configure_optimizers must not be called in training, when the worker has"
+        " AdamW's moments: save a checkpoint, or read them with `deepspeed.utils.safe_get_full_optimizer_state`"
+    )
 
 
 def validate_optimizer(optimizer: Optimizer, module: Module) -> None:
@@ -210,9 +209,7 @@ def refuse_unsupported_trainer(trainer: Any, lightning: ModuleType, *, in_pieces
 
 
 def refuse_unsupported_module(module: Module) -> None:
-    """Refuses, before anything is set up, sparse gradients, weights that cannot be converted, and trained parameters whose elements
-    share memory, since DeepSpeed copies each element to a place of its own.
-    """
+    """Refuses, before set-up, sparse gradients, weights that cannot be converted, and trained parameters whose elements share memory."""
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse:
             raise MisconfigurationException(

@@ -50,8 +50,7 @@ class ArenaSizes:
 
 class StepWords:
     """A ring of ``StepWord``: by them the device tells the worker that the gradients of a step, or of a block in a step, have arrived. Each
-    of the `rows`, [n, bytes] uint8, begins with a word: `clip`, float32, the factor on the gradient, and `sequence`, int64, the number of
-    the step.
+    of the `rows`, [n, bytes] uint8, begins with a word: `clip`, float32, the gradient's factor, and `sequence`, int64, the step.
     """
 
     def __init__(self, rows: Tensor) -> None:
@@ -240,8 +239,7 @@ class Arena:
         """Unlocks the memory, closes the file and frees all memory but that of master weights and moments if `keep_state`, when the worker
         has ended. Idempotent. Tensors remain readable, since the mapping lives as long as the last of them; freed memory reads as zeros.
 
-        `take_weights` copies weights that the publish buffers hold to memory of their own. It is called once, when the memory of the slots,
-        which are larger, has been freed.
+        `take_weights` copies weights in the publish buffers to memory of their own; it is called once, when that of the slots is free.
         """
         if self.fd >= 0:
             os.close(self.fd)

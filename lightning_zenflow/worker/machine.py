@@ -186,9 +186,7 @@ class FreeMemory(NamedTuple):
 
 
 def free_host_memory() -> FreeMemory:
-    """The least of the machine and of this process' control groups; infinite if unknown. `HOST_MEMORY` overrides them; ValueError: it is
-    not a number above 0.
-    """
+    """The least of the machine and of this process' control groups, infinite if unknown, or `HOST_MEMORY`; ValueError: that is wrong."""
     given = os.environ.get(HOST_MEMORY)
     if given is None:
         return min(_free_memory(), default=FreeMemory(n_bytes=math.inf, limit="unknown"))
@@ -204,9 +202,7 @@ def free_host_memory() -> FreeMemory:
 
 
 def lack_of_host_memory(n_bytes: int, *, ranks: int, keys: str) -> str | None:
-    """An error message if the arenas of this host's ranks, of `n_bytes` each, do not fit, otherwise None; `keys`, which determine the size,
-    are for the message.
-    """
+    """An error message, with the `keys` that determine the size, if a host's arenas, of `n_bytes` each, do not fit, else None."""
     free = free_host_memory()
     if ranks * n_bytes <= free.n_bytes:
         return None

@@ -1,13 +1,12 @@
 """AdamW's moments in the arena, read and written as floats whatever their type there.
 
-In 8 bits each run of `TILE_ELEMENTS` of a tile has a scale. ``csrc/adamw/moments_in_8_bits.h`` has the code; here values are rounded to
-nearest.
+In 8 bits each run of `TILE_ELEMENTS` of a tile has a scale (``csrc/adamw/moments_in_8_bits.h``). Here values are rounded to nearest.
 """
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,28 +47,19 @@ class Moment:
 
 
 class _Part(NamedTuple):
-    """A part of a tile, and its scales."""
+    """A part of a tile, or single elements, and their scales."""
 
-    elements: slice
-    scales: slice
-    skipped: int
-    """Elements of the first scale that are not in the part."""
+    elements: Any
+    scales: Any
+    skipped: int | None = None
+    """Elements of the first scale that are not in the part; None: each of the elements has its own scale."""
 
     def of_elements(self, scales: Tensor) -> Tensor:
         """For each element its own of the part's scales."""
+        if self.skipped is None:
+            return scales
         spread = scales.repeat_interleave(TILE_ELEMENTS)
         return spread[self.skipped : self.skipped + self.elements.stop - self.elements.start]
-
-
-class _Entries(NamedTuple):
-    """Single elements, each with its scale."""
-
-    elements: Tensor
-    scales: Tensor
-
-    def of_elements(self, scales: Tensor) -> Tensor:
-        """The scales themselves."""
-        return scales
 
 
 class CodedMoments:
@@ -92,17 +82,17 @@ class CodedMoments:
                     scales = slice(scale + first // TILE_ELEMENTS, scale - (-last // TILE_ELEMENTS))
                     yield _Part(slice(tile.begin + first, tile.begin + last), scales, first % TILE_ELEMENTS)
 
-    def entries(self, elements: Tensor) -> _Entries:
+    def entries(self, elements: Tensor) -> _Part:
         """Some elements of one tile, [n] int64."""
         number = bisect_right(self._begins, int(elements[0])) - 1
-        return _Entries(elements, self._first_scales[number] + (elements - self._begins[number]) // TILE_ELEMENTS)
+        return _Part(elements, self._first_scales[number] + (elements - self._begins[number]) // TILE_ELEMENTS)
 
-    def first(self, part: _Part | _Entries) -> Tensor:
+    def first(self, part: _Part) -> Tensor:
         """First moments, float32."""
         q = self.exp_avg[part.elements].float()
         return q * q.abs() * (1 / 127**2) * part.of_elements(self._scales[part.scales, 0]) * self._root(part)
 
-    def second(self, part: _Part | _Entries) -> Tensor:
+    def second(self, part: _Part) -> Tensor:
         """Second moments, float32."""
         c = self.exp_avg_sq[part.elements].float()
         root = c * c * (1 / 255**2)
@@ -124,7 +114,7 @@ class CodedMoments:
         self.exp_avg_sq[part.elements] = torch.maximum(c, (values > 0).float()).to(torch.uint8)
         self.set_first(part, torch.where(values == 0, 0, kept))
 
-    def _root(self, part: _Part | _Entries) -> Tensor:
+    def _root(self, part: _Part) -> Tensor:
         """Of second moments, at least that of code 1."""
         c = self.exp_avg_sq[part.elements].float().clamp(min=1)
         # A new arena has scales of zero. torch's vectorised root of float32 is not always rounded right.

@@ -220,7 +220,6 @@ class Worker:
             raise self._death() from error
 
     def _death(self) -> WorkerError:
-        """The error for a worker that has closed its end."""
         try:
             status = self._wait_for_end(_DEATH_TIMEOUT_S)
         except subprocess.TimeoutExpired:

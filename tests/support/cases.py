@@ -14,7 +14,7 @@ from typing_extensions import override
 import models
 import networks
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.deepspeed.trained_engine import training_engine
+from lightning_zenflow.deepspeed.trained_engine import new_engine
 from lightning_zenflow.strategy import ZenFlowPrecision
 from lightning_zenflow.worker.machine import allowed_cores
 from models import OptimizerOptions, TestModule
@@ -48,7 +48,7 @@ class StockStrategy(ZenFlowStrategy):
 
     @override
     def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
-        engine = training_engine(model, optimizer, self.config, self.root_device, lr_scheduler)
+        engine = new_engine(model, optimizer, self.config, self.root_device, lr_scheduler)
         return engine, engine.optimizer
 
     @override

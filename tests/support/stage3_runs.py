@@ -13,7 +13,7 @@ from typing_extensions import override
 from callbacks import After, At
 from harness import Case, Run, make_trainer, snapshot, untrained
 from lightning_zenflow.deepspeed.environment import RankProcess
-from lightning_zenflow.deepspeed.trained_engine import training_engine
+from lightning_zenflow.deepspeed.trained_engine import new_engine
 from models import TestModule, draw, generator
 
 INITIAL_SCALE_POWER = 7
@@ -66,7 +66,7 @@ class PlainStage3(DeepSpeedStrategy):
 
     @override
     def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
-        engine = training_engine(model, optimizer, self.config, self.root_device, lr_scheduler)
+        engine = new_engine(model, optimizer, self.config, self.root_device, lr_scheduler)
         return engine, engine.optimizer
 
 
