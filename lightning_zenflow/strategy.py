@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zenflow.checkpoint.checkpoints import Checkpoints
-from lightning_zenflow.config import KEYS, ZenFlowConfig
+from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import Calls, MisconfigurationException
 from lightning_zenflow.core.process import one_at_a_time
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, read_settings
@@ -104,11 +104,37 @@ class TrainerStrategy(_DeepSpeedStrategy):
         offload_parameters: bool | None = None,
         **deepspeed_options: Any,
     ) -> None:
-        # The keywords above, by name.
-        given = {name: value for name, value in locals().items() if value is not None}
-        keys = {name: value for name, value in given.items() if name in KEYS}
-        deepspeed_options |= {name: given[name] for name in ("stage", "offload_parameters") if name in given}
-        self._settings = read_settings(config, deepspeed_options, self.lightning.strategies.DeepSpeedStrategy, **keys)
+        place = {"stage": stage, "offload_parameters": offload_parameters}
+        deepspeed_options |= {key: value for key, value in place.items() if value is not None}
+        self._settings = read_settings(
+            config,
+            deepspeed_options,
+            self.lightning.strategies.DeepSpeedStrategy,
+            topk_ratio=topk_ratio,
+            select_strategy=select_strategy,
+            select_interval=select_interval,
+            update_interval=update_interval,
+            max_update_interval=max_update_interval,
+            publish_lag=publish_lag,
+            clip_prediction=clip_prediction,
+            full_warm_up_rounds=full_warm_up_rounds,
+            overlap_step=overlap_step,
+            weight_prediction=weight_prediction,
+            provisional_scale=provisional_scale,
+            offload_ratio=offload_ratio,
+            auto_ratio=auto_ratio,
+            moments_dtype=moments_dtype,
+            offload=offload,
+            accumulate_on=accumulate_on,
+            worker_cores=worker_cores,
+            pt_reserved_cores_perc=pt_reserved_cores_perc,
+            worker_timeout=worker_timeout,
+            max_worker_restarts=max_worker_restarts,
+            checkpoint_format=checkpoint_format,
+            sync_checkpoints=sync_checkpoints,
+            async_checkpoints=async_checkpoints,
+            stall_monitor=stall_monitor,
+        )
         super().__init__(config=self._settings.deepspeed, **deepspeed_options)
         self.config = prepare_deepspeed_config(self.config)
         self.zenflow_config = self._settings.zenflow
