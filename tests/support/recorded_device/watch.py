@@ -28,14 +28,7 @@ from lightning_zenflow.offload import build
 from lightning_zenflow.worker.arena import WORD_BYTES, Arena
 from lightning_zenflow.worker.process import JobMessage, Submission, SupervisedWorker
 from recorded_device.clocks import HOST, WORKER, Clock, Span, join
-from recorded_device.device import (
-    DeviceMemory,
-    RecordedAccelerator,
-    RecordedDevice,
-    RecordedRuntime,
-    one_launch_a_pass,
-    place,
-)
+from recorded_device.device import DeviceMemory, RecordedAccelerator, RecordedDevice, one_launch_a_pass, place
 from recorded_device.tensors import DEVICE, Transfer, tell_apart
 
 _VIEWS = {
@@ -127,7 +120,7 @@ class Watch(TorchDispatchMode):
         self, name: str, reads: list[Tensor], writes: list[Tensor], new: list[Tensor], *, non_blocking: bool
     ) -> None:
         tensors = [*reads, *writes, *new]
-        actor = self._device.current.name if any(map(self.is_on_device, tensors)) else HOST
+        actor = self._device.current_stream().name if any(map(self.is_on_device, tensors)) else HOST
         transfer = Transfer.of(name, reads, writes + new, is_on_device=self.is_on_device)
         if actor != HOST and transfer.mixes:
             self._order.races[f"{name} mixes memory of host and device in {place()}"] += 1
@@ -181,7 +174,7 @@ class Watch(TorchDispatchMode):
     def _take(self, storage: UntypedStorage) -> None:
         base = self._storages[storage._cdata] = storage.data_ptr()
         if base:
-            self._order.allocate(base, self._device.current.name)
+            self._order.allocate(base, self._device.current_stream().name)
             self._device.memory.allocate(base, storage.nbytes(), counts=not self._device.is_within_pass)
 
     def _freed(self, number: int) -> None:
@@ -303,7 +296,7 @@ def recorded_device(*, events_are_reached: bool = False, memory_limit: float = m
     with ExitStack() as stack:
         stack.callback(set_accelerator, get_accelerator())
         set_accelerator(RecordedAccelerator(device))
-        stack.enter_context(patch.dict(RUNTIMES, cpu=lambda torch_device: RecordedRuntime(torch_device, device)))
+        stack.enter_context(patch.dict(RUNTIMES, cpu=lambda _: device))
         stack.enter_context(patch.object(build, "kernels_for", lambda _: one_launch_a_pass(device)))
         stack.enter_context(patch.object(environment, "CPU", DEVICE))
         # Private: where Lightning, with several ranks, makes the host wait for the device before each batch, which would order everything.
@@ -312,11 +305,9 @@ def recorded_device(*, events_are_reached: bool = False, memory_limit: float = m
         stack.enter_context(patch.object(uses, "FOLLOWED", 0))
         # Private: where torch puts the objects of a collective; with NCCL alone on the rank's GPU.
         stack.enter_context(patch.object(distributed_c10d, "_get_object_coll_device", lambda _=None: str(DEVICE)))
-
-        def record_stream(tensor: Tensor, stream: Any) -> None:
-            device.order.keep_for(tensor.untyped_storage().data_ptr(), stream.name)
-
-        stack.enter_context(patch.object(Tensor, "record_stream", record_stream))
+        stack.enter_context(
+            patch.object(Tensor, "record_stream", lambda tensor, stream: device.keep_for(stream, tensor))
+        )
         stack.enter_context(patch.object(UntypedStorage, "resize_", lambda storage, n: watch.resize(storage, n)))
 
         work_wait = dist.Work.wait
