@@ -286,15 +286,10 @@ def test_broken_arenas_and_messages(variant: str, seeds: int) -> None:
 
 
 def test_a_trainer_that_dies_before_the_worker_is_ready() -> None:
-    with changed_arena("") as arena:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.close()
-        command = [folder_of("quick") / "zenflow-worker", str(arena.fd), "0", str(allowed_cores()[0]), "30"]
-        with theirs:
-            done = subprocess.run(
-                command, stdin=theirs, pass_fds=[arena.fd], capture_output=True, timeout=_RUN_TIMEOUT_S
-            )
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.close()
+    with changed_arena("") as arena, theirs:
+        assert end_of(folder_of("quick") / "zenflow-worker", arena.fd, [], stdin=theirs) == (0, "", [])
 
 
 VARIANTS_WITH_ERRORS = pytest.mark.parametrize(
@@ -331,9 +326,8 @@ def test_invalid_messages_and_arguments_are_refused(variant: str) -> None:
         done = run([worker, *arguments.split()], timeout_s=_RUN_TIMEOUT_S)
         assert done.returncode > 0 and message in done.stdout, done.stdout
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
-        command = [worker, "0", "0", "0", "10"]
-        done = subprocess.run(command, stdin=stream, capture_output=True, text=True)
-    assert done.returncode > 0 and "type == SOCK_SEQPACKET" in done.stderr
+        status, printed, _ = end_of(worker, 0, [], stdin=stream)
+    assert status > 0 and "type == SOCK_SEQPACKET" in str(printed)
 
 
 def test_the_worker_needs_no_other_libraries_than_the_c_library() -> None:
