@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -53,7 +52,7 @@ class OptimizerOptions:
     """How the test models configure their optimizer."""
 
     kind: str = "AdamW"
-    """Name of a class in `torch.optim`, or "DeepSpeedCPUAdam"."""
+    """Name of a class in `torch.optim`."""
     lr: float = 1e-2
     scheduler: bool = True
     factor: Callable[[int], float] = decay
@@ -158,8 +157,7 @@ class TestModule(pl.LightningModule):
             {"params": list(ps), "lr": h.lr, "betas": (h.beta1, h.beta2), "eps": h.eps, "weight_decay": h.weight_decay}
             for ps, h in zip(self.optimized(), options.initial(), strict=False)
         ]
-        kind = DeepSpeedCPUAdam if options.kind == "DeepSpeedCPUAdam" else getattr(torch.optim, options.kind)
-        optimizer = kind(entries, **options.flags)
+        optimizer = getattr(torch.optim, options.kind)(entries, **options.flags)
         return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, options.factor) if options.scheduler else None
 
     @override

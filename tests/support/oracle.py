@@ -14,28 +14,7 @@ from torch import Tensor, nn
 from lightning_zenflow.core.partition import Slice, build_partition, round_up
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.deepspeed.flat_buffers import balanced_order
-from zenflow_reference import AdamWState, Groups, SynchronousZenFlow
-
-
-def adamw_reference(
-    weights: Sequence[Tensor],
-    gradients: Sequence[Sequence[Tensor]],
-    groups: Sequence[Groups],
-    *,
-    max_norm: float = 0.0,
-) -> AdamWState:
-    """AdamW in float64 on a fixed sequence of gradients.
-
-    Args:
-        weights: one tensor a parameter.
-        gradients: for each step, one tensor a parameter.
-        groups: for each step, one group a parameter.
-        max_norm: largest norm of the whole gradient; 0 means no clipping.
-    """
-    state = AdamWState.start(weights, torch.float64)
-    for of_step, groups_of_step in zip(gradients, groups, strict=True):
-        state.step(of_step, groups_of_step, max_norm=max_norm)
-    return state
+from zenflow_reference import SynchronousZenFlow
 
 
 def _slice(p: Tensor, **fields: int) -> Slice:
@@ -43,10 +22,10 @@ def _slice(p: Tensor, **fields: int) -> Slice:
     return Slice(columns=p[0].numel() if is_matrix else 1, is_matrix=is_matrix, **fields)
 
 
-def pieces_of_rank(
+def _pieces_of_rank(
     groups: Sequence[Sequence[Tensor]], rank: int, world_size: int, sub_group_size: int
 ) -> tuple[list[Slice], list[int]]:
-    """As `slices_of_rank`, under ZeRO-3: each parameter is cut into equal pieces, and each parameter group into sub-groups.
+    """Each parameter is cut into equal pieces, and each parameter group into sub-groups.
 
     A sub-group ends with the piece by which it has `sub_group_size` elements or more.
     """
@@ -68,12 +47,16 @@ def pieces_of_rank(
     return slices, sizes
 
 
-def slices_of_rank(groups: Sequence[Sequence[Tensor]], rank: int, world_size: int) -> tuple[list[Slice], list[int]]:
-    """Slices of one rank's partition, and the size of its part of each parameter group.
+def slices_of_rank(
+    groups: Sequence[Sequence[Tensor]], rank: int, world_size: int, sub_group_size: int = 0
+) -> tuple[list[Slice], list[int]]:
+    """Slices of one rank's partition, and the size of its part of each parameter group, or under ZeRO-3 of each sub-group.
 
     ZeRO-2 lays a parameter group's tensors end to end, in the order of `balanced_order`, pads the run to a multiple of 2 x ranks and gives
     each rank an equal part of it.
     """
+    if sub_group_size:
+        return _pieces_of_rank(groups, rank, world_size, sub_group_size)
     sizes = [-(-sum(p.numel() for p in parameters) // (2 * world_size)) * 2 for parameters in groups]
     slices, first, number = [], 0, 0
     for param_group, (parameters, size) in enumerate(zip(groups, sizes, strict=True)):
@@ -102,31 +85,29 @@ def places_of_elements(
         world_size: number of ranks.
         sub_group_size: of ZeRO-3; 0: ZeRO-2.
     """
-    blocks, indices, scales = (
-        [torch.full((p.numel(),), -1) for parameters in groups for p in parameters] for _ in range(3)
-    )
+    found = [[torch.full(p.shape, -1) for parameters in groups for p in parameters] for _ in range(3)]
     for rank in range(world_size):
-        if sub_group_size:
-            slices, sizes = pieces_of_rank(groups, rank, world_size, sub_group_size)
-        else:
-            slices, sizes = slices_of_rank(groups, rank, world_size)
+        slices, sizes = slices_of_rank(groups, rank, world_size, sub_group_size)
         partition = build_partition(slices, sizes, n_blocks)
-        ends = torch.tensor([block.end for block in partition.blocks])
-        scale_of = torch.full((partition.numel,), -1)
+        blocks, scales = torch.full((2, partition.numel), -1)
+        for number, block in enumerate(partition.blocks):
+            blocks[block.begin : block.end] = number
         for tile in partition.tiles:
             runs = torch.arange(tile.numel) // 128
-            scale_of[tile.begin : tile.end] = int(scale_of.max()) + 1 + runs
-        for s in slices:
-            places = torch.arange(s.begin, s.begin + s.numel)
-            indices[s.parameter][s.start : s.start + s.numel] = places
-            blocks[s.parameter][s.start : s.start + s.numel] = torch.searchsorted(ends, places, right=True)
-            scales[s.parameter][s.start : s.start + s.numel] = scale_of[places] * world_size + rank
-    assert all((places >= 0).all() for places in (*blocks, *indices, *scales))
-    shapes = [p.shape for parameters in groups for p in parameters]
-    of_blocks, of_indices, of_scales = (
-        [x.view(shape) for x, shape in zip(of, shapes, strict=True)] for of in (blocks, indices, scales)
-    )
-    return of_blocks, of_indices, of_scales
+            scales[tile.begin : tile.end] = int(scales.max()) + 1 + runs
+        for tensors, values in zip(
+            found, (blocks, torch.arange(partition.numel), scales * world_size + rank), strict=True
+        ):
+            to_parameters(tensors, slices, values)
+    assert all((places >= 0).all() for of in found for places in of)
+    blocks_of, indices, scales_of = found
+    return blocks_of, indices, scales_of
+
+
+def to_parameters(tensors: Sequence[Tensor], slices: Sequence[Slice], values: Tensor) -> None:
+    """Copies a rank's values, [numel of the partition], to contiguous tensors with the shapes of all parameters."""
+    for s in slices:
+        tensors[s.parameter].view(-1)[s.start : s.start + s.numel] = values[s.begin : s.begin + s.numel]
 
 
 @dataclass(kw_only=True)

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,13 @@ from lightning_zenflow.worker.arena import Arena, arena_bytes
 from lightning_zenflow.worker.machine import allowed_cores, running_on
 from lightning_zenflow.worker.process import JobMessage, SupervisedWorker, Worker, WorkerError
 from processes import arena_mappings, leaves_no_file_open
-from small_arena import SIZES, make_arena, make_partition
+from recorded_device.tensors import CPU
+from small_arena import SIZES, make_partition
 
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    arena = make_arena(make_partition())
+    arena = Arena(make_partition(), SIZES, device=CPU)
     yield arena
     arena.close(keep_state=False)
 
@@ -122,7 +124,7 @@ def test_limits_on_the_trainers_threads_and_cores(
 
 def test_nothing_is_left_open() -> None:
     def start_and_close(*, fail: bool) -> None:
-        arena = make_arena(make_partition())
+        arena = Arena(make_partition(), SIZES, device=CPU)
         if fail:
             with pytest.raises(WorkerError, match="4000"):
                 Worker(arena, cores=[4000], timeout_s=5, word_timeout_s=5)
@@ -246,7 +248,7 @@ def test_an_executable_that_does_not_begin(
     start = partial(Worker, arena, cores=two_cores, timeout_s=limit_s, word_timeout_s=30)
     with leaves_no_file_open():
         with pytest.raises(WorkerError, match=f"(?s){message}") as caught:
-            SupervisedWorker(start, max_restarts=1, telemetry=Telemetry(torch.device("cpu")))
+            SupervisedWorker(start, max_restarts=1, telemetry=Telemetry(CPU))
         assert "restarted" not in str(caught.value)
         assert "\n" not in str(caught.value) or "cannot run" not in message
         del caught
@@ -284,7 +286,7 @@ def test_a_child_that_collects_the_arena_of_an_earlier_fit() -> None:
     """The child's own memory is where the arena was, and stays there; nothing that the child inherits is collected."""
     gc.collect()
     before = set(arena_mappings())
-    Garbage(make_arena(make_partition(), n_slots=16 * MIB // 4096))
+    Garbage(Arena(make_partition(), replace(SIZES, n_slots=16 * MIB // 4096), device=CPU))
     (arena,) = set(arena_mappings()) - before
 
     def child() -> None:

@@ -245,9 +245,6 @@ class RecordedStream:
     def synchronize(self) -> None:
         self.record_event().synchronize()
 
-    def query(self) -> bool:
-        return self._device.events_are_reached
-
 
 class RecordedEvent:
     """An event with the interface of `torch.cuda.Event`."""
@@ -298,16 +295,6 @@ class RecordedAccelerator(CpuAccelerator):
     @override
     def is_synchronized_device(self) -> bool:
         return False
-
-    @property
-    @override
-    def FloatTensor(self) -> Any:
-        return lambda values: torch.tensor(values, dtype=torch.float32, device=DEVICE)
-
-    @property
-    @override
-    def ByteTensor(self) -> Any:
-        return lambda values: torch.tensor(values, dtype=torch.uint8, device=DEVICE)
 
     @property
     @override
