@@ -5,14 +5,12 @@
 The same on the CPU is slow (`-m slow`), and shows that nothing but a GPU is missing.
 """
 
-import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.zero import GatheredParameters
 
 from checkpoint_files import in_order
 from fabric_runs import set_up, train_step
@@ -107,23 +105,6 @@ def test_under_fabric(place: str, moments: str, accelerator: str, tmp_path: Path
     assert len({p.device for p in model.parameters()} | {b.device for b in model.buffers()}) == 1
     saved = torch.load(path, weights_only=True)
     assert_same_tensors(in_order(case, saved["model"]), run_here(case).master)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_state_dict_in_training_is_saved_with_its_own_elements(place: str, accelerator: str) -> None:
-    """From the device's memory, which other weights are in as well."""
-    model = PiecesNet(length=STEPS)
-    fabric, wrapped, optimizer, _ = set_up(model, accelerator=accelerator, **case_of(accelerator, place).keys())
-    train_step(fabric, wrapped, optimizer, 0)
-    with GatheredParameters([*model.back.parameters()]):
-        for state in (model.back.state_dict(), {"module": model.back}):
-            torch.save(state, content := io.BytesIO())
-            content.seek(0)
-            again = torch.load(content, weights_only=False)
-            weight = again["module"].weight if "module" in again else again["weight"]
-            assert weight.untyped_storage().nbytes() == weight.nbytes
-            assert weight.device == model.back.weight.device and torch.equal(weight, model.back.weight)
-    fabric.strategy.teardown()
 
 
 def test_auto_in_every_place(accelerator: str) -> None:
