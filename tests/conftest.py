@@ -107,8 +107,8 @@ def no_worker_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     assert _subject(request.path) == "unit" or end_workers() == []
 
 
-@pytest.fixture(scope="session")
-def needs_cuda() -> None:
-    """Skips tests where there is no CUDA device."""
-    if not torch.cuda.is_available():
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips tests that need a CUDA device where there is none, before their fixtures."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and a torch that was built for it")

@@ -22,7 +22,7 @@ from lightning_zenflow.offload.plan import SchedulePolicy
 from rank_processes import run_on_ranks
 from same_bits import assert_same_state
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda")]
+pytestmark = pytest.mark.gpu
 
 STEPS = 11
 
@@ -71,13 +71,13 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def on_cpu(needs_cuda: None) -> dict[str, Run]:
+def on_cpu() -> dict[str, Run]:
     """The baselines of all sequences, in a process that trains on the CPU."""
     return {name: of_rank[0] for name, of_rank in run_on_ranks(BASELINES, ranks=1).items()}
 
 
 @pytest.fixture(scope="module")
-def on_cuda(needs_cuda: None) -> dict[str, Run]:
+def on_cuda() -> dict[str, Run]:
     """The baselines of all sequences, on the GPU."""
     return {name: run_here(replace(case, accelerator="gpu")) for name, case in BASELINES.items()}
 

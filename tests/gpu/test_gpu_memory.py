@@ -17,7 +17,7 @@ from lightning_zenflow.core.step_inputs import step_word
 from lightning_zenflow.worker.arena import Arena
 from small_arena import SIZES
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("n_first", [1, 3, 5])

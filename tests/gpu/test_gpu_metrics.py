@@ -16,7 +16,7 @@ from harness import APPROXIMATE, Case, fit
 from lightning_zenflow.step_meter import METRICS
 from models import OptimizerOptions
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda")]
+pytestmark = pytest.mark.gpu
 
 OPTIONS = {**APPROXIMATE, "reduce_bucket_size": 400_000, "select_interval": 18}
 SLOWLY = OptimizerOptions(lr=1e-5)

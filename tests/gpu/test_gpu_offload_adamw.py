@@ -14,8 +14,6 @@ from plain_loops import Loop, Who, close, make_loop
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "cuda":
-        request.getfixturevalue("needs_cuda")
     return str(request.param)
 
 

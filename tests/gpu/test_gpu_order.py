@@ -28,7 +28,7 @@ from lightning_zenflow.worker.process import SupervisedWorker
 from same_bits import assert_same_state
 from worker_killer import seen
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda")]
+pytestmark = pytest.mark.gpu
 
 
 class SlowBackward(pl.Callback):
@@ -119,7 +119,7 @@ def digests_of(case: Case, *callbacks: pl.Callback) -> tuple[Run, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(needs_cuda: None) -> dict[str, tuple[Run, Tensor]]:
+def undisturbed() -> dict[str, tuple[Run, Tensor]]:
     """Runs in which the device is waited for before and after every step's phases, so that nothing can overtake anything."""
     with pytest.MonkeyPatch.context() as patch:
         for owner, method in (
@@ -140,7 +140,7 @@ def undisturbed(needs_cuda: None) -> dict[str, tuple[Run, Tensor]]:
         return {name: digests_of(case) for name, case in RACES.items()}
 
 
-def test_a_word_is_seen_behind_what_was_copied_before_it(needs_cuda: None) -> None:
+def test_a_word_is_seen_behind_what_was_copied_before_it() -> None:
     """By a host that polls and does not wait for the device, as the worker: see protocol.h on what is assumed of the bus."""
     numel, n_steps = 2**20, 20_000
     host = torch.empty(numel, dtype=torch.int32, pin_memory=True)
