@@ -108,22 +108,6 @@ class DirectStep:
         """AdamW's step count, as checkpoints hold it."""
         return float(self.optimizer.state[self.masters[0]]["step"])
 
-    def save(self, path: str) -> None:
-        """Saves the exact state."""
-        self.step.flush()
-        torch.save((self.state(), self.step.state_dict(), self.count), path)
-
-    def load(self, path: str) -> None:
-        """Continues from a saved state, bit for bit."""
-        (master, exp_avg, exp_avg_sq, *shown), step, count = torch.load(path, weights_only=False)
-        arena = self.parts.rank.arena
-        arena.master.copy_(master)
-        arena.exp_avg_sq.write(0, exp_avg_sq)
-        arena.exp_avg.write(0, exp_avg)
-        for weights, saved in zip(self.shown, shown, strict=True):
-            weights.copy_(saved)
-        assert self.step.load_state_dict(step, int(count), step["counts"]) == ""
-
     def close(self) -> None:
         """Ends the worker and frees the memory; the weights remain."""
         self._fetches = False
@@ -160,8 +144,8 @@ def direct_step(groups: Sequence[Sequence[Tensor]], **options: Any) -> Iterator[
 
 
 def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[Tensor]]:
-    """As `harness.run_case`; every gradient goes to the step as soon as autograd has it."""
-    assert devices == 1
+    """As `harness.run_case`, without saves; every gradient goes to the step as soon as autograd has it."""
+    assert devices == 1 and case.checkpoint is None
     run = Run()
     model = case.make_model().to(case.dtype)
     optimizer, scheduler = model.optimizer_and_scheduler()
@@ -181,14 +165,8 @@ def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[Tensor]]:
 
         for index, s in enumerate(direct.parts.rank.partition.slices):
             direct.parameters[s.parameter].register_post_accumulate_grad_hook(partial(receive, index=index))
-        first = 0
-        if case.checkpoint is not None and not case.save_at:
-            direct.load(case.checkpoint)
-            first = step.number
-        for _ in range(first if scheduler else 0):
-            scheduler.step()
         model.on_train_start()
-        for number in range(first, case.steps):
+        for number in range(case.steps):
             direct.fetch()
             run.shown.append(snapshot(model))
             run.losses.append([])
@@ -210,9 +188,6 @@ def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[Tensor]]:
                 scheduler.step()
             if number + 1 in case.flush_after:
                 step.flush()
-            if number + 1 == case.save_at:
-                assert case.checkpoint is not None
-                direct.save(case.checkpoint)
         step.flush()
         run.weights, run.untrained = snapshot(model), untrained(model)
         run.skipped = int(traffic.skipped)
