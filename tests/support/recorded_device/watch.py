@@ -254,38 +254,34 @@ class WatchedWorker:
         stack.enter_context(patch.object(SupervisedWorker, "_receive", received))
 
     def _process(self, message: JobMessage | native.Touch, at_submission: Clock) -> None:
-        assert self._arena is not None
-        words = self._words(message) if isinstance(message, JobMessage) else []
+        arena = self._arena
+        assert arena is not None
+        is_job = isinstance(message, JobMessage)
+        words, accesses = (self._words(arena, message), self._accesses(arena, message)) if is_job else ([], [])
         known = [self._watch.word_clocks[word.data_ptr()] for word in words]
         self._order.clocks[WORKER] = join(self._order.clocks[WORKER], at_submission, *known)
         clock = self._order.begin(WORKER)
-        if isinstance(message, JobMessage):
-            self._replay(message, clock)
+        for part, writes, name in accesses:
+            self._order.touch(self._watch.spans(part), writes=writes, actor=WORKER, clock=clock, name=f"replay {name}")
         self._order.follow(HOST, clock)
 
-    def _words(self, job: JobMessage) -> list[Tensor]:
+    def _words(self, arena: Arena, job: JobMessage) -> list[Tensor]:
         """The words that the worker waits for."""
         behind_block_word = job.tentative in (Tentative.PREDICTED, Tentative.TRUE_IF_KNOWN)
-        arena, last = self._arena, job.first_step + len(job.slots) - behind_block_word - 1
-        assert arena is not None
+        last = job.first_step + len(job.slots) - behind_block_word - 1
         words = [arena.block_words[job.block]] if behind_block_word else []
         # Before the first step there is none.
         return [*words, arena.step_words[last]] if job.slots and last >= 1 else words
 
-    def _replay(self, job: JobMessage, clock: Clock) -> None:
-        arena, block = self._arena, self._blocks[job.block]
-        assert arena is not None
+    def _accesses(self, arena: Arena, job: JobMessage) -> list[tuple[Tensor, bool, str]]:
+        """What a job reads, or writes."""
+        block, states = self._blocks[job.block], (arena.master, arena.exp_avg.array, arena.exp_avg_sq.array)
         numel = block.end - block.begin
-        for slot in job.slots:
-            self._touch(arena.slots[slot].narrow(0, 0, numel), clock, writes=False, name="replay of a slot")
-        self._touch(
-            arena.publish[job.publish_buffer].narrow(0, 0, numel), clock, writes=True, name="replay to a publish buffer"
-        )
-        for state in (arena.master, arena.exp_avg.array, arena.exp_avg_sq.array):
-            self._touch(state.narrow(0, block.begin, numel), clock, writes=True, name="replay of the state")
-
-    def _touch(self, tensor: Tensor, clock: Clock, *, writes: bool, name: str) -> None:
-        self._order.touch(self._watch.spans(tensor), writes=writes, actor=WORKER, clock=clock, name=name)
+        return [
+            *((arena.slots[slot].narrow(0, 0, numel), False, "of a slot") for slot in job.slots),
+            (arena.publish[job.publish_buffer].narrow(0, 0, numel), True, "to a publish buffer"),
+            *((state.narrow(0, block.begin, numel), True, "of the state") for state in states),
+        ]
 
 
 @contextmanager
