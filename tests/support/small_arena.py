@@ -15,11 +15,11 @@ GROUPS = [
 SIZES = ArenaSizes(n_param_groups=len(GROUPS), n_step_records=16, n_slots=16, n_publish_buffers=4, dtype=torch.float32)
 
 
-def make_partition(n_blocks: int = 3, counts: Sequence[int] = (1003, 517), groups: Sequence[int] = (0, 1)) -> Partition:
-    """Of two slices with these numbers of elements; padding follows each. `groups` has the parameter group of each."""
+def make_partition(n_blocks: int = 3, counts: Sequence[int] = (1003, 517)) -> Partition:
+    """Of two slices in parameter groups of their own, with these numbers of elements; padding follows each."""
     sizes = [n + 1 for n in counts]
     slices = [
-        Slice.of((n,), parameter=i, param_group=groups[i], begin=begin, start=0, numel=n)
+        Slice.of((n,), parameter=i, param_group=i, begin=begin, start=0, numel=n)
         for i, (n, begin) in enumerate(zip(counts, group_begins(sizes), strict=True))
     ]
     return build_partition(slices, sizes, n_blocks)
