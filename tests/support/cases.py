@@ -218,21 +218,7 @@ class Case:
             p.data = torch.empty(p.shape, dtype=dtype).copy_(p.data)
         for parameters in module.parameter_groups():
             flatten(parameters)
-        options = {
-            "topk_ratio": self.topk_ratio,
-            "update_interval": self.update_interval,
-            "publish_lag": self.publish_lag,
-            "warm_up": self.warm_up,
-            "max_norm": self.max_norm or 0.0,
-        }
-        return Oracle(
-            module=module,
-            hyperparameters=self.optimizer.groups,
-            options=options,
-            accumulate=self.accumulate,
-            world_size=world_size,
-            sub_group_size=self.sub_group_size,
-        )
+        return Oracle(case=self, module=module, world_size=world_size)
 
     def fixed_gradients(self, *, world_size: int = 1) -> tuple[list[Tensor], list[list[Tensor]], list[Groups]]:
         """Of a `LinearLossModule`: initial weights; for each step the gradients, and the groups; one a parameter."""

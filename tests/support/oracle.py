@@ -4,7 +4,7 @@ time, in one process.
 From the rest of the package it takes `build_partition`, and of the partition each element's block: blocks may be cut between any two rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,18 +115,13 @@ class Oracle:
     """The oracle of a training under ZenFlow.
 
     Args:
-        module: a `models.TestModule` in the type it is trained in; its parameters always hold the weights that ZenFlow shows.
-        hyperparameters: of each parameter group, for a step counted from 0.
-        options: arguments of `SynchronousZenFlow`.
+        case: what is trained, a `cases.Case`.
+        module: its model in the type it is trained in; its parameters always hold the weights that ZenFlow shows.
     """
 
+    case: Any
     module: Any
-    hyperparameters: Callable[[int], Sequence[GroupHyperparameters]]
-    options: dict[str, Any]
-    accumulate: int = 1
     world_size: int = 1
-    sub_group_size: int = 0
-    """Of ZeRO-3; 0: ZeRO-2."""
 
     steps: int = 0
     """Steps done."""
@@ -134,22 +129,29 @@ class Oracle:
     def __post_init__(self) -> None:
         self.parameter_groups: list[list[nn.Parameter]] = self.module.parameter_groups()
         self.parameters = [p for parameters in self.parameter_groups for p in parameters]
-        blocks = self.places(self.options["update_interval"])[0]
-        self.zenflow = SynchronousZenFlow(weights=self.parameters, blocks=blocks, **self.options)
+        self.zenflow = SynchronousZenFlow(
+            weights=self.parameters,
+            blocks=self.places(self.case.update_interval)[0],
+            topk_ratio=self.case.topk_ratio,
+            update_interval=self.case.update_interval,
+            publish_lag=self.case.publish_lag,
+            warm_up=self.case.warm_up,
+            max_norm=self.case.max_norm or 0.0,
+        )
         self._frozen: list[int] = []
 
     def places(self, n_blocks: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """As `places_of_elements`."""
-        return places_of_elements(self.parameter_groups, n_blocks, self.world_size, self.sub_group_size)
+        return places_of_elements(self.parameter_groups, n_blocks, self.world_size, self.case.sub_group_size)
 
     def groups(self, step: int) -> list[GroupHyperparameters]:
         """Hyperparameters of each parameter in a step, counted from 0."""
-        of_groups = zip(self.hyperparameters(step), self.parameter_groups, strict=True)
+        of_groups = zip(self.case.optimizer.groups(step), self.parameter_groups, strict=True)
         return [h for h, parameters in of_groups for _ in parameters]
 
     def follow_freezing(self) -> list[int]:
         """Parameters that the module freezes in the next step; where they change, the weights are exact."""
-        self.module.on_train_batch_start(torch.tensor(0), self.steps * self.accumulate)
+        self.module.on_train_batch_start(torch.tensor(0), self.steps * self.case.accumulate)
         frozen = [i for i, p in enumerate(self.parameters) if not p.requires_grad]
         if frozen != self._frozen:
             self.zenflow.start_over()
@@ -196,14 +198,14 @@ class Oracle:
         """Losses, and the mean over ranks of the gradients at the shown weights, summed over micro-batches in the model's type."""
         losses: list[list[float]] = []
         total: list[Tensor | None] = [None] * len(self.parameters)
-        for micro in range(self.accumulate):
+        for micro in range(self.case.accumulate):
             losses.append([])
             of_ranks = []
             for rank in range(self.world_size):
                 loss = self.module.loss(self.steps, micro, rank)
                 losses[-1].append(loss.item())
                 self.module.zero_grad()
-                (loss / self.accumulate).backward()
+                (loss / self.case.accumulate).backward()
                 of_ranks.append([p.grad for p in self.parameters])
             for i, gradients in enumerate(zip(*of_ranks, strict=True)):
                 if gradients[0] is not None:
