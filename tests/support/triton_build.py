@@ -15,7 +15,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,22 +32,6 @@ from lightning_zenflow.kernels.base import Elements, RoundingNoise, SecondMoment
 from lightning_zenflow.kernels.triton import TritonKernels  # noqa: E402
 
 CPU = torch.device("cpu")
-
-
-class NoGpu:
-    """What Triton asks its driver for before a launch."""
-
-    def __init__(self, capability: int) -> None:
-        self._capability = capability
-
-    def get_current_device(self) -> int:
-        return self._capability
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self._capability, 32)
 
 
 def cases(kernels: TritonKernels, dtype: torch.dtype) -> Iterator[str]:
@@ -110,7 +94,13 @@ def build(capability: int, dtypes: list[str]) -> list[dict[str, Any]]:
     """The compiled variants: the kernel, the case and the type, bytes that are `spilled`, `loads`: bytes of a load from global memory ->
     number of such instructions, `arithmetic`: how often each instruction of float32 occurs.
     """
-    driver.set_active(NoGpu(capability))
+    # What Triton asks its driver for before a launch.
+    no_gpu = {
+        "get_current_device": lambda: capability,
+        "get_current_stream": lambda _: 0,
+        "get_current_target": lambda: GPUTarget("cuda", capability, 32),
+    }
+    driver.set_active(SimpleNamespace(**no_gpu))
     run, last = JITFunction.run, {}
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
