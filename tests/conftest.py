@@ -5,7 +5,7 @@ import functools
 import gc
 import os
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,26 +100,15 @@ def torchs_own_linear() -> None:
     torch.nn.functional.linear = _LINEAR
 
 
-_FAILED = pytest.StashKey[bool]()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Notes that a test has failed, for its fixtures."""
-    report = yield
-    item.stash[_FAILED] = item.stash.get(_FAILED, False) or report.failed
-    return report
-
-
 @pytest.fixture(autouse=True)
 def no_worker_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test after which a worker process of this process remains; a pure one starts none. Those of a test that failed are ended."""
+    """Fails a test after which a worker process of this process remains, and ends it; a pure one starts none."""
     yield
-    assert _subject(request.path) == "unit" or end_workers() == [] or request.node.stash[_FAILED]
+    assert _subject(request.path) == "unit" or end_workers() == []
 
 
-@pytest.fixture(scope="session")
-def needs_cuda() -> None:
-    """Skips tests where there is no CUDA device."""
-    if not torch.cuda.is_available():
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips tests that need a CUDA device where there is none, before their fixtures."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and a torch that was built for it")

@@ -39,7 +39,7 @@ def test_parts(variant: str, tmp_path: Path) -> None:
         "TSAN_OPTIONS": "halt_on_error=1",
     }
     tests = folder_of(variant) / "tests" / "zenflow-tests"
-    result = run([tests, tmp_path / "arena"], timeout_s=_RUN_TIMEOUT_S, **options)
+    result = run([tests, tmp_path / "arena"], **options)
     assert result.returncode == 0, result.stdout
 
 
@@ -286,15 +286,10 @@ def test_broken_arenas_and_messages(variant: str, seeds: int) -> None:
 
 
 def test_a_trainer_that_dies_before_the_worker_is_ready() -> None:
-    with changed_arena("") as arena:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.close()
-        command = [folder_of("quick") / "zenflow-worker", str(arena.fd), "0", str(allowed_cores()[0]), "30"]
-        with theirs:
-            done = subprocess.run(
-                command, stdin=theirs, pass_fds=[arena.fd], capture_output=True, timeout=_RUN_TIMEOUT_S
-            )
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.close()
+    with changed_arena("") as arena, theirs:
+        assert end_of(folder_of("quick") / "zenflow-worker", arena.fd, [], stdin=theirs) == (0, "", [])
 
 
 VARIANTS_WITH_ERRORS = pytest.mark.parametrize(
@@ -328,19 +323,18 @@ def test_invalid_messages_and_arguments_are_refused(variant: str) -> None:
         assert "n_step_records >= 2" in error_of(worker, arena.fd, stderr=writer)
     os.close(writer)
     for arguments, message in ARGUMENTS.items():
-        done = run([worker, *arguments.split()], timeout_s=_RUN_TIMEOUT_S)
+        done = run([worker, *arguments.split()])
         assert done.returncode > 0 and message in done.stdout, done.stdout
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
-        command = [worker, "0", "0", "0", "10"]
-        done = subprocess.run(command, stdin=stream, capture_output=True, text=True)
-    assert done.returncode > 0 and "type == SOCK_SEQPACKET" in done.stderr
+        status, printed, _ = end_of(worker, 0, [], stdin=stream)
+    assert status > 0 and "type == SOCK_SEQPACKET" in str(printed)
 
 
 def test_the_worker_needs_no_other_libraries_than_the_c_library() -> None:
     """The C++ runtime is the image's own. How old the C library may be says auditwheel, at a release."""
     if (ldd := program("ldd")) is None:
         pytest.skip("ldd is not installed")
-    listed = run([ldd, folder_of("quick") / "zenflow-worker"], timeout_s=_RUN_TIMEOUT_S).stdout
+    listed = run([ldd, folder_of("quick") / "zenflow-worker"]).stdout
     libraries = set(re.findall(r"^\s*(lib[\w+]+)\S* => ", listed, re.MULTILINE))
     assert {"libc"} <= libraries <= {"libc", "libm", "libpthread", "libdl", "librt"}
 

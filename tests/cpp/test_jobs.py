@@ -138,18 +138,6 @@ def test_windows_that_are_submitted_before_their_words(make: Make, dtype: torch.
     assert resolved(blocks.arena) == (4, 3)
 
 
-@pytest.mark.parametrize("moments", [torch.float32, torch.int8])
-def test_slices_count_the_steps_in_which_they_were_trained(make: Make, moments: torch.dtype) -> None:
-    """One of two in a parameter group has been frozen for three of the five steps before."""
-    blocks = make(moments=moments, missed={0: 0, 1: 3}, groups=(0, 0))
-    blocks.set_step(1)
-    blocks.set_step(2)
-    blocks.arrive(1, 0.5)
-    for block in range(2):
-        blocks.arrive(2, 0.25, block)
-        blocks.check(blocks.submit(block, 1, 2, tentative=Tentative.PREDICTED), 0.5, 0.25)
-
-
 def test_the_newest_job_comes_first(make: Make) -> None:
     """Jobs of one block are taken in order, and a request behind all jobs before it; beyond that, the block with the newest job whose first
     one's word has arrived.

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_cpp import job, start
+from test_cpp import start
 
 from lightning_zenflow import native
 from lightning_zenflow.native import Tentative
@@ -43,31 +43,25 @@ class Scenario:
     newest_first: bool = False
     corrects: bool = False
 
-    def messages(self) -> list[bytes]:
-        """The jobs."""
-
-        def of_block(block: int, job_id: int, first: int, n: int, tentative: Tentative) -> bytes:
-            slots = [2 * step + block for step in range(first, first + n)]
-            fields = {"block": block, "job_id": job_id, "first_step": first, "publish_buffer": block}
-            n_committed = n - (tentative is not Tentative.NONE)
-            return job(*slots, n_committed=n_committed, prediction_steps=self.ahead, tentative=tentative, **fields)
-
-        jobs = [of_block(block, 1 + block, 1, self.steps, self.tentative) for block in range(2)]
-        if self.corrects:
-            jobs += [of_block(block, 3 + block, self.steps, 1, Tentative.CORRECTION) for block in range(2)]
-        return jobs
-
-    def image(self) -> bytes:
-        """Of the arena before the jobs."""
+    def prepare(self) -> tuple[bytes, list[bytes]]:
+        """The arena before the jobs, and these."""
         blocks = Blocks(dtype=SHORT, moments=self.moments, newest_first=self.newest_first)
         for step, factor in ((1, 0.5), (2, math.nan), (3, 0.5)):
             blocks.set_step(step)
             blocks.arrive(step, factor)
         for block in range(2):
             blocks.arrive(self.steps, self.predicted, block)
+        kinds = [(range(1, self.steps + 1), self.tentative)]
+        if self.corrects:
+            kinds.append(([self.steps], Tentative.CORRECTION))
+        jobs = [
+            blocks.job(block, *steps, tentative=tentative, buffer=block, ahead=self.ahead)
+            for steps, tentative in kinds
+            for block in range(2)
+        ]
         image = os.pread(blocks.arena.fd, os.fstat(blocks.arena.fd).st_size, 0)
         blocks.arena.close(keep_state=False)
-        return image
+        return image, [bytes(job) for job in jobs]
 
 
 class Execution:
@@ -143,7 +137,7 @@ def test_killed_at_any_instant(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     # All bytes are compared after each instruction.
     monkeypatch.setattr("lightning_zenflow.worker.arena.PAGE_BYTES", 64)
     worker, scenario = native.worker_executable(), SCENARIOS[name]
-    messages, image = scenario.messages(), scenario.image()
+    image, messages = scenario.prepare()
 
     def result_of_next(image: bytes) -> bytes:
         execution = Execution(worker, image)

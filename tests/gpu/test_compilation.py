@@ -4,8 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +16,26 @@ pytestmark = pytest.mark.slow
 
 Variants = list[dict[str, Any]]
 """Of every kernel, as `triton_build.build` has them."""
-TYPES = ("bfloat16", "float16", "float32")
 
 OLDEST, NEWEST = "3.2.0", "3.9.0"
 """Releases of Triton that have been tested; pyproject.toml has the bound."""
 
 
-@pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Variants]:
-    """Compiles for a compute capability and element types."""
-
-    @cache
-    def compiled(capability: int, *dtypes: str, path: Path | None = None) -> Variants:
-        """In a process of its own: here, Triton interprets. `path` may have another Triton."""
-        environment = {
-            **os.environ,
-            "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
-            "TRITON_INTERPRET": "0",
-            "PYTHONPATH": os.pathsep.join(map(str, filter(None, (path, os.environ.get("PYTHONPATH"))))),
-        }
-        script = Path(__file__).parents[1] / "support" / "triton_build.py"
-        command = [sys.executable, str(script), str(capability), *dtypes]
-        output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-        variants: Variants = json.loads(output.splitlines()[-1])
-        return variants
-
-    return compiled
+def build(folder: Path, capability: int, *dtypes: str, path: Path | None = None) -> Variants:
+    """Compiles for a compute capability and element types, in a process of its own: here, Triton interprets. `folder` gets its cache,
+    `path` may have another Triton.
+    """
+    environment = {
+        **os.environ,
+        "TRITON_CACHE_DIR": str(folder),
+        "TRITON_INTERPRET": "0",
+        "PYTHONPATH": os.pathsep.join(map(str, filter(None, (path, os.environ.get("PYTHONPATH"))))),
+    }
+    script = Path(__file__).parents[1] / "support" / "triton_build.py"
+    command = [sys.executable, str(script), str(capability), *dtypes]
+    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    variants: Variants = json.loads(output.splitlines()[-1])
+    return variants
 
 
 def check(variants: Variants) -> None:
@@ -59,9 +51,9 @@ def check(variants: Variants) -> None:
             assert n_bytes[16] > 0.75 * sum(n_bytes.values()), v
 
 
-def test_the_arithmetic_is_that_of_ieee(build: Callable[..., Variants]) -> None:
-    """Fused where the worker's is and nowhere else."""
-    for v in build(90, *TYPES):
+def check_arithmetic(variants: Variants) -> None:
+    """That of IEEE, fused where the worker's is and nowhere else."""
+    for v in variants:
         found = v["arithmetic"]
         if v["kernel"] == "provisional_update":
             assert found.keys() == {"mul.rn", "sub.rn"}
@@ -80,15 +72,17 @@ def test_the_arithmetic_is_that_of_ieee(build: Callable[..., Variants]) -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
-def test_for_other_gpus_and_types(capability: int, build: Callable[..., Variants]) -> None:
-    check(build(capability, *TYPES))
+def test_for_gpus_and_types(capability: int, tmp_path: Path) -> None:
+    variants = build(tmp_path, capability, "bfloat16", "float16", "float32")
+    check(variants)
+    check_arithmetic(variants)
 
 
 @pytest.mark.parametrize("release", [OLDEST, NEWEST])
-def test_by_other_tritons(release: str, build: Callable[..., Variants], tmp_path: Path) -> None:
+def test_by_other_tritons(release: str, tmp_path: Path) -> None:
     install = f"{sys.executable} -m pip install -q --no-deps --target {tmp_path} triton=={release}".split()
     if subprocess.run(install, capture_output=True).returncode:
         pytest.skip(f"pip cannot install triton {release}")
     # The oldest does not know the newest GPUs.
     for capability in (80, 90) if release == OLDEST else (80, 100):
-        check(build(capability, "bfloat16", path=tmp_path))
+        check(build(tmp_path / "cache", capability, "bfloat16", path=tmp_path))

@@ -9,6 +9,7 @@ process.
 import math
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from lightning_zenflow.offload.plan import SchedulePolicy
 from rank_processes import run_on_ranks
 from same_bits import assert_same_state
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda")]
+pytestmark = pytest.mark.gpu
 
 STEPS = 11
 
@@ -35,6 +36,12 @@ SEQUENCES: dict[str, dict[str, Any]] = {
         "precision": "bf16-mixed",
         "max_norm": 1.0,
         "model_options": {"not_finite": {(3, 0): math.nan, (4, 0): math.inf, (8, 0): -math.inf}},
+    },
+    # The first scale, 65536, is too large for these gradients; later, one overflows at any scale.
+    "fp16-mixed, dynamic loss scale": {
+        "precision": "16-mixed",
+        "max_norm": 1.0,
+        "model_options": {"not_finite": {(9, 0): math.inf}},
     },
 }
 """Everything that a sequence of gradients depends on; the gradients themselves do not depend on the weights."""
@@ -64,13 +71,13 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def on_cpu(needs_cuda: None) -> dict[str, Run]:
+def on_cpu() -> dict[str, Run]:
     """The baselines of all sequences, in a process that trains on the CPU."""
     return {name: of_rank[0] for name, of_rank in run_on_ranks(BASELINES, ranks=1).items()}
 
 
 @pytest.fixture(scope="module")
-def on_cuda(needs_cuda: None) -> dict[str, Run]:
+def on_cuda() -> dict[str, Run]:
     """The baselines of all sequences, on the GPU."""
     return {name: run_here(replace(case, accelerator="gpu")) for name, case in BASELINES.items()}
 
@@ -82,6 +89,7 @@ def test_state_is_the_cpus(sequence: str, on_cpu: dict[str, Run], on_cuda: dict[
         # The same gradients, and the worker is the same.
         assert_same_state(ours, theirs)
     assert (ours.counts, ours.skipped) == (theirs.counts, theirs.skipped)
+    assert ours.skipped >= (3 if "not_finite" in SEQUENCES[sequence].get("model_options", {}) else 0)
     for i in range(len(ours.master)):
         # The norm is added up in another order, so the clip coefficient differs in its last places: by less than 5e-6, see
         # test_conformance, and twice that in its square. Weights are up to 4, hence rounded to 2.4e-7 at each step.
@@ -101,59 +109,14 @@ def test_state_is_the_same_to_the_bit(sequence: str, schedule: str, on_cuda: dic
     assert all(torch.isfinite(w).all() for of_step in run.shown for w in of_step)
 
 
-def test_training_on_the_cpu_beside_a_gpu() -> None:
-    run_on_ranks({"fp32": BASELINES["fp32"]}, ranks=1)
-
-
-MIXED_FP16 = Case(
-    precision="16-mixed",
-    steps=20,
-    accelerator="gpu",
-    topk_ratio=0,
-    update_interval=1,
-    publish_lag=0,
-    # The first scale, 65536, is too large for these gradients; later, one overflows at any scale.
-    model_options={"not_finite": {(16, 0): math.inf}},
-).with_keys(clip_prediction=False)  # otherwise a forward pass may see weights with a step that overflows
-
-
-@pytest.fixture(scope="module")
-def fp16_baseline(needs_cuda: None) -> Run:
-    return run_here(MIXED_FP16)
-
-
-def test_dynamic_loss_scale(fp16_baseline: Run) -> None:
-    run = fp16_baseline
-    assert 3 <= run.skipped <= 15
-    assert run.counts == [20 - run.skipped] * 2
-    # Nothing moved in the first steps, and nothing in the one that overflowed on its own.
-    assert all(torch.equal(a, b) for a, b in zip(run.shown[0], run.shown[1], strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(run.shown[16], run.shown[17], strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(run.shown[17], run.shown[18], strict=True))
-
-
-@pytest.mark.parametrize("schedule", ["defaults", "reselection", "S=1, d=1", "changes of schedule"])
-def test_dynamic_loss_scale_changes_no_bit(schedule: str, fp16_baseline: Run) -> None:
-    run = run_here(replace(MIXED_FP16, **{"update_interval": 4, "publish_lag": 1, **SCHEDULES[schedule]}))
-    assert_same_state(run, fp16_baseline)
-
-
-def test_auto_decides_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    observations: list[tuple[float, float]] = []
-    observe = SchedulePolicy.observe
-
-    def observed(self: SchedulePolicy, load: float, stall: float, **options: Any) -> str | None:
-        observations.append((load, stall))
-        return observe(self, load, stall, **options)
-
-    monkeypatch.setattr(SchedulePolicy, "observe", observed)
+def test_auto_decides_and_changes_no_bit() -> None:
     device_s: list[float] = []
-
     clock = At("on_train_batch_end", lambda t: device_s.append(optimizer_of(t).training.telemetry.device_s))
     case = replace(RACES["fixed gradients"], steps=120)
-    run = run_here(case.with_keys(select_strategy="step", select_interval="auto", **AUTO), callbacks=[clock])
-    assert len(observations) >= 2
-    for load, stall in observations:
+    with patch.object(SchedulePolicy, "observe", autospec=True, side_effect=SchedulePolicy.observe) as observe:
+        run = run_here(case.with_keys(select_strategy="step", select_interval="auto", **AUTO), callbacks=[clock])
+    assert observe.call_count >= 2
+    for _, load, stall in (call.args for call in observe.call_args_list):
         assert math.isfinite(load) and load > 0
         assert 0 <= stall <= 1
     assert all(math.isfinite(s) for s in device_s)

@@ -2,12 +2,11 @@
 
 import gc
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from typing_extensions import override
 
 from callbacks import At
 from gpu_cases import MILLISECOND, device
@@ -16,11 +15,9 @@ from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.partition import Slice, build_partition
 from lightning_zenflow.core.step_inputs import step_word
 from lightning_zenflow.worker.arena import Arena
-from same_bits import assert_same_tensors
-from sleeps import Behind, Sleeps
 from small_arena import SIZES
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("n_first", [1, 3, 5])
@@ -118,25 +115,3 @@ def test_memory_ceiling() -> None:
     # On top: what cuBLAS keeps for itself, 32 MiB for each of its handles.
     used = peaks[-1] - before
     assert used < 1.1 * allowed + 96 * 2**20, (used, allowed, weights, buckets, columns, repeated, working)
-
-
-class Awake(Behind):
-    """Device memory in use, and how many entries the device owns, before a sleep."""
-
-    @override
-    def act(self, trainer: pl.Trainer) -> None:
-        self.n_bytes, self.owned = torch.cuda.memory_allocated(), optimizer_of(trainer).training.parts.ownership.numel
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_device_is_free_in_a_sleep(stage: Literal[2, 3]) -> None:
-    """And trains on with the bits of a run that flushes at the same place."""
-    width, layers = 1024, 8
-    case = network(width, layers, steps=10, stage=stage)
-    awake, asleep = Awake((6,)), list[int]()
-    sleeps = Sleeps((6,), asleep=lambda _: asleep.append(torch.cuda.memory_allocated()))
-    slept = run_here(replace(case, callbacks=(awake, sleeps)))
-    assert awake.owned > 0
-    weights, columns = 2 * layers * (width * width + width), (2 + 12) * awake.owned
-    assert awake.n_bytes - asleep[0] >= weights + columns
-    assert_same_tensors(slept.weights, run_here(replace(case, callbacks=(Behind((6,)),))).weights)

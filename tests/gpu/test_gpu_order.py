@@ -28,7 +28,7 @@ from lightning_zenflow.worker.process import SupervisedWorker
 from same_bits import assert_same_state
 from worker_killer import seen
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda")]
+pytestmark = pytest.mark.gpu
 
 
 class SlowBackward(pl.Callback):
@@ -48,17 +48,12 @@ class SlowBackward(pl.Callback):
             hook.remove()
 
 
-class SlowWorker(pl.Callback):
-    """The worker stops for a third of a second, twice."""
-
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx in (5, 9):
-            (pid,) = workers()
-            os.kill(pid, signal.SIGSTOP)
-            threading.Timer(0.3, os.kill, (pid, signal.SIGCONT)).start()
+def stop_worker(trainer: pl.Trainer) -> None:
+    """For a third of a second, in two steps."""
+    if trainer.global_step in (5, 9):
+        (pid,) = workers()
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(0.3, os.kill, (pid, signal.SIGCONT)).start()
 
 
 def late(owner: type, method: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -93,9 +88,9 @@ def published_after_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SupervisedWorker, "has_answered", lambda self, job: seen(self, job, False))
 
 
-DELAYS: dict[str, Callable[[pytest.MonkeyPatch], None] | type[pl.Callback]] = {
-    "backward": SlowBackward,
-    "worker": SlowWorker,
+DELAYS: dict[str, Callable[[pytest.MonkeyPatch], None] | pl.Callback] = {
+    "backward": SlowBackward(),
+    "worker": At("on_train_batch_start", stop_worker),
     "reduced gradients": late(Fill, "_route_rectangles"),
     "copies to the host": late(Kernels, "route"),
     "sums of gradients": late(Fill, "finish"),
@@ -124,7 +119,7 @@ def digests_of(case: Case, *callbacks: pl.Callback) -> tuple[Run, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(needs_cuda: None) -> dict[str, tuple[Run, Tensor]]:
+def undisturbed() -> dict[str, tuple[Run, Tensor]]:
     """Runs in which the device is waited for before and after every step's phases, so that nothing can overtake anything."""
     with pytest.MonkeyPatch.context() as patch:
         for owner, method in (
@@ -145,7 +140,7 @@ def undisturbed(needs_cuda: None) -> dict[str, tuple[Run, Tensor]]:
         return {name: digests_of(case) for name, case in RACES.items()}
 
 
-def test_a_word_is_seen_behind_what_was_copied_before_it(needs_cuda: None) -> None:
+def test_a_word_is_seen_behind_what_was_copied_before_it() -> None:
     """By a host that polls and does not wait for the device, as the worker: see protocol.h on what is assumed of the bus."""
     numel, n_steps = 2**20, 20_000
     host = torch.empty(numel, dtype=torch.int32, pin_memory=True)
@@ -169,14 +164,10 @@ def test_a_word_is_seen_behind_what_was_copied_before_it(needs_cuda: None) -> No
 def test_delays_change_no_bit(
     name: str, delay: str | None, undisturbed: dict[str, tuple[Run, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    callbacks = []
-    if delay is not None:
-        slow = DELAYS[delay]
-        if isinstance(slow, type):
-            callbacks.append(slow())
-        else:
-            slow(monkeypatch)
-    run, digests = digests_of(RACES[name], *callbacks)
+    slow = DELAYS[delay] if delay else None
+    if callable(slow):
+        slow(monkeypatch)
+    run, digests = digests_of(RACES[name], *([slow] if isinstance(slow, pl.Callback) else []))
     expected_run, expected = undisturbed[name]
     different = (digests != expected).nonzero()
     assert different.numel() == 0, f"weights first differ in (micro-batch, parameter) {different[0].tolist()}"

@@ -5,19 +5,16 @@
 The same on the CPU is slow (`-m slow`), and shows that nothing but a GPU is missing.
 """
 
-import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.zero import GatheredParameters
-from torch import Tensor
 
 from checkpoint_files import in_order
 from fabric_runs import set_up, train_step
-from harness import PLACES, Case, Run, make_trainer, run_here
+from harness import PLACES, Case, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
 from models import SHAPES
 from same_bits import assert_same_state, assert_same_tensors
@@ -30,8 +27,6 @@ STEPS, SAVED = 8, 5
 @pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.slow), pytest.param("gpu", marks=pytest.mark.gpu)])
 def accelerator(request: pytest.FixtureRequest) -> str:
     """Where it trains."""
-    if request.param == "gpu":
-        request.getfixturevalue("needs_cuda")
     return str(request.param)
 
 
@@ -40,12 +35,6 @@ def case_of(accelerator: str, place: str, moments: str = "float32", **options: A
     base = {"topk_ratio": 0.0, "update_interval": 1, "publish_lag": 0, "steps": STEPS, "recorded": False}
     case = Case(**{**base, **PLACES[place], **options, "accelerator": accelerator})
     return case.with_keys(moments_dtype=moments, overlap_comm=True)
-
-
-@pytest.fixture
-def baseline(accelerator: str) -> Run:
-    """Of stage 2, with every update behind backward."""
-    return run_here(case_of(accelerator, "stage 2").with_keys(overlap_step=False))
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -58,33 +47,26 @@ def test_clipped_with_late_weights(place: str, accelerator: str) -> None:
     assert_same_state(run_here(case), run_here(case))
 
 
-def content_of(path: Path) -> tuple[list[Tensor], ...]:
-    """Weights and moments of a file, in the order of the optimizer."""
-    content = torch.load(path, weights_only=True)
-    states = content["optimizer_states"][0]["state"]
-    moments = ([states[i][key] for i in sorted(states)] for key in ("exp_avg", "exp_avg_sq"))
-    return [*content["state_dict"].values()], *moments
-
-
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_file_is_saved_in_and_after_fit_and_goes_on(
-    place: str, moments: str, accelerator: str, baseline: Run, tmp_path: Path
+    place: str, moments: str, accelerator: str, tmp_path: Path
 ) -> None:
-    """With the bits of the baseline; the weights of the module after fit are those of the last step."""
+    """With the bits of stage 2 with every update behind backward; the weights of the module after fit are those of the last step."""
     case = case_of(accelerator, place, moments).with_keys(checkpoint_format="lightning")
     whole = run_here(replace(case, save_at=SAVED, checkpoint=str(tmp_path / "half.ckpt")))
     rest = run_here(replace(case, checkpoint=str(tmp_path / "half.ckpt")))
     assert_same_state(rest, whole)
     assert_same_tensors(whole.weights, whole.master)
     if moments == "float32":
-        assert_same_state(whole, baseline)
+        assert_same_state(whole, run_here(case_of(accelerator, "stage 2").with_keys(overlap_step=False)))
     model = case.make_model()
     trainer = make_trainer(case.make_strategy(), max_steps=SAVED, accelerator=accelerator)
     trainer.fit(model)
     trainer.save_checkpoint(tmp_path / "after.ckpt")
-    for ours, theirs in zip(*(content_of(tmp_path / f"{n}.ckpt") for n in ("after", "half")), strict=True):
-        assert_same_tensors(ours, theirs)
+    after, half = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("after", "half"))
+    for key, of_file in (("state_dict", lambda c: c), ("optimizer_states", lambda c: c[0]["state"])):
+        torch.testing.assert_close(of_file(after[key]), of_file(half[key]), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -121,23 +103,6 @@ def test_under_fabric(place: str, moments: str, accelerator: str, tmp_path: Path
     assert len({p.device for p in model.parameters()} | {b.device for b in model.buffers()}) == 1
     saved = torch.load(path, weights_only=True)
     assert_same_tensors(in_order(case, saved["model"]), run_here(case).master)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_state_dict_in_training_is_saved_with_its_own_elements(place: str, accelerator: str) -> None:
-    """From the device's memory, which other weights are in as well."""
-    model = PiecesNet(length=STEPS)
-    fabric, wrapped, optimizer, _ = set_up(model, accelerator=accelerator, **case_of(accelerator, place).keys())
-    train_step(fabric, wrapped, optimizer, 0)
-    with GatheredParameters([*model.back.parameters()]):
-        for state in (model.back.state_dict(), {"module": model.back}):
-            torch.save(state, content := io.BytesIO())
-            content.seek(0)
-            again = torch.load(content, weights_only=False)
-            weight = again["module"].weight if "module" in again else again["weight"]
-            assert weight.untyped_storage().nbytes() == weight.nbytes
-            assert weight.device == model.back.weight.device and torch.equal(weight, model.back.weight)
-    fabric.strategy.teardown()
 
 
 def test_auto_in_every_place(accelerator: str) -> None:

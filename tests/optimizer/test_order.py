@@ -16,7 +16,7 @@ from lightning_zenflow.core.device import SideStream
 from lightning_zenflow.optimizer.engine import OptimizerEngine
 from plain_loops import Loop, batch, close, make_loop
 from recorded_device.clocks import HOST
-from recorded_device.device import RecordedDevice, RecordedEvent, RecordedRuntime
+from recorded_device.device import RecordedDevice, RecordedEvent
 from recorded_device.tensors import DEVICE
 from recorded_device.watch import recorded_device
 
@@ -237,14 +237,14 @@ def not_behind(patch: pytest.MonkeyPatch) -> None:
 
 PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, bool]] = {
     "a gradient's memory reused too early": (
-        without(RecordedRuntime, "keep_for"),
+        without(RecordedDevice, "keep_for"),
         "known",
         "read by copy_ in base.copy_parts",
         False,
     ),
     "hooks' streams without order": (without(OptimizerEngine, "_follow_stream"), "known", "in step_inputs.up_to", True),
     "memory of the training's stream reused in a hook's": (
-        without(RecordedRuntime, "keep_for"),
+        without(RecordedDevice, "keep_for"),
         "on the device",
         "read by copy_ in fill.add on stream",
         True,
@@ -262,7 +262,7 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, bool]] 
         "write by replay to a publish buffer",
         False,
     ),
-    "a gradient read too early": (without(RecordedRuntime, "synchronize"), "read", "in fill.gradient on host", False),
+    "a gradient read too early": (without(RecordedDevice, "synchronize"), "read", "in fill.gradient on host", False),
 }
 """The error, the case that finds it, what is found, and whether hooks are on another stream."""
 

@@ -20,7 +20,6 @@ from networks import SmallNet
 
 WEIGHTS = ("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start")
 BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
-GRADIENTS = (*BEFORE_STEP, "on_train_batch_end", "on_before_zero_grad")
 
 
 @dataclass(frozen=True, kw_only=True)

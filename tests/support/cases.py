@@ -18,8 +18,9 @@ from lightning_zenflow.deepspeed.trained_engine import new_engine
 from lightning_zenflow.strategy import ZenFlowPrecision
 from lightning_zenflow.worker.machine import allowed_cores
 from models import OptimizerOptions, TestModule
-from oracle import Oracle, adamw_reference
+from oracle import Oracle
 from scripted_schedule import Entry
+from stage3_runs import PlainStage3
 from zenflow_reference import AdamWState, Groups
 
 APPROXIMATE = {"weight_prediction": "auto", "provisional_scale": "auto"}
@@ -128,7 +129,7 @@ class Case:
     """Whether shown weights are kept: they are read before each step, besides by the model."""
     loop: Literal["trainer", "fabric", "direct", "recorded", "stage 3"] = "trainer"
     """Who runs the steps: Lightning's Trainer, or in plain Python `fabric_runs` under Fabric, or `direct_step` without DeepSpeed; or the
-    Trainer on a recorded device, or with plain DeepSpeed's stage 3 (`stage3_runs`), for which `stock` must be set."""
+    Trainer on a recorded device, or with plain DeepSpeed's stage 3 and its keys of "zero_optimization", for which `stock` must be set."""
     stock: bool = False
     """Whether DeepSpeed's own ZeRO offload trains."""
     stage: Literal[2, 3] = 2
@@ -160,8 +161,10 @@ class Case:
         options = {"accumulate": self.accumulate, "optimizer": self.optimizer, **self.model_options}
         return model_class(length=self.steps * self.accumulate, **options)
 
-    def make_strategy(self) -> ZenFlowStrategy:
+    def make_strategy(self) -> ZenFlowStrategy | PlainStage3:
         """The strategy with this case's keys."""
+        if self.loop == "stage 3":
+            return PlainStage3(self.strategy_options, fp16=self.dtype == torch.float16)
         return (StockStrategy if self.stock else ZenFlowStrategy)(**self.keys())
 
     def keys(self) -> dict[str, Any]:
@@ -191,7 +194,7 @@ class Case:
     @property
     def sub_group_size(self) -> int:
         """Elements after which stage 3 begins a further sub-group; 0: stage 2."""
-        return 0 if self.stage == 2 else 500
+        return 0 if self.stage == 2 else self.keys()["config"]["zero_optimization"].get("sub_group_size", 10**9)
 
     def zero_3(self) -> dict[str, Any]:
         """DeepSpeed's configuration of stage 3, with the buckets of the case's keys."""
@@ -199,7 +202,7 @@ class Case:
             key: value for key, value in self.strategy_options.items() if key in ("reduce_bucket_size", "overlap_comm")
         }
         gathered = {"stage3_param_persistence_threshold": 40, "stage3_prefetch_bucket_size": 1000}
-        sizes = {"sub_group_size": self.sub_group_size, "reduce_bucket_size": 400, **gathered, **buckets}
+        sizes = {"sub_group_size": 500, "reduce_bucket_size": 400, **gathered, **buckets}
         return {"stage": 3, "offload_param": {"device": "cpu" if self.offload_parameters else "none"}, **sizes}
 
     def make_oracle(self, *, world_size: int = 1) -> Oracle:
@@ -215,24 +218,10 @@ class Case:
             p.data = torch.empty(p.shape, dtype=dtype).copy_(p.data)
         for parameters in module.parameter_groups():
             flatten(parameters)
-        options = {
-            "topk_ratio": self.topk_ratio,
-            "update_interval": self.update_interval,
-            "publish_lag": self.publish_lag,
-            "warm_up": self.warm_up,
-            "max_norm": self.max_norm or 0.0,
-        }
-        return Oracle(
-            module=module,
-            hyperparameters=self.optimizer.groups,
-            options=options,
-            accumulate=self.accumulate,
-            world_size=world_size,
-            sub_group_size=self.sub_group_size,
-        )
+        return Oracle(case=self, module=module, world_size=world_size)
 
     def fixed_gradients(self, *, world_size: int = 1) -> tuple[list[Tensor], list[list[Tensor]], list[Groups]]:
-        """Arguments of `adamw_reference` for a `LinearLossModule`: initial weights, gradients of all steps, groups of all steps."""
+        """Of a `LinearLossModule`: initial weights; for each step the gradients, and the groups; one a parameter."""
         oracle = self.make_oracle(world_size=world_size)
         weights = [p.detach().clone() for p in oracle.parameters]
         gradients, groups = [], []
@@ -244,4 +233,8 @@ class Case:
 
     def adamw(self, *, world_size: int = 1) -> AdamWState:
         """AdamW in float64 on `fixed_gradients`."""
-        return adamw_reference(*self.fixed_gradients(world_size=world_size), max_norm=self.max_norm or 0.0)
+        weights, *of_steps = self.fixed_gradients(world_size=world_size)
+        state = AdamWState.start(weights, torch.float64)
+        for gradients, groups in zip(*of_steps, strict=True):
+            state.step(gradients, groups, max_norm=self.max_norm or 0.0)
+        return state

@@ -22,14 +22,14 @@ VARIANTS = {
 BUILD_TIMEOUT_S = 900
 
 
-def run(command: list[str | Path], *, timeout_s: float, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(command: list[str | Path], **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a program with both output streams merged."""
     return subprocess.run(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=timeout_s,
+        timeout=BUILD_TIMEOUT_S,
         env={**os.environ, **environment},
         check=False,
     )
@@ -44,16 +44,17 @@ def program(name: str) -> str | None:
 
 def configure(directory: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs CMake."""
-    cmake = program("cmake")
+    cmake, ninja = program("cmake"), program("ninja")
     if cmake is None:
         raise RuntimeError("the C++ tests need CMake: pip install cmake ninja")
-    ninja = program("ninja")
     generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
-    return run([cmake, "-S", SOURCE, "-B", directory, *generator, *options], timeout_s=BUILD_TIMEOUT_S, **environment)
+    return run([cmake, "-S", SOURCE, "-B", directory, *generator, *options], **environment)
 
 
-def build(variant: str) -> Path:
-    """Builds one of `VARIANTS` in a folder that is kept, so that the next run compiles only what has changed since.
+@cache
+def folder_of(variant: str) -> Path:
+    """Builds one of `VARIANTS` in a folder that is kept, so that the next run compiles only what has changed since. Skips the test if this
+    machine lacks the sanitizer, or has an address space layout that it does not support.
 
     Returns:
         The folder, with ``zenflow-worker`` and, in ``tests``, ``zenflow-tests``.
@@ -61,34 +62,21 @@ def build(variant: str) -> Path:
     Raises:
         RuntimeError: the build failed; with its output.
     """
-    compiler = program(os.environ.get("CXX", "c++")) or "none"
-    version = run([compiler, "--version"], timeout_s=BUILD_TIMEOUT_S).stdout if compiler != "none" else ""
-    key = hashlib.sha256(f"{compiler}\n{version}".encode()).hexdigest()[:8]
-    directory = SOURCE.parent / "build" / f"cpp-{variant}-{key}"
+    compiler = os.environ.get("CXX", "c++")
+    probe = f"echo 'int main() {{}}' | {compiler} -fsanitize={variant} -x c++ - -o /dev/null"
+    if variant in ("address", "thread") and run(["sh", "-c", probe]).returncode != 0:
+        pytest.skip(f"the compiler has no {variant} sanitizer")
+    version = run(["sh", "-c", f"command -v {compiler} && {compiler} --version"]).stdout
+    directory = SOURCE.parent / "build" / f"cpp-{variant}-{hashlib.sha256(version.encode()).hexdigest()[:8]}"
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / "lock", "w") as lock:
         # Tests in other processes build it too.
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = configure(directory, "-DZENFLOW_WERROR=ON", "-DZENFLOW_TESTS=ON", *VARIANTS[variant])
         if done.returncode == 0:
-            made = ["--build", directory, "--target", "zenflow-tests", "--parallel", "2"]
-            done = run([program("cmake") or "", *made], timeout_s=BUILD_TIMEOUT_S)
+            done = run([program("cmake") or "", "--build", directory, "--target", "zenflow-tests", "--parallel", "2"])
     if done.returncode != 0:
         raise RuntimeError(done.stdout)
-    return directory
-
-
-@cache
-def folder_of(variant: str) -> Path:
-    """`build`; skips the test if this machine lacks the sanitizer, or has an address space layout that it does not support."""
-    if variant in ("address", "thread"):
-        probe = [os.environ.get("CXX", "c++"), f"-fsanitize={variant}", "-x", "c++", "-", "-o", "/dev/null"]
-        if run(["sh", "-c", f"echo 'int main() {{}}' | {' '.join(probe)}"], timeout_s=BUILD_TIMEOUT_S).returncode != 0:
-            pytest.skip(f"the compiler has no {variant} sanitizer")
-    folder = build(variant)
-    if (
-        variant == "thread"
-        and "FATAL" in run([folder / "zenflow-worker", "--version"], timeout_s=BUILD_TIMEOUT_S).stdout
-    ):
+    if variant == "thread" and "FATAL" in run([directory / "zenflow-worker", "--version"]).stdout:
         pytest.skip("the thread sanitizer does not run on this machine")
-    return folder
+    return directory

@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cases import flatten, show
-from harness import Case, Run, snapshot, untrained
+from harness import Case, Run, snapshot, state_of, untrained
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import Calls
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, read_hyperparameters
 from lightning_zenflow.offload.build import RankPart, RankResources
 from lightning_zenflow.training import Training
 from lightning_zenflow.worker.machine import WorkerCores, allowed_cores
-from lightning_zenflow.worker.moments import Moment
 from oracle import slices_of_rank
 from scripted_schedule import scripted
 
@@ -100,43 +99,14 @@ class DirectStep:
         """Ends a backward pass as DeepSpeed's optimizer does, behind the copies of gradients to the host."""
         self.parts.rank.d2h.join()
 
-    def flat_state(self) -> list[list[Tensor]]:
-        """Copies of [master, exp_avg, exp_avg_sq] of each parameter group; exact right after a flush."""
-        return [
-            [w.detach().clone(), *(moment.read(begin, w.numel()).clone() for moment in self._moments)]
-            for w, begin in zip(self.masters, self.parts.rank.partition.group_begins, strict=True)
-        ]
-
-    @property
-    def _moments(self) -> tuple[Moment, Moment]:
-        arena = self.parts.rank.arena
-        return arena.exp_avg, arena.exp_avg_sq
-
     def state(self) -> list[Tensor]:
-        """Copies of master weights, moments and the weights that the model shows."""
-        return [t for of_group in self.flat_state() for t in of_group] + [w.clone() for w in self.shown]
+        """Copies of master weights, moments and the weights that the model shows; exact right after a flush."""
+        return [*state_of(self.parts.rank.arena), *(w.clone() for w in self.shown)]
 
     @property
     def count(self) -> float:
         """AdamW's step count, as checkpoints hold it."""
         return float(self.optimizer.state[self.masters[0]]["step"])
-
-    def save(self, path: str) -> None:
-        """Saves the exact state."""
-        self.step.flush()
-        torch.save((self.flat_state(), self.shown, self.step.state_dict(), self.count), path)
-
-    def load(self, path: str) -> None:
-        """Continues from a saved state, bit for bit."""
-        states, shown, step, count = torch.load(path, weights_only=False)
-        begins = self.parts.rank.partition.group_begins
-        for master, begin, (saved, *moments) in zip(self.masters, begins, states, strict=True):
-            master.data.copy_(saved)
-            for moment, values in reversed([*zip(self._moments, moments, strict=True)]):
-                moment.write(begin, values)
-        for weights, saved in zip(self.shown, shown, strict=True):
-            weights.copy_(saved)
-        assert self.step.load_state_dict(step, int(count), step["counts"]) == ""
 
     def close(self) -> None:
         """Ends the worker and frees the memory; the weights remain."""
@@ -173,9 +143,9 @@ def direct_step(groups: Sequence[Sequence[Tensor]], **options: Any) -> Iterator[
         direct.close()
 
 
-def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
-    """As `harness.run_case`; every gradient goes to the step as soon as autograd has it."""
-    assert devices == 1
+def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[Tensor]]:
+    """As `harness.run_case`, without saves; every gradient goes to the step as soon as autograd has it."""
+    assert devices == 1 and case.checkpoint is None
     run = Run()
     model = case.make_model().to(case.dtype)
     optimizer, scheduler = model.optimizer_and_scheduler()
@@ -195,14 +165,8 @@ def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
 
         for index, s in enumerate(direct.parts.rank.partition.slices):
             direct.parameters[s.parameter].register_post_accumulate_grad_hook(partial(receive, index=index))
-        first = 0
-        if case.checkpoint is not None and not case.save_at:
-            direct.load(case.checkpoint)
-            first = step.number
-        for _ in range(first if scheduler else 0):
-            scheduler.step()
         model.on_train_start()
-        for number in range(first, case.steps):
+        for number in range(case.steps):
             direct.fetch()
             run.shown.append(snapshot(model))
             run.losses.append([])
@@ -224,12 +188,9 @@ def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
                 scheduler.step()
             if number + 1 in case.flush_after:
                 step.flush()
-            if number + 1 == case.save_at:
-                assert case.checkpoint is not None
-                direct.save(case.checkpoint)
         step.flush()
         run.weights, run.untrained = snapshot(model), untrained(model)
         run.skipped = int(traffic.skipped)
         run.in_backward_jobs = direct.parts.read_counters().in_backward_jobs
         run.counts = [direct.count] * len(direct.masters)
-        return run, direct.flat_state()
+        return run, state_of(direct.parts.rank.arena)

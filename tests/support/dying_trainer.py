@@ -1,8 +1,7 @@
-"""Trainings that end in several ways; run as a script, which forks a process for each of them when everything is imported.
+"""Trainings that wait to be killed; run as a script, which forks a process for each of them when everything is imported.
 
-Arguments, of each process: how its fits end, one after the other (see `Ends`), how many processes load data, and the descriptor that it
-prints to. It prints its number, and the worker's once a training is under way. One that waits to be killed prints, before Python takes
-itself apart, what is left. "loop" is one under Fabric that nothing tears down.
+Arguments, of each process: "fit", or "loop" for one under Fabric that nothing tears down, and the descriptor that it prints to. It prints
+its number, the worker's once a training is under way, and, before Python takes itself apart, what is left.
 """
 
 import atexit
@@ -27,30 +26,20 @@ from models import TINY, LinearLossModule
 from processes import ArenaWatch
 
 
-class Ends(LinearLossModule):
-    """In its 4th step it "waits" to be killed, has an "error", or "stops" the trainer; or it trains to the "end"."""
-
-    how = "waits"
-    n_loaders = 0
+class Waits(LinearLossModule):
+    """In its 4th step. Two processes load its data."""
 
     @override
     def train_dataloader(self) -> DataLoader[int]:
-        return DataLoader(
-            range(self.length), num_workers=self.n_loaders, multiprocessing_context="fork" if self.n_loaders else None
-        )
+        return DataLoader(range(self.length), num_workers=2, multiprocessing_context="fork")
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if batch_idx == 3:
             print(*workers(), flush=True)
-            if self.how == "error":
-                raise RuntimeError("the user's own mistake")
-            if self.how == "stops":
-                self.trainer.should_stop = True
-            if self.how == "waits":
-                arena = ArenaWatch(self.trainer.strategy)
-                atexit.register(lambda: print(f"{len(workers())} workers, {arena.n_bytes} bytes", flush=True))
-            while self.how == "waits" and not self.trainer.received_sigterm:
+            arena = ArenaWatch(self.trainer.strategy)
+            atexit.register(lambda: print(f"{len(workers())} workers, {arena.n_bytes} bytes", flush=True))
+            while not self.trainer.received_sigterm:
                 time.sleep(0.01)
         return super().training_step(batch, batch_idx)
 
@@ -67,33 +56,19 @@ def loop() -> None:
     print(*workers(), flush=True)
 
 
-def main(ways: list[str], n_loaders: int) -> None:
-    if ways == ["loop"]:
-        return loop()
-    model = Ends(shapes=TINY)
-    model.n_loaders = n_loaders
-    for how in ways:
-        model.how = how
-        try:
-            fit(model, ZenFlowStrategy(update_interval=2, publish_lag=1), steps=10)
-        except RuntimeError as error:
-            assert "the user's own mistake" in str(error), error
-        assert workers() == []
-    print("through", flush=True)
-    # Until the test has looked at what is left.
-    signal.pause()
-
-
 if __name__ == "__main__":
     # A shell that runs tests in the background has them ignore it, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     for argument in sys.argv[1:]:
-        ways, n_loaders, output = argument.split(":")
+        how, output = argument.split(":")
         if os.fork() == 0:
             os.dup2(int(output), 1)
             print(os.getpid(), flush=True)
-            main(ways.split(","), int(n_loaders))
+            if how == "loop":
+                loop()
+            else:
+                fit(Waits(shapes=TINY), ZenFlowStrategy(update_interval=2, publish_lag=1), steps=10)
             break
         os.close(int(output))
     else:

@@ -46,7 +46,7 @@ def train_step(
     return losses
 
 
-def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
+def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[Tensor]]:
     """As `harness.run_case`."""
     run = Run()
     model = case.make_model()

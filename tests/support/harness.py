@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import deepspeed.ops
@@ -15,19 +16,21 @@ import lightning.pytorch as pl
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from lightning.pytorch.trainer.connectors import callback_connector
 from torch import Tensor, nn
 from typing_extensions import override
 
 from as_before import assert_as_before, looks
-from callbacks import After
+from callbacks import After, At
 from cases import APPROXIMATE, AUTO, EVERYTHING, PLACES, RESELECTING, UP_TO_TWO, Case, StockStrategy  # noqa: F401
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.deepspeed.flat_buffers import balanced_order
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
+from lightning_zenflow.worker.arena import Arena
 from models import TestModule
+from oracle import slices_of_rank, to_parameters
 from processes import workers  # noqa: F401
 from recorded_device.watch import recorded_device
 from scripted_schedule import scripted
@@ -164,7 +167,7 @@ def optimizer_of(trainer: pl.Trainer) -> ZenFlowOptimizer:
     return trainer.strategy.zenflow_optimizer
 
 
-def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
+def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[Tensor]]:
     """Runs one rank of a case.
 
     Args:
@@ -172,23 +175,24 @@ def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
         devices: how many ranks there are.
 
     Returns:
-        What happened, without the optimizer state; and this rank's flat state: [master, exp_avg, exp_avg_sq] of each parameter group.
+        What happened, without the optimizer state; and this rank's: `state_of` its partition, or nothing.
     """
     if case.loop == "recorded":
         with recorded_device() as device:
-            run, partitions = run_case(replace(case, loop="trainer", recorded=False), devices=devices)
+            run, partition = run_case(replace(case, loop="trainer", recorded=False), devices=devices)
         run.races = dict(device.order.races)
-        return run, partitions
-    if case.loop != "trainer":
+        return run, partition
+    if case.loop in ("fabric", "direct"):
         # Which import this module.
-        loops = {"fabric": "fabric_runs", "direct": "direct_step", "stage 3": "stage3_runs"}
+        loops = {"fabric": "fabric_runs", "direct": "direct_step"}
         return importlib.import_module(loops[case.loop]).run_case(case, devices=devices)
     run = Run()
     model = case.make_model()
     all_callbacks = [
-        *([Recorder(case, run)] if case.recorded else []),
+        *([Recorder(case, run)] if case.recorded and case.loop == "trainer" else []),
         After(case.flush_after, lambda trainer: trainer.strategy.flush()),
         *case.callbacks,
+        *([At("on_fit_end", partial(read_plain, run, model.parameter_groups()))] if case.loop == "stage 3" else []),
         After([case.save_at] if case.save_at else [], lambda trainer: trainer.save_checkpoint(case.checkpoint)),
     ]
     # In manual optimization Lightning refuses them, and the model does both.
@@ -205,60 +209,64 @@ def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
     before = looks(model)
     with scripted(case.schedules) if case.schedules else nullcontext():
         trainer.fit(model, ckpt_path=None if case.save_at else case.checkpoint)
+    if not isinstance(trainer.strategy, ZenFlowStrategy):
+        return run, []
     assert_as_before(before, model)
     run.weights, run.untrained = snapshot(model), untrained(model)
-    assert isinstance(trainer.strategy, ZenFlowStrategy)
     return run, read_state(run, trainer.strategy.zenflow_optimizer)
 
 
-def read_state(run: Run, optimizer: ZenFlowOptimizer | None) -> list[list[Tensor]]:
-    """Puts counts into a run, and returns this rank's flat state: [master, exp_avg, exp_avg_sq] of each flat partition."""
+def read_plain(run: Run, groups: Sequence[Sequence[Tensor]], trainer: pl.Trainer) -> None:
+    """What is left of a training under plain DeepSpeed, by its own functions; while the engine is there."""
+    optimizer, model = trainer.strategy.deepspeed_engine.optimizer, trainer.lightning_module
+    parameters = [p for group in groups for p in group]
+    run.factors = [1 / optimizer.loss_scale]
+    run.counts = [float(state["step"]) for state in optimizer.optimizer.state.values()]
+    run.master = [safe_get_full_fp32_param(p).clone() for p in parameters]
+    run.exp_avg, run.exp_avg_sq = (
+        [safe_get_full_optimizer_state(p, name).clone() for p in parameters] for name in ("exp_avg", "exp_avg_sq")
+    )
+    run.weights, run.untrained = snapshot(model), untrained(model)
+
+
+def read_state(run: Run, optimizer: ZenFlowOptimizer | None) -> list[Tensor]:
+    """Puts counts into a run, and returns master weights and moments of this rank's partition."""
     if optimizer is None:
         return []
     run.skipped = int(optimizer.training.telemetry.skipped)
-    partitions = []
-    counts: dict[int, float] = {}
     assert isinstance(optimizer, ZenFlowZeroOptimizer | ZenFlowZero3Optimizer)
     is_3 = isinstance(optimizer, ZenFlowZero3Optimizer)
     flats = optimizer.fp32_partitioned_groups_flat if is_3 else optimizer.single_partition_of_fp32_groups
-    for number, flat in enumerate(flats):
-        state = optimizer.optimizer.state[flat]
-        group = optimizer.sub_group_to_group_id[number] if is_3 else number
-        assert counts.setdefault(group, float(state["step"])) == float(state["step"])
-        begin = optimizer.training.parts.rank.partition.group_begins[number]
-        arena = optimizer.training.parts.rank.arena
-        moments = [moment.read(begin, flat.numel()).clone() for moment in (arena.exp_avg, arena.exp_avg_sq)]
-        partitions.append([flat.detach().clone(), *moments])
+    rank, counts = optimizer.training.parts.rank, dict[int, float]()
+    for number, (begin, flat) in enumerate(zip(rank.partition.group_begins, flats, strict=True)):
+        group, count = (
+            optimizer.sub_group_to_group_id[number] if is_3 else number,
+            optimizer.optimizer.state[flat]["step"],
+        )
+        assert counts.setdefault(group, float(count)) == float(count)
+        assert torch.equal(flat, rank.arena.master[begin : begin + flat.numel()])
     run.counts = list(counts.values())
-    return partitions
+    return state_of(rank.arena)
 
 
-def join_partitions(case: Case, run: Run, partitions: Sequence[list[list[Tensor]]]) -> None:
-    """Puts the ranks' flat partitions together and cuts them into parameters; of a `stock` training there are none."""
-    if case.stock:
-        return
-    if case.stage == 3:
-        parameters = [p for group in case.make_model().parameter_groups() for p in group]
-        pieces = [-(-p.numel() // len(partitions)) for p in parameters]
-        for kind, tensors in enumerate((run.master, run.exp_avg, run.exp_avg_sq)):
-            of_ranks = [torch.cat([flat[kind] for flat in of_rank]).split(pieces) for of_rank in partitions]
-            tensors += [
-                torch.cat(of_parameter)[: p.numel()].view(p.shape).clone()
-                for p, *of_parameter in zip(parameters, *of_ranks, strict=True)
-            ]
-        return
-    for param_group, parameters in enumerate(case.make_model().parameter_groups()):
-        for kind, tensors in enumerate((run.master, run.exp_avg, run.exp_avg_sq)):
-            flat = torch.cat([of_rank[param_group][kind] for of_rank in partitions])
-            padding = flat.numel() - sum(p.numel() for p in parameters)
-            order = balanced_order([p.numel() for p in parameters], len(partitions))
-            parts = dict(zip(order, flat.split([parameters[i].numel() for i in order] + [padding]), strict=False))
-            tensors += [parts[i].view(p.shape).clone() for i, p in enumerate(parameters)]
+def state_of(arena: Arena) -> list[Tensor]:
+    """Copies of master weights and moments."""
+    moments = (moment.read(0, len(arena.master)) for moment in (arena.exp_avg, arena.exp_avg_sq))
+    return [arena.master.clone(), *(moment.clone() for moment in moments)]
+
+
+def join_partitions(case: Case, run: Run, partitions: Sequence[Sequence[Tensor]]) -> None:
+    """Cuts the ranks' partitions into parameters; of a `stock` training there are none."""
+    groups = case.make_model().parameter_groups()
+    for rank, of_rank in enumerate(partitions):
+        slices, _ = slices_of_rank(groups, rank, len(partitions), case.sub_group_size)
+        for tensors, of_kind in zip((run.master, run.exp_avg, run.exp_avg_sq), of_rank, strict=False):
+            tensors += [of_kind.new_empty(p.shape) for group in groups for p in group][len(tensors) :]
+            to_parameters(tensors, slices, of_kind)
 
 
 def run_here(case: Case, *, callbacks: Sequence[pl.Callback] = ()) -> Run:
     """Runs a case on one rank, in this process, with further callbacks."""
-    run, partitions = run_case(replace(case, callbacks=(*case.callbacks, *callbacks)))
-    if partitions:
-        join_partitions(case, run, [partitions])
+    run, partition = run_case(replace(case, callbacks=(*case.callbacks, *callbacks)))
+    join_partitions(case, run, [partition])
     return run

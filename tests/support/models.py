@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -53,7 +52,7 @@ class OptimizerOptions:
     """How the test models configure their optimizer."""
 
     kind: str = "AdamW"
-    """Name of a class in `torch.optim`, or "DeepSpeedCPUAdam"."""
+    """Name of a class in `torch.optim`."""
     lr: float = 1e-2
     scheduler: bool = True
     factor: Callable[[int], float] = decay
@@ -158,8 +157,7 @@ class TestModule(pl.LightningModule):
             {"params": list(ps), "lr": h.lr, "betas": (h.beta1, h.beta2), "eps": h.eps, "weight_decay": h.weight_decay}
             for ps, h in zip(self.optimized(), options.initial(), strict=False)
         ]
-        kind = DeepSpeedCPUAdam if options.kind == "DeepSpeedCPUAdam" else getattr(torch.optim, options.kind)
-        optimizer = kind(entries, **options.flags)
+        optimizer = getattr(torch.optim, options.kind)(entries, **options.flags)
         return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, options.factor) if options.scheduler else None
 
     @override
@@ -197,7 +195,6 @@ class LinearLossModule(TestModule):
         not_finite: value that gradients have at one element, by (step, rank).
         not_finite_in: number of the parameter with that element.
         factors: on the gradients of a step, NaN and infinity among them.
-        ranks: that these apply to; None: all.
         ranks_differ: whether ranks see different data.
     """
 
@@ -207,7 +204,6 @@ class LinearLossModule(TestModule):
         not_finite: dict[tuple[int, int], float] | None = None,
         not_finite_in: int = 0,
         factors: dict[int, float] | None = None,
-        ranks: Sequence[int] | None = None,
         ranks_differ: bool = True,
         shapes: Sequence[Sequence[int]] = SHAPES,
         **options: Any,
@@ -219,7 +215,6 @@ class LinearLossModule(TestModule):
         self.not_finite = not_finite or {}
         self.not_finite_in = not_finite_in
         self.factors = factors or {}
-        self.ranks = ranks
         self.ranks_differ = ranks_differ
 
     def gradient(self, index: int, step: int, micro: int, rank: int) -> Tensor | None:
@@ -233,7 +228,7 @@ class LinearLossModule(TestModule):
         gradient = numbers * (columns if len(shape) > 1 else 0.1) * (1 + step % 3)
         if index == self.not_finite_in and (step, rank) in self.not_finite:
             gradient.view(-1)[gradient.numel() // 2] = self.not_finite[step, rank]
-        return gradient * self.factors.get(step, 1.0) if self.ranks is None or rank in self.ranks else gradient
+        return gradient * self.factors.get(step, 1.0)
 
     @override
     def loss(self, step: int, micro: int, rank: int) -> Tensor:

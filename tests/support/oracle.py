@@ -4,7 +4,7 @@ time, in one process.
 From the rest of the package it takes `build_partition`, and of the partition each element's block: blocks may be cut between any two rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,28 +14,7 @@ from torch import Tensor, nn
 from lightning_zenflow.core.partition import Slice, build_partition, round_up
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.deepspeed.flat_buffers import balanced_order
-from zenflow_reference import AdamWState, Groups, SynchronousZenFlow
-
-
-def adamw_reference(
-    weights: Sequence[Tensor],
-    gradients: Sequence[Sequence[Tensor]],
-    groups: Sequence[Groups],
-    *,
-    max_norm: float = 0.0,
-) -> AdamWState:
-    """AdamW in float64 on a fixed sequence of gradients.
-
-    Args:
-        weights: one tensor a parameter.
-        gradients: for each step, one tensor a parameter.
-        groups: for each step, one group a parameter.
-        max_norm: largest norm of the whole gradient; 0 means no clipping.
-    """
-    state = AdamWState.start(weights, torch.float64)
-    for of_step, groups_of_step in zip(gradients, groups, strict=True):
-        state.step(of_step, groups_of_step, max_norm=max_norm)
-    return state
+from zenflow_reference import SynchronousZenFlow
 
 
 def _slice(p: Tensor, **fields: int) -> Slice:
@@ -43,10 +22,10 @@ def _slice(p: Tensor, **fields: int) -> Slice:
     return Slice(columns=p[0].numel() if is_matrix else 1, is_matrix=is_matrix, **fields)
 
 
-def pieces_of_rank(
+def _pieces_of_rank(
     groups: Sequence[Sequence[Tensor]], rank: int, world_size: int, sub_group_size: int
 ) -> tuple[list[Slice], list[int]]:
-    """As `slices_of_rank`, under ZeRO-3: each parameter is cut into equal pieces, and each parameter group into sub-groups.
+    """Each parameter is cut into equal pieces, and each parameter group into sub-groups.
 
     A sub-group ends with the piece by which it has `sub_group_size` elements or more.
     """
@@ -68,12 +47,16 @@ def pieces_of_rank(
     return slices, sizes
 
 
-def slices_of_rank(groups: Sequence[Sequence[Tensor]], rank: int, world_size: int) -> tuple[list[Slice], list[int]]:
-    """Slices of one rank's partition, and the size of its part of each parameter group.
+def slices_of_rank(
+    groups: Sequence[Sequence[Tensor]], rank: int, world_size: int, sub_group_size: int = 0
+) -> tuple[list[Slice], list[int]]:
+    """Slices of one rank's partition, and the size of its part of each parameter group, or under ZeRO-3 of each sub-group.
 
     ZeRO-2 lays a parameter group's tensors end to end, in the order of `balanced_order`, pads the run to a multiple of 2 x ranks and gives
     each rank an equal part of it.
     """
+    if sub_group_size:
+        return _pieces_of_rank(groups, rank, world_size, sub_group_size)
     sizes = [-(-sum(p.numel() for p in parameters) // (2 * world_size)) * 2 for parameters in groups]
     slices, first, number = [], 0, 0
     for param_group, (parameters, size) in enumerate(zip(groups, sizes, strict=True)):
@@ -102,31 +85,29 @@ def places_of_elements(
         world_size: number of ranks.
         sub_group_size: of ZeRO-3; 0: ZeRO-2.
     """
-    blocks, indices, scales = (
-        [torch.full((p.numel(),), -1) for parameters in groups for p in parameters] for _ in range(3)
-    )
+    found = [[torch.full(p.shape, -1) for parameters in groups for p in parameters] for _ in range(3)]
     for rank in range(world_size):
-        if sub_group_size:
-            slices, sizes = pieces_of_rank(groups, rank, world_size, sub_group_size)
-        else:
-            slices, sizes = slices_of_rank(groups, rank, world_size)
+        slices, sizes = slices_of_rank(groups, rank, world_size, sub_group_size)
         partition = build_partition(slices, sizes, n_blocks)
-        ends = torch.tensor([block.end for block in partition.blocks])
-        scale_of = torch.full((partition.numel,), -1)
+        blocks, scales = torch.full((2, partition.numel), -1)
+        for number, block in enumerate(partition.blocks):
+            blocks[block.begin : block.end] = number
         for tile in partition.tiles:
             runs = torch.arange(tile.numel) // 128
-            scale_of[tile.begin : tile.end] = int(scale_of.max()) + 1 + runs
-        for s in slices:
-            places = torch.arange(s.begin, s.begin + s.numel)
-            indices[s.parameter][s.start : s.start + s.numel] = places
-            blocks[s.parameter][s.start : s.start + s.numel] = torch.searchsorted(ends, places, right=True)
-            scales[s.parameter][s.start : s.start + s.numel] = scale_of[places] * world_size + rank
-    assert all((places >= 0).all() for places in (*blocks, *indices, *scales))
-    shapes = [p.shape for parameters in groups for p in parameters]
-    of_blocks, of_indices, of_scales = (
-        [x.view(shape) for x, shape in zip(of, shapes, strict=True)] for of in (blocks, indices, scales)
-    )
-    return of_blocks, of_indices, of_scales
+            scales[tile.begin : tile.end] = int(scales.max()) + 1 + runs
+        for tensors, values in zip(
+            found, (blocks, torch.arange(partition.numel), scales * world_size + rank), strict=True
+        ):
+            to_parameters(tensors, slices, values)
+    assert all((places >= 0).all() for of in found for places in of)
+    blocks_of, indices, scales_of = found
+    return blocks_of, indices, scales_of
+
+
+def to_parameters(tensors: Sequence[Tensor], slices: Sequence[Slice], values: Tensor) -> None:
+    """Copies a rank's values, [numel of the partition], to contiguous tensors with the shapes of all parameters."""
+    for s in slices:
+        tensors[s.parameter].view(-1)[s.start : s.start + s.numel] = values[s.begin : s.begin + s.numel]
 
 
 @dataclass(kw_only=True)
@@ -134,18 +115,13 @@ class Oracle:
     """The oracle of a training under ZenFlow.
 
     Args:
-        module: a `models.TestModule` in the type it is trained in; its parameters always hold the weights that ZenFlow shows.
-        hyperparameters: of each parameter group, for a step counted from 0.
-        options: arguments of `SynchronousZenFlow`.
+        case: what is trained, a `cases.Case`.
+        module: its model in the type it is trained in; its parameters always hold the weights that ZenFlow shows.
     """
 
+    case: Any
     module: Any
-    hyperparameters: Callable[[int], Sequence[GroupHyperparameters]]
-    options: dict[str, Any]
-    accumulate: int = 1
     world_size: int = 1
-    sub_group_size: int = 0
-    """Of ZeRO-3; 0: ZeRO-2."""
 
     steps: int = 0
     """Steps done."""
@@ -153,22 +129,29 @@ class Oracle:
     def __post_init__(self) -> None:
         self.parameter_groups: list[list[nn.Parameter]] = self.module.parameter_groups()
         self.parameters = [p for parameters in self.parameter_groups for p in parameters]
-        blocks = self.places(self.options["update_interval"])[0]
-        self.zenflow = SynchronousZenFlow(weights=self.parameters, blocks=blocks, **self.options)
+        self.zenflow = SynchronousZenFlow(
+            weights=self.parameters,
+            blocks=self.places(self.case.update_interval)[0],
+            topk_ratio=self.case.topk_ratio,
+            update_interval=self.case.update_interval,
+            publish_lag=self.case.publish_lag,
+            warm_up=self.case.warm_up,
+            max_norm=self.case.max_norm or 0.0,
+        )
         self._frozen: list[int] = []
 
     def places(self, n_blocks: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """As `places_of_elements`."""
-        return places_of_elements(self.parameter_groups, n_blocks, self.world_size, self.sub_group_size)
+        return places_of_elements(self.parameter_groups, n_blocks, self.world_size, self.case.sub_group_size)
 
     def groups(self, step: int) -> list[GroupHyperparameters]:
         """Hyperparameters of each parameter in a step, counted from 0."""
-        of_groups = zip(self.hyperparameters(step), self.parameter_groups, strict=True)
+        of_groups = zip(self.case.optimizer.groups(step), self.parameter_groups, strict=True)
         return [h for h, parameters in of_groups for _ in parameters]
 
     def follow_freezing(self) -> list[int]:
         """Parameters that the module freezes in the next step; where they change, the weights are exact."""
-        self.module.on_train_batch_start(torch.tensor(0), self.steps * self.accumulate)
+        self.module.on_train_batch_start(torch.tensor(0), self.steps * self.case.accumulate)
         frozen = [i for i, p in enumerate(self.parameters) if not p.requires_grad]
         if frozen != self._frozen:
             self.zenflow.start_over()
@@ -215,14 +198,14 @@ class Oracle:
         """Losses, and the mean over ranks of the gradients at the shown weights, summed over micro-batches in the model's type."""
         losses: list[list[float]] = []
         total: list[Tensor | None] = [None] * len(self.parameters)
-        for micro in range(self.accumulate):
+        for micro in range(self.case.accumulate):
             losses.append([])
             of_ranks = []
             for rank in range(self.world_size):
                 loss = self.module.loss(self.steps, micro, rank)
                 losses[-1].append(loss.item())
                 self.module.zero_grad()
-                (loss / self.accumulate).backward()
+                (loss / self.case.accumulate).backward()
                 of_ranks.append([p.grad for p in self.parameters])
             for i, gradients in enumerate(zip(*of_ranks, strict=True)):
                 if gradients[0] is not None:

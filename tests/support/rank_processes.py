@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -99,9 +99,7 @@ def run_functions(
     """Calls functions of a module on each rank (gloo), one after the other; `folder` is for their files. Returns their errors: one ends its
     rank, and later functions are not called.
     """
-    port = free_port()
-    processes = [_FORKS.Process(target=_call, args=(functions, folder, rank, ranks, port)) for rank in range(ranks)]
-    _start_and_join(processes, time.monotonic() + _TIMEOUT_S)
+    _run_ranks(_call, ranks, time.monotonic() + _TIMEOUT_S, functions, folder)
 
     def error(path: Path) -> str:
         return path.read_text() if path.exists() else "it was not called, or did not end: one before has failed"
@@ -109,10 +107,8 @@ def run_functions(
     return {name: [error(folder / f"{name}.{rank}.txt") for rank in range(ranks)] for name in functions}
 
 
-def _call(functions: Mapping[str, Callable[[], object]], folder: Path, rank: int, ranks: int, port: int) -> None:
-    torch.set_num_threads(1)
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(ranks))
+def _call(rank: int, functions: Mapping[str, Callable[[], object]], folder: Path) -> None:
+    os.environ["RANK"] = str(rank)
     os.chdir(folder)
     torch.distributed.init_process_group("gloo")
     for name, function in functions.items():
@@ -139,7 +135,7 @@ def _run_in_processes(cases: dict[str, Case], ranks: int) -> dict[str, list[Run]
     while len(runs) < len(cases):
         rest = {name: case for name, case in cases.items() if name not in runs}
         with tempfile.TemporaryDirectory() as folder:
-            _start_and_wait(rest, Path(folder), ranks, deadline)
+            _run_ranks(_run_cases, ranks, deadline, ranks, rest, Path(folder))
             for name, case in rest.items():
                 runs[name] = _collect(Path(folder), name, case, ranks)
                 has_failed = not case.fails and any(run.error is not None for run in runs[name])
@@ -156,14 +152,10 @@ def _start(*processes: Any) -> None:
             process.start()
 
 
-def _start_and_wait(cases: dict[str, Case], folder: Path, ranks: int, deadline: float) -> None:
+def _run_ranks(run: Callable[..., None], ranks: int, deadline: float, *arguments: object) -> None:
+    """Runs a function as each of the ranks, and waits; kills what is left at the end, or some time behind the first that has failed."""
     port = free_port()
-    processes = [_FORKS.Process(target=_run_rank, args=(cases, folder, rank, ranks, port)) for rank in range(ranks)]
-    _start_and_join(processes, deadline)
-
-
-def _start_and_join(processes: Sequence[Any], deadline: float) -> None:
-    """Starts the ranks and waits; kills what is left at the end, or some time behind the first that has failed."""
+    processes = [_FORKS.Process(target=_as_rank, args=(run, rank, ranks, port, *arguments)) for rank in range(ranks)]
     _start(*processes)
     try:
         while (left := deadline - time.monotonic()) > 0 and (
@@ -196,21 +188,19 @@ def _collect(folder: Path, name: str, case: Case, ranks: int) -> list[Run]:
     return runs
 
 
-def _run_rank(cases: dict[str, Case], folder: Path, rank: int, ranks: int, port: int) -> None:
-    """One rank: runs the cases, writes what happened to files in a folder."""
+def _as_rank(run: Callable[..., None], rank: int, ranks: int, port: int, *arguments: object) -> None:
+    """With what Lightning's own launcher sets for the processes that it starts."""
+    torch.set_num_threads(1)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(address, LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(ranks))
+    run(rank, *arguments)
+
+
+def _run_cases(rank: int, ranks: int, cases: dict[str, Case], folder: Path) -> None:
+    """Writes what happened to files in a folder."""
     output = os.open(folder / f"output{rank}.txt", os.O_WRONLY | os.O_CREAT)
     for fd in (1, 2):
         os.dup2(output, fd)
-    torch.set_num_threads(1)
-    # What Lightning's own launcher sets for the processes that it starts.
-    variables = {
-        "LOCAL_RANK": rank,
-        "NODE_RANK": 0,
-        "WORLD_SIZE": ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    os.environ.update({name: str(value) for name, value in variables.items()})
     for name, case in cases.items():
         try:
             result = run_case(case, devices=ranks)

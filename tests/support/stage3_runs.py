@@ -1,17 +1,14 @@
-"""Runs cases of `harness` under plain `DeepSpeedStrategy(stage=3)` on the CPU; DeepSpeed's own functions give the exact state."""
+"""Plain `DeepSpeedStrategy(stage=3)` on the CPU, and a network whose parameters ranks have pieces of."""
 
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from callbacks import After, At
-from harness import Case, Run, make_trainer, snapshot, untrained
 from lightning_zenflow.deepspeed.environment import RankProcess
 from lightning_zenflow.deepspeed.trained_engine import new_engine
 from models import TestModule, draw, generator
@@ -68,36 +65,3 @@ class PlainStage3(DeepSpeedStrategy):
     def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
         engine = new_engine(model, optimizer, self.config, self.root_device, lr_scheduler)
         return engine, engine.optimizer
-
-
-def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
-    """Runs one rank of a case; `Case.strategy_options` are keys of "zero_optimization"."""
-    run, model = Run(), case.make_model()
-    parameters = [p for group in model.parameter_groups() for p in group]
-
-    def collect(trainer: pl.Trainer) -> None:
-        optimizer = trainer.strategy.deepspeed_engine.optimizer
-        run.factors = [1 / optimizer.loss_scale]
-        run.counts = [float(state["step"]) for state in optimizer.optimizer.state.values()]
-        run.master = [safe_get_full_fp32_param(p).clone() for p in parameters]
-        run.exp_avg, run.exp_avg_sq = (
-            [safe_get_full_optimizer_state(p, name).clone() for p in parameters] for name in ("exp_avg", "exp_avg_sq")
-        )
-        run.weights, run.untrained = snapshot(model), untrained(model)
-
-    strategy = PlainStage3(case.strategy_options, fp16=case.dtype == torch.float16)
-    trainer = make_trainer(
-        strategy,
-        devices=devices,
-        max_steps=case.steps,
-        accumulate_grad_batches=case.accumulate,
-        gradient_clip_val=case.max_norm,
-        precision=case.precision,
-        callbacks=[
-            # While the engine is there, also where no step is left to do.
-            At("on_fit_end", collect),
-            After([case.save_at] if case.save_at else [], lambda trainer: trainer.save_checkpoint(case.checkpoint)),
-        ],
-    )
-    trainer.fit(model, ckpt_path=None if case.save_at else case.checkpoint)
-    return run, []

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,8 +31,6 @@ class Blocks:
         dtype: of the model.
         moments: type of the moments.
         n_threads: of the worker.
-        missed: for each of two slices, how many of five steps before it was frozen in; None: there was no step before.
-        groups: the parameter group of each slice.
         sizes: other sizes of the arena.
     """
 
@@ -44,15 +42,9 @@ class Blocks:
         dtype: torch.dtype = torch.float32,
         moments: torch.dtype = torch.float32,
         n_threads: int = 1,
-        missed: Mapping[int, int] | None = None,
-        groups: Sequence[int] = (0, 1),
         **sizes: Any,
     ) -> None:
-        self.partition, self.dtype, self.rounds = (
-            make_partition(n_blocks, counts, groups),
-            dtype,
-            moments != torch.float32,
-        )
+        self.partition, self.dtype, self.rounds = make_partition(n_blocks, counts), dtype, moments != torch.float32
         all_sizes = {"n_step_records": 4, "n_slots": 4 * n_blocks, "n_threads": n_threads, **sizes}
         of_types = replace(SIZES, dtype=dtype, moments_dtype=moments, **all_sizes)
         self.arena = Arena(self.partition, of_types, device=torch.device("cpu"))
@@ -71,10 +63,6 @@ class Blocks:
             [moment.read(tile.begin, tile.numel).float().clone() for tile in self.partition.tiles]
             for moment in (self.arena.exp_avg, self.arena.exp_avg_sq)
         )
-        if missed is not None:
-            self.arena.continue_from(0, 5)
-            self.arena.write_trained(missed)
-            self.expected.counts = [5 - missed[tile.slice] for tile in self.partition.tiles]
         self.padding, self.published = self.arena.master.clone(), self.arena.publish.clone()
         self.groups: dict[tuple[int, bool], list[GroupHyperparameters]] = {}
         self.jobs = 0

@@ -24,12 +24,10 @@ class KillsWorker(pl.Callback):
 
     def __init__(self, *, seed: int) -> None:
         self._random = random.Random(seed)
-        self.kills = 0
         self.restarts = 0
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.restarts = optimizer_of(trainer).training.telemetry.worker_restarts
         if self._random.random() < 0.2:
             self._kill(trainer)
 
@@ -52,4 +50,3 @@ class KillsWorker(pl.Callback):
         worker = optimizer_of(trainer).training.parts.rank.worker
         assert worker is not None
         os.kill(worker.pid, signal.SIGKILL)
-        self.kills += 1

@@ -24,7 +24,7 @@ from lightning_zenflow.worker.process import SupervisedWorker
 from networks import TiedNet
 from rank_processes import run_on_ranks
 from recorded_device.clocks import HOST
-from recorded_device.device import RecordedDevice, RecordedEvent, RecordedRuntime
+from recorded_device.device import RecordedDevice, RecordedEvent
 from recorded_device.watch import recorded_device
 from same_bits import assert_same_run
 
@@ -288,7 +288,7 @@ def test_gradients_larger_than_a_bucket_are_kept_for_their_copies(monkeypatch: p
     """Without a wait: they have memory of their own, which is not used again before."""
     case = replace(NETWORK, callbacks=TWO_PRODUCERS, steps=6).with_keys(reduce_bucket_size=10)
     assert not record(case).order.races
-    monkeypatch.setattr(RecordedRuntime, "keep_for", lambda *_: None)
+    monkeypatch.setattr(RecordedDevice, "keep_for", lambda *_: None)
     assert record(case).order.races
 
 
@@ -314,7 +314,7 @@ def test_fetches_of_stage_3_are_behind_what_was_published() -> None:
 
 def memory_is_not_kept(patch: pytest.MonkeyPatch) -> None:
     """Memory that another stream reads is freed without a word to the allocator."""
-    patch.setattr(RecordedRuntime, "keep_for", lambda *_: None)
+    patch.setattr(RecordedDevice, "keep_for", lambda *_: None)
     patch.setattr(SideStream, "join", lambda self: None)
     patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
 

@@ -294,9 +294,7 @@ THREE = Case(steps=9, topk_ratio=0.3, accumulate=2, max_norm=1.0, strategy_optio
 MORE = {
     "fixed gradients": THREE,
     "more ranks than rows": replace(THREE, model_options={"shapes": ((2, 3), (1, 5), (3, 1), (2,), (1,))}),
-    "not finite on the last rank": replace(
-        THREE, model="LinearLossModule", model_options={"factors": {3: math.nan, 5: math.inf}, "ranks": (2,)}
-    ),
+    "not finite on the last rank": replace(THREE, model_options={"not_finite": {(3, 2): math.nan, (5, 2): math.inf}}),
     "stage 3": LATE_3,
     "stage 3, tiny": replace(FIXED_3, topk_ratio=0, model_options={"shapes": ((2, 1), (1,))}),
 }

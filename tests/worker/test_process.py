@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,13 @@ from lightning_zenflow.worker.arena import Arena, arena_bytes
 from lightning_zenflow.worker.machine import allowed_cores, running_on
 from lightning_zenflow.worker.process import JobMessage, SupervisedWorker, Worker, WorkerError
 from processes import arena_mappings, leaves_no_file_open
-from small_arena import SIZES, make_arena, make_partition
+from recorded_device.tensors import CPU
+from small_arena import SIZES, make_partition
 
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    arena = make_arena(make_partition())
+    arena = Arena(make_partition(), SIZES, device=CPU)
     yield arena
     arena.close(keep_state=False)
 
@@ -80,34 +82,6 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes]
     return write
 
 
-FEW_THREADS = f"""#!{sys.executable}
-import os, resource, sys
-worker = os.open({str(worker_executable())!r}, os.O_RDONLY)
-resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
-if os.geteuid() == 0:  # which has no such limit
-    os.setgid(65534)
-    os.setuid(65534)
-os.execve(worker, sys.argv, os.environ)
-"""
-
-
-@pytest.mark.parametrize(
-    ("script", "timeout_s", "message"),
-    [
-        ("#!/bin/sh\nexec sleep 1000\n", 0.2, "did not answer within 0.2 s; raise `worker_timeout`"),
-        ("#!/bin/sh\necho 'no libc here' >&2\nexit 3\n", 5, "exited with status 3.*no libc here"),
-        (FEW_THREADS, 30, "with status .*last output:.*(Thread creation failed|Resource temporarily unavailable)"),
-    ],
-    ids=["another program", "an error", "threads that the system refuses"],
-)
-def test_an_executable_that_does_not_begin(
-    script: str, timeout_s: float, message: str, arena: Arena, two_cores: list[int], install: Callable[[bytes], Path]
-) -> None:
-    install(script.encode())
-    with pytest.raises(WorkerError, match=f"(?s){message}"):
-        Worker(arena, cores=two_cores, timeout_s=timeout_s, word_timeout_s=timeout_s)
-
-
 def test_a_worker_that_receives_nothing(worker: Worker) -> None:
     """Started in its own time, it is waited for briefly."""
     worker._timeout_s = 0.2
@@ -150,7 +124,7 @@ def test_limits_on_the_trainers_threads_and_cores(
 
 def test_nothing_is_left_open() -> None:
     def start_and_close(*, fail: bool) -> None:
-        arena = make_arena(make_partition())
+        arena = Arena(make_partition(), SIZES, device=CPU)
         if fail:
             with pytest.raises(WorkerError, match="4000"):
                 Worker(arena, cores=[4000], timeout_s=5, word_timeout_s=5)
@@ -222,13 +196,15 @@ def test_no_process_dumps_the_arena(worker: Worker) -> None:
         assert arenas and all(re.search(r"VmFlags:.* dd\b", mapping) for mapping in arenas)
 
 
-def start(arena: Arena) -> SupervisedWorker:
-    cpu = torch.device("cpu")
-    return SupervisedWorker(
-        partial(Worker, arena, cores=allowed_cores()[:1], timeout_s=30, word_timeout_s=30),
-        max_restarts=1,
-        telemetry=Telemetry(cpu),
-    )
+FEW_THREADS = f"""#!{sys.executable}
+import os, resource, sys
+worker = os.open({str(worker_executable())!r}, os.O_RDONLY)
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+if os.geteuid() == 0:  # which has no such limit
+    os.setgid(65534)
+    os.setuid(65534)
+os.execve(worker, sys.argv, os.environ)
+"""
 
 
 def with_bytes(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
@@ -243,25 +219,38 @@ def of_another_architecture(content: bytes) -> bytes:
     return content[:18] + (2).to_bytes(2, "little") + content[20:]  # e_machine: SPARC
 
 
+CANNOT_RUN = "zenflow-worker cannot run on this machine .*: .*{}.*; .* build it here: `pip"
 DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "another architecture": (of_another_architecture, "Exec format error"),
-    "newer glibc": (with_bytes(b"GLIBC_2.34\0", b"GLIBC_9.34\0"), "version `GLIBC_9.34' not found"),
-    "missing library": (with_bytes(b"libc.so.6\0", b"libx.so.6\0"), "libx.so.6: cannot open shared object file"),
-    "missing instruction": (lambda _: b"#!/bin/sh\nkill -ILL $$\n", "SIGILL at its start"),
-    "refused memory": (lambda _: b"#!/bin/sh\nkill -BUS $$\n", "SIGBUS at its start, as by memory"),
+    "another program": (lambda _: b"#!/bin/sh\nexec sleep 1000\n", "did not answer within 2 s; raise `worker_timeout`"),
+    "an error": (lambda _: b"#!/bin/sh\necho 'no libc here' >&2\nexit 3\n", "exited with status 3.*no libc here"),
+    "threads that the system refuses": (
+        lambda _: FEW_THREADS.encode(),
+        "with status .*last output:.*(Thread creation failed|Resource temporarily unavailable)",
+    ),
+    "another architecture": (of_another_architecture, CANNOT_RUN.format("Exec format error")),
+    "newer glibc": (with_bytes(b"GLIBC_2.34\0", b"GLIBC_9.34\0"), CANNOT_RUN.format("version `GLIBC_9.34' not found")),
+    "missing library": (
+        with_bytes(b"libc.so.6\0", b"libx.so.6\0"),
+        CANNOT_RUN.format("libx.so.6: cannot open shared object file"),
+    ),
+    "missing instruction": (lambda _: b"#!/bin/sh\nkill -ILL $$\n", CANNOT_RUN.format("SIGILL at its start")),
+    "refused memory": (lambda _: b"#!/bin/sh\nkill -BUS $$\n", CANNOT_RUN.format("SIGBUS at its start, as by memory")),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_worker_that_cannot_run(name: str, arena: Arena, install: Callable[[bytes], Path]) -> None:
-    damage, reason = DAMAGE[name]
-    path = install(damage(worker_executable().read_bytes()))
+def test_an_executable_that_does_not_begin(
+    name: str, arena: Arena, two_cores: list[int], install: Callable[[bytes], Path]
+) -> None:
+    damage, message = DAMAGE[name]
+    install(damage(worker_executable().read_bytes()))
+    limit_s = 2 if name == "another program" else 30
+    start = partial(Worker, arena, cores=two_cores, timeout_s=limit_s, word_timeout_s=30)
     with leaves_no_file_open():
-        with pytest.raises(
-            WorkerError, match=rf"{path} cannot run on this machine .*: .*{reason}.*; .* build it here: `pip"
-        ) as caught:
-            start(arena)
-        assert "restarted" not in str(caught.value) and "\n" not in str(caught.value)
+        with pytest.raises(WorkerError, match=f"(?s){message}") as caught:
+            SupervisedWorker(start, max_restarts=1, telemetry=Telemetry(CPU))
+        assert "restarted" not in str(caught.value)
+        assert "\n" not in str(caught.value) or "cannot run" not in message
         del caught
 
 
@@ -297,7 +286,7 @@ def test_a_child_that_collects_the_arena_of_an_earlier_fit() -> None:
     """The child's own memory is where the arena was, and stays there; nothing that the child inherits is collected."""
     gc.collect()
     before = set(arena_mappings())
-    Garbage(make_arena(make_partition(), n_slots=16 * MIB // 4096))
+    Garbage(Arena(make_partition(), replace(SIZES, n_slots=16 * MIB // 4096), device=CPU))
     (arena,) = set(arena_mappings()) - before
 
     def child() -> None:

@@ -11,13 +11,11 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
-import lightning.pytorch as pl
 import psutil
 import pytest
 import torch
 from typing_extensions import override
 
-from callbacks import At
 from direct_step import direct_step
 from harness import UP_TO_TWO, Case, run_here
 from lightning_zenflow.config import ZenFlowConfig
@@ -31,19 +29,11 @@ from processes import is_alive, leaves_no_file_open, wait_for
 from same_bits import assert_same_run
 from small_arena import resolved
 from worker_blocks import Blocks
-from worker_killer import KillsWorker, optimizer_of
+from worker_killer import KillsWorker
 
 # Large enough that the worker computes for a good part of the time in which it may be killed.
 LARGE = {"shapes": ((601, 499), (211, 503), (997,))}
 CASE = Case(steps=16, topk_ratio=0.05, max_norm=1.0, model_options=LARGE)
-
-
-def assert_kills_change_nothing(case: Case, *, seed: int, restarts: int) -> None:
-    killer = KillsWorker(seed=seed)
-    options = {**case.strategy_options, "max_worker_restarts": 10**6}
-    killed = run_here(dataclasses.replace(case, strategy_options=options), callbacks=[killer])
-    assert killer.restarts >= restarts
-    assert_same_run(killed, run_here(case))
 
 
 @pytest.mark.parametrize(
@@ -55,20 +45,22 @@ def assert_kills_change_nothing(case: Case, *, seed: int, restarts: int) -> None
             strategy_options={"weight_prediction": 3.0, "worker_cores": UP_TO_TWO, "select_interval": 5},
         ),
         dataclasses.replace(CASE, update_interval=1, publish_lag=0),
+        *(
+            pytest.param(
+                dataclasses.replace(CASE, steps=220, update_interval=s),
+                marks=[pytest.mark.slow, pytest.mark.timeout(900)],
+            )
+            for s in (1, 4)
+        ),
     ],
-    ids=["replay by two threads, bf16", "submitted in backward"],
+    ids=["replay by two threads, bf16", "submitted in backward", "S=1", "S=4"],
 )
 def test_killed_in_every_step(case: Case) -> None:
+    killer = KillsWorker(seed=1)
+    killed = run_here(case.with_keys(max_worker_restarts=10**6), callbacks=[killer])
     # Two kills may hit the same worker.
-    assert_kills_change_nothing(case, seed=1, restarts=case.steps // 2)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("update_interval", [1, 4])
-def test_killed_two_hundred_times(update_interval: int) -> None:
-    case = dataclasses.replace(CASE, steps=220, update_interval=update_interval)
-    assert_kills_change_nothing(case, seed=2, restarts=200)
+    assert killer.restarts >= case.steps // 2
+    assert_same_run(killed, run_here(case))
 
 
 def kill(worker: SupervisedWorker, number: int = signal.SIGKILL) -> None:
@@ -258,33 +250,19 @@ def test_one_that_waits_for_other_ranks_is_waited_for(blocks: Blocks) -> None:
     worker.close()
 
 
-def test_what_the_trainer_says_of_one_that_does_not_answer() -> None:
-    with direct_step([[torch.ones(8, 8)]], update_interval=1, publish_lag=0) as direct:
+def test_a_flush_that_fails_says_what_it_waits_for_and_ends_the_worker() -> None:
+    with direct_step([[torch.ones(8, 8)]], update_interval=1, publish_lag=1, topk_ratio=0) as direct:
         worker = direct.parts.rank.worker
-        worker._worker._timeout_s = 0.3
-        os.kill(worker.pid, signal.SIGSTOP)
-        with pytest.raises(
-            WorkerError, match=r"\d+ jobs submitted; \d+ of \d+ slots and \d+ of .* buffers free.*job_id=1"
-        ):
-            direct.backward([torch.ones(8, 8)])
-            direct.step.step()
-        worker.kill()
-
-
-def test_a_flush_that_fails_ends_the_worker() -> None:
-    def flush_in_vain(trainer: pl.Trainer) -> None:
-        optimizer = optimizer_of(trainer)
-        assert optimizer.training.parts.rank.worker is not None
-        optimizer.training.parts.rank.worker._worker._timeout_s = 0.3
-        pid = optimizer.training.parts.rank.worker.pid
+        worker._worker._timeout_s, pid = 0.3, worker.pid
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(WorkerError, match="did not answer within 0.3 s"):
-            optimizer.flush()
-        assert optimizer.training.closed and not psutil.pid_exists(pid)
-        raise RuntimeError("seen")
-
-    with pytest.raises(RuntimeError, match="seen"):
-        run_here(dataclasses.replace(CASE, steps=2, topk_ratio=0), callbacks=[At("on_train_batch_end", flush_in_vain)])
+        direct.backward([torch.ones(8, 8)])
+        direct.step.step()
+        waiting = (
+            r"did not answer within 0.3 s.*\d+ jobs submitted; \d+ of \d+ slots and \d+ of .* buffers free.*job_id=1"
+        )
+        with pytest.raises(WorkerError, match=f"(?s){waiting}"):
+            direct.training.flush()
+        assert direct.training.closed and not psutil.pid_exists(pid)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ An actor is the host, the worker or a stream. Its clock holds, for each actor, t
 next. Two accesses to the same bytes, at least one of them a write, must be ordered; if neither precedes the other, they race.
 """
 
-from bisect import bisect_right
+import math
+from bisect import bisect_right, insort
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -89,26 +90,21 @@ class Order:
     _allocated_on: dict[int, str] = field(default_factory=dict)
     _kept_for: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     _freed: defaultdict[str, list[Access]] = field(default_factory=lambda: defaultdict(list))
-    _host_begins: list[int] = field(default_factory=list)
-    _host_ends: list[int] = field(default_factory=list)
+    _host: list[tuple[int, int]] = field(default_factory=list)
 
     def add_host_memory(self, begin: int, end: int) -> None:
         """Memory of the host that the device or the worker reads and writes; a unit of its own."""
-        at = bisect_right(self._host_begins, begin)
-        self._host_begins.insert(at, begin)
-        self._host_ends.insert(at, end)
+        insort(self._host, (begin, end))
 
-    def remove_host_memory(self, begin: int) -> None:
+    def remove_host_memory(self, begin: int, end: int) -> None:
         """After it was freed."""
-        at = bisect_right(self._host_begins, begin) - 1
-        assert self._host_begins[at] == begin
-        del self._host_begins[at], self._host_ends[at]
+        self._host.remove((begin, end))
         self._accesses.pop(begin, None)
 
     def host_base(self, address: int) -> int | None:
         """Beginning of the unit of the host's memory that an address lies in; None: it lies in none."""
-        at = bisect_right(self._host_begins, address) - 1
-        return self._host_begins[at] if at >= 0 and address < self._host_ends[at] else None
+        at = bisect_right(self._host, (address, math.inf)) - 1
+        return self._host[at][0] if at >= 0 and address < self._host[at][1] else None
 
     def begin(self, actor: str) -> Clock:
         """Begins an operation of an actor; a stream's comes after what the host did before."""

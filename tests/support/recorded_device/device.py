@@ -1,5 +1,5 @@
-"""Streams and events of the recorded device, for the package (`RecordedRuntime`) and for DeepSpeed (`RecordedAccelerator`); its
-memory, with a limit on all allocations; its kernels.
+"""Streams and events of the recorded device, for the package (`RecordedDevice`) and for DeepSpeed (`RecordedAccelerator`); its memory, with
+a limit on all allocations; its kernels.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from typing_extensions import override
 
 import lightning_zenflow
 from callbacks import At
-from lightning_zenflow.core import device as zenflow_device
+from lightning_zenflow.core.device import HostRuntime
 from lightning_zenflow.deepspeed.environment import CpuAccelerator
 from lightning_zenflow.kernels.base import Kernels
 from recorded_device.clocks import HOST, MAIN, Clock, Operation, Order
@@ -101,10 +101,13 @@ class DeviceMemory:
         self.peak = self.live
 
 
-class RecordedDevice:
+class RecordedDevice(HostRuntime):
     """Owner of the order, of the streams and of the stack of current streams."""
 
+    runs_behind = True
+
     def __init__(self, *, events_are_reached: bool, memory: DeviceMemory) -> None:
+        super().__init__(DEVICE)
         self.order = Order()
         self.events_are_reached = events_are_reached
         """What `Event.query` answers: both must be right."""
@@ -117,18 +120,20 @@ class RecordedDevice:
         self._stack = [self.main]
         self._numbers = itertools.count(1)
 
-    @property
-    def current(self) -> "RecordedStream":
+    @override
+    def current_stream(self) -> "RecordedStream":
         return self._stack[-1]
 
+    @override
     def new_stream(self) -> "RecordedStream":
-        return RecordedStream(self, f"stream {next(self._numbers)}")
+        return RecordedStream(self, f"stream {self.new_number()}")
 
     def new_number(self) -> int:
         return next(self._numbers)
 
+    @override
     @contextmanager
-    def on(self, stream: "RecordedStream") -> Iterator[None]:
+    def on(self, stream: Any) -> Iterator[None]:
         self._stack.append(stream)
         try:
             yield
@@ -145,13 +150,18 @@ class RecordedDevice:
         finally:
             self.is_within_pass = False
         if len(self.order.operations) > before:
-            self.note("launch", self.current.name, name=name)
+            self.note("launch", self.current_stream().name, name=name)
         self.memory.measure()
 
     def host_waits(self, clock: Clock, name: str, event: int = 0) -> None:
         self.order.follow(HOST, clock)
         self.note("host wait", HOST, name=name, event=event)
 
+    @override
+    def record_event(self, *, timing: bool = False) -> "RecordedEvent":
+        return self.current_stream().record_event()
+
+    @override
     def synchronize(self) -> None:
         for actor in [a for a in self.order.clocks if a.startswith("stream") or a == MAIN]:
             self.host_waits(self.order.clocks[actor], "synchronize")
@@ -169,15 +179,40 @@ class RecordedDevice:
         ends = [i for i, o in enumerate(operations) if o.kind == "step"]
         return [o.place for o in operations[ends[3] : ends[-1]] if o.kind == "host wait"]
 
+    @override
+    def keep_for(self, stream: Any, tensor: Tensor) -> None:
+        self.order.keep_for(tensor.untyped_storage().data_ptr(), stream.name)
+
+    @override
+    def page_lock(self, address: int, n_bytes: int) -> None:
+        self.page_locked[address] = address + n_bytes
+
+    @override
+    def page_unlock(self, address: int) -> None:
+        del self.page_locked[address]
+
+    @override
+    def forget_peak(self) -> None:
+        self.memory.most = self.memory.total
+
+    @override
+    def allocated(self) -> tuple[int, int]:
+        return self.memory.total, self.memory.most
+
+    @override
+    def capacity(self, *, reserve: float = 1.0) -> float:
+        return self.memory.limit * (1 - 0.05 * reserve)
+
+    @override
     def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Page-locked memory of its own, known as such until it is freed."""
         memory = torch.empty(shape, dtype=dtype)
         if memory.numel():
-            begin = memory.data_ptr()
-            self.order.add_host_memory(begin, begin + memory.nbytes)
-            self.page_locked[begin] = begin + memory.nbytes
-            weakref.finalize(memory.untyped_storage(), self.order.remove_host_memory, begin)
-            weakref.finalize(memory.untyped_storage(), self.page_locked.pop, begin)
+            begin, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+            self.order.add_host_memory(begin, end)
+            self.page_lock(begin, memory.nbytes)
+            weakref.finalize(memory.untyped_storage(), self.order.remove_host_memory, begin, end)
+            weakref.finalize(memory.untyped_storage(), self.page_unlock, begin)
         return memory
 
     def from_page_locked(self, values: Tensor) -> Tensor:
@@ -210,9 +245,6 @@ class RecordedStream:
     def synchronize(self) -> None:
         self.record_event().synchronize()
 
-    def query(self) -> bool:
-        return self._device.events_are_reached
-
 
 class RecordedEvent:
     """An event with the interface of `torch.cuda.Event`."""
@@ -223,14 +255,14 @@ class RecordedEvent:
         self.number = 0
 
     def record(self, stream: RecordedStream | None = None) -> None:
-        name = (stream or self._device.current).name
+        name = (stream or self._device.current_stream()).name
         order = self._device.order
         self.clock = {**order.clocks[HOST], **order.clocks[name]}
         self.number = self._device.new_number()
         self._device.note("record", name, event=self.number)
 
     def wait(self, stream: RecordedStream | None = None) -> None:
-        (stream or self._device.current).wait_event(self)
+        (stream or self._device.current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
         self._device.host_waits(self.clock, "synchronize", self.number)
@@ -242,67 +274,6 @@ class RecordedEvent:
 
     def elapsed_time(self, end_event: "RecordedEvent") -> float:
         return 0.0
-
-
-class RecordedRuntime(zenflow_device.HostRuntime):
-    """The recorded device for the package."""
-
-    def __init__(self, device: torch.device, recorded: RecordedDevice) -> None:
-        super().__init__(device)
-        self._recorded = recorded
-
-    @property
-    @override
-    def runs_behind(self) -> bool:
-        return True
-
-    @override
-    def new_stream(self) -> RecordedStream:
-        return self._recorded.new_stream()
-
-    @override
-    def current_stream(self) -> RecordedStream:
-        return self._recorded.current
-
-    @override
-    def on(self, stream: Any) -> AbstractContextManager[object]:
-        return self._recorded.on(stream)
-
-    @override
-    def record_event(self, *, timing: bool = False) -> RecordedEvent:
-        return self._recorded.current.record_event()
-
-    @override
-    def synchronize(self) -> None:
-        self._recorded.synchronize()
-
-    @override
-    def keep_for(self, stream: Any, tensor: Tensor) -> None:
-        self._recorded.order.keep_for(tensor.untyped_storage().data_ptr(), stream.name)
-
-    @override
-    def page_lock(self, address: int, n_bytes: int) -> None:
-        self._recorded.page_locked[address] = address + n_bytes
-
-    @override
-    def page_unlock(self, address: int) -> None:
-        del self._recorded.page_locked[address]
-
-    @override
-    def forget_peak(self) -> None:
-        self._recorded.memory.most = self._recorded.memory.total
-
-    @override
-    def allocated(self) -> tuple[int, int]:
-        return self._recorded.memory.total, self._recorded.memory.most
-
-    @override
-    def capacity(self, *, reserve: float = 1.0) -> float:
-        return self._recorded.memory.limit * (1 - 0.05 * reserve)
-
-    @override
-    def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self._recorded.empty_on_host(shape, dtype)
 
 
 class RecordedAccelerator(CpuAccelerator):
@@ -325,24 +296,6 @@ class RecordedAccelerator(CpuAccelerator):
     def is_synchronized_device(self) -> bool:
         return False
 
-    @override
-    def resolves_data_dependency(self) -> bool:
-        return False
-
-    @override
-    def handles_memory_backpressure(self) -> bool:
-        return False
-
-    @property
-    @override
-    def FloatTensor(self) -> Any:
-        return lambda values: torch.tensor(values, dtype=torch.float32, device=DEVICE)
-
-    @property
-    @override
-    def ByteTensor(self) -> Any:
-        return lambda values: torch.tensor(values, dtype=torch.uint8, device=DEVICE)
-
     @property
     @override
     def Stream(self) -> Any:
@@ -359,7 +312,7 @@ class RecordedAccelerator(CpuAccelerator):
 
     @override
     def current_stream(self, device_index: int | None = None) -> RecordedStream:
-        return self._recorded.current
+        return self._recorded.current_stream()
 
     @override
     def default_stream(self, device_index: int | None = None) -> RecordedStream:

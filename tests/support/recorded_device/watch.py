@@ -28,14 +28,7 @@ from lightning_zenflow.offload import build
 from lightning_zenflow.worker.arena import WORD_BYTES, Arena
 from lightning_zenflow.worker.process import JobMessage, Submission, SupervisedWorker
 from recorded_device.clocks import HOST, WORKER, Clock, Span, join
-from recorded_device.device import (
-    DeviceMemory,
-    RecordedAccelerator,
-    RecordedDevice,
-    RecordedRuntime,
-    one_launch_a_pass,
-    place,
-)
+from recorded_device.device import DeviceMemory, RecordedAccelerator, RecordedDevice, one_launch_a_pass, place
 from recorded_device.tensors import DEVICE, Transfer, tell_apart
 
 _VIEWS = {
@@ -127,7 +120,7 @@ class Watch(TorchDispatchMode):
         self, name: str, reads: list[Tensor], writes: list[Tensor], new: list[Tensor], *, non_blocking: bool
     ) -> None:
         tensors = [*reads, *writes, *new]
-        actor = self._device.current.name if any(map(self.is_on_device, tensors)) else HOST
+        actor = self._device.current_stream().name if any(map(self.is_on_device, tensors)) else HOST
         transfer = Transfer.of(name, reads, writes + new, is_on_device=self.is_on_device)
         if actor != HOST and transfer.mixes:
             self._order.races[f"{name} mixes memory of host and device in {place()}"] += 1
@@ -181,7 +174,7 @@ class Watch(TorchDispatchMode):
     def _take(self, storage: UntypedStorage) -> None:
         base = self._storages[storage._cdata] = storage.data_ptr()
         if base:
-            self._order.allocate(base, self._device.current.name)
+            self._order.allocate(base, self._device.current_stream().name)
             self._device.memory.allocate(base, storage.nbytes(), counts=not self._device.is_within_pass)
 
     def _freed(self, number: int) -> None:
@@ -261,38 +254,34 @@ class WatchedWorker:
         stack.enter_context(patch.object(SupervisedWorker, "_receive", received))
 
     def _process(self, message: JobMessage | native.Touch, at_submission: Clock) -> None:
-        assert self._arena is not None
-        words = self._words(message) if isinstance(message, JobMessage) else []
+        arena = self._arena
+        assert arena is not None
+        is_job = isinstance(message, JobMessage)
+        words, accesses = (self._words(arena, message), self._accesses(arena, message)) if is_job else ([], [])
         known = [self._watch.word_clocks[word.data_ptr()] for word in words]
         self._order.clocks[WORKER] = join(self._order.clocks[WORKER], at_submission, *known)
         clock = self._order.begin(WORKER)
-        if isinstance(message, JobMessage):
-            self._replay(message, clock)
+        for part, writes, name in accesses:
+            self._order.touch(self._watch.spans(part), writes=writes, actor=WORKER, clock=clock, name=f"replay {name}")
         self._order.follow(HOST, clock)
 
-    def _words(self, job: JobMessage) -> list[Tensor]:
+    def _words(self, arena: Arena, job: JobMessage) -> list[Tensor]:
         """The words that the worker waits for."""
         behind_block_word = job.tentative in (Tentative.PREDICTED, Tentative.TRUE_IF_KNOWN)
-        arena, last = self._arena, job.first_step + len(job.slots) - behind_block_word - 1
-        assert arena is not None
+        last = job.first_step + len(job.slots) - behind_block_word - 1
         words = [arena.block_words[job.block]] if behind_block_word else []
         # Before the first step there is none.
         return [*words, arena.step_words[last]] if job.slots and last >= 1 else words
 
-    def _replay(self, job: JobMessage, clock: Clock) -> None:
-        arena, block = self._arena, self._blocks[job.block]
-        assert arena is not None
+    def _accesses(self, arena: Arena, job: JobMessage) -> list[tuple[Tensor, bool, str]]:
+        """What a job reads, or writes."""
+        block, states = self._blocks[job.block], (arena.master, arena.exp_avg.array, arena.exp_avg_sq.array)
         numel = block.end - block.begin
-        for slot in job.slots:
-            self._touch(arena.slots[slot].narrow(0, 0, numel), clock, writes=False, name="replay of a slot")
-        self._touch(
-            arena.publish[job.publish_buffer].narrow(0, 0, numel), clock, writes=True, name="replay to a publish buffer"
-        )
-        for state in (arena.master, arena.exp_avg.array, arena.exp_avg_sq.array):
-            self._touch(state.narrow(0, block.begin, numel), clock, writes=True, name="replay of the state")
-
-    def _touch(self, tensor: Tensor, clock: Clock, *, writes: bool, name: str) -> None:
-        self._order.touch(self._watch.spans(tensor), writes=writes, actor=WORKER, clock=clock, name=name)
+        return [
+            *((arena.slots[slot].narrow(0, 0, numel), False, "of a slot") for slot in job.slots),
+            (arena.publish[job.publish_buffer].narrow(0, 0, numel), True, "to a publish buffer"),
+            *((state.narrow(0, block.begin, numel), True, "of the state") for state in states),
+        ]
 
 
 @contextmanager
@@ -303,7 +292,7 @@ def recorded_device(*, events_are_reached: bool = False, memory_limit: float = m
     with ExitStack() as stack:
         stack.callback(set_accelerator, get_accelerator())
         set_accelerator(RecordedAccelerator(device))
-        stack.enter_context(patch.dict(RUNTIMES, cpu=lambda torch_device: RecordedRuntime(torch_device, device)))
+        stack.enter_context(patch.dict(RUNTIMES, cpu=lambda _: device))
         stack.enter_context(patch.object(build, "kernels_for", lambda _: one_launch_a_pass(device)))
         stack.enter_context(patch.object(environment, "CPU", DEVICE))
         # Private: where Lightning, with several ranks, makes the host wait for the device before each batch, which would order everything.
@@ -312,11 +301,9 @@ def recorded_device(*, events_are_reached: bool = False, memory_limit: float = m
         stack.enter_context(patch.object(uses, "FOLLOWED", 0))
         # Private: where torch puts the objects of a collective; with NCCL alone on the rank's GPU.
         stack.enter_context(patch.object(distributed_c10d, "_get_object_coll_device", lambda _=None: str(DEVICE)))
-
-        def record_stream(tensor: Tensor, stream: Any) -> None:
-            device.order.keep_for(tensor.untyped_storage().data_ptr(), stream.name)
-
-        stack.enter_context(patch.object(Tensor, "record_stream", record_stream))
+        stack.enter_context(
+            patch.object(Tensor, "record_stream", lambda tensor, stream: device.keep_for(stream, tensor))
+        )
         stack.enter_context(patch.object(UntypedStorage, "resize_", lambda storage, n: watch.resize(storage, n)))
 
         work_wait = dist.Work.wait
