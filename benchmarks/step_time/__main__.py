@@ -60,6 +60,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--share-of", choices=list(PART_OF_STEP), default="backward", help="what --worker-shares are parts of")
     add("--stage", type=int, choices=[2, 3], default=2, help="of ZeRO, for the methods by default")
     add("--pcie", type=float, default=25.0, help="GB/s at which the simulated accelerator fetches parameters")
+    add("--device-memory", type=float, default=1000.0, help="GB/s, for the simulated update of resident blocks")
     add("--worker-cores", type=list_of(int), default=[], metavar="CORE,...", help="of all ranks' workers")
     add("--methods", type=list_of(one_of(METHODS, "method")), metavar="NAME,...")
     add("--repeats", type=int, default=3)
@@ -140,6 +141,7 @@ def _spec(options: argparse.Namespace, method: str, worker_share: float, compute
         share_of=options.share_of,
         worker_cores=options.worker_cores,
         pcie=options.pcie,
+        device_memory=options.device_memory,
     )
 
 

@@ -60,6 +60,15 @@ def _zenflow(title: str, *, max_norm: float | None = 1.0, host_bytes: float | No
     )
 
 
+def _of_ratios(name: str, title: str, **keys: Any) -> dict[str, StepMethod]:
+    return {
+        f"zenflow_{name}_ratio_{100 * ratio:.0f}": _zenflow(
+            f"{title}, offload_ratio={ratio:g}", offload_ratio=ratio, **keys
+        )
+        for ratio in (1, 0.75, 0.5, 0.34, 0.25, 0)
+    }
+
+
 def _peer3(title: str, strategy: Callable[..., Strategy], *, host_bytes: float) -> StepMethod:
     peer, make = strategy is not Floor, partial(strategy, **_ON_HOST)
     optimizer = DeepSpeedCPUAdam if peer else torch.optim.AdamW
@@ -130,6 +139,8 @@ METHODS = {
         title="OffloadAdamW without DeepSpeed, every step clips",
         optimizer=OffloadAdamW,
     ),
+    **_of_ratios("exact", "S=1, d=0", **_AT_ONCE),
+    **_of_ratios("adamw", "S=1, d=0, no predicted factor, every step clips", clip_prediction=False, **_AT_ONCE),
     "zenflow_adamw_5_percent": replace(
         _zenflow(
             "S=1, d=0, no predicted factor, 5 % of the steps clip", max_norm=10, clip_prediction=False, **_AT_ONCE
