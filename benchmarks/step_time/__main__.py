@@ -34,7 +34,7 @@ from benchmarks.common.cpu_adam import compile_cpu_adam
 from benchmarks.common.processes import run_process
 from benchmarks.common.provenance import with_origin
 from benchmarks.common.results import report
-from benchmarks.step_time.methods import DEVICES, METHODS, OF_RANKS, OF_STAGE_3
+from benchmarks.step_time.methods import DECIDING, DEVICES, METHODS, OF_RANKS, OF_STAGE_3
 from benchmarks.step_time.models import PART_OF_STEP
 from benchmarks.step_time.report import tables
 from benchmarks.step_time.run import StepResult, StepSpec, results_of, run
@@ -130,8 +130,7 @@ def _spec(options: argparse.Namespace, method: str, worker_share: float, compute
         batch=options.batch,
         tokens=options.tokens,
         compute_s=compute_s,
-        # The automatic schedule measures for some 25 steps before it decides.
-        warm_up=options.warm_up + (64 if method.startswith("zenflow_auto") else 0),
+        warm_up=options.warm_up + DECIDING * (options.device in METHODS[method].decides_on),
         steps=options.steps,
         narrow=options.narrow,
         embedding=options.embedding,

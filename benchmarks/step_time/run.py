@@ -99,6 +99,8 @@ class StepResult:
     """The worker's time for the jobs published in each counted step."""
     schedule: list[int] = field(default_factory=list)
     """S and d at the end."""
+    resident_share: float | None = None
+    """Share of the blocks whose state the device has, at the end; None: of none."""
     host_bytes: int = 0
     """Memory of all processes after the last step, shared pages counted once (PSS)."""
     arena_bytes: int = 0
@@ -215,6 +217,7 @@ class StepTimer(pl.Callback):
     def _read_zenflow(self, optimizer: ZenFlowOptimizer | OptimizerEngine) -> None:
         schedule = optimizer.training.parts.jobs.schedule
         self._result.schedule = [schedule.update_interval, schedule.publish_lag]
+        self._result.resident_share = optimizer.training.parts.read_counters().resident_share
         rank = optimizer.training.parts.rank
         self._result.arena_bytes = rank.arena.reserved_bytes
         states_bytes = rank.arena.slots.data_ptr() - rank.arena.master.data_ptr()
