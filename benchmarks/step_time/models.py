@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from benchmarks.common.gpt import GPT
 from benchmarks.common.provenance import ROOT
-from lightning_zenflow.kernels.base import CpuKernels
+from lightning_zenflow.offload.resident import ResidentBlock
 
 
 class TimedModule(pl.LightningModule):
@@ -140,19 +140,14 @@ RESIDENT_BYTES = 28
 def updates_on(clock: _SynchronousClock, bytes_per_s: float) -> Iterator[None]:
     """Context in which the update of resident blocks takes the device's time, for so much memory traffic, and none of the host's cores.
 
-    The update itself is left out, since the simulated device does not read weights. No timed run has the right state then; that no bit of
-    it depends on the owner is for `tests/benchmarks/test_small_runs.py`.
+    The update itself is left out, since the simulated device does not read weights: a timed run does not have AdamW's state. That no bit
+    of it depends on the owner is for tests.
     """
-    adamw_ = CpuKernels.adamw_
 
-    def on_device(kernels: CpuKernels, state: Tensor, *inputs: Any, once: Any = None) -> None:
-        # Others than residents' updates are those of columns, which the trainer's core computes.
-        if once is None:
-            adamw_(kernels, state, *inputs)
-        else:
-            clock.update(RESIDENT_BYTES * state.shape[1] / bytes_per_s)
+    def step(block: ResidentBlock, *_: Any) -> None:
+        clock.update(RESIDENT_BYTES * block.gradient.numel() / bytes_per_s)
 
-    with mock.patch.object(CpuKernels, "adamw_", on_device):
+    with mock.patch.object(ResidentBlock, "step", step):
         yield
 
 
