@@ -9,10 +9,10 @@ import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from statistics import median
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import psutil
 from omegaconf import OmegaConf
@@ -22,6 +22,9 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.partition import STATE_BYTES
 from lightning_zenflow.core.schedule import StaggeredSchedule, UpdateSchedule, blocks_wanted, bucket_size, candidates_of
+
+if TYPE_CHECKING:
+    from lightning_zenflow.worker.machine import Place
 
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
@@ -43,14 +46,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     summary = "show memory, copies and CPU time of a step, by formula"
     add = commands.add_parser("estimate", help=summary, allow_abbrev=False).add_argument
     add("--params", type=positive_number, required=True, help="number of trained parameters, such as 7B, 350M or 7e9")
-    add("--gpus", type=int, required=True, help="number of GPUs, over all hosts")
-    add("--cpu-bw", type=positive_number, required=True, help="memory bandwidth of one host, GB/s")
+    add("--gpus", type=int, default=1, help="number of GPUs, over all hosts, default %(default)s")
+    add("--cpu-bw", type=positive_number, help="memory bandwidth of one host, GB/s, default: this host's, measured")
     add("--frozen", type=positive_number, default=0.0, help="number of parameters that are not trained, default 0")
     add("--gpus-per-host", type=int, default=8, help="default %(default)s")
     add("--stage", type=int, choices=(1, 2, 3), default=2, help="of ZeRO, default %(default)s")
     add("--offload-parameters", action="store_true", help="weights are in host memory, under stage 3")
     add("--dtype", choices=tuple(_DTYPE_BYTES), default="bf16", help="dtype of the model, default %(default)s")
     add("--accumulate-grad-batches", type=int, default=1, help="micro-batches in an optimizer step, default 1")
+    add(
+        "--offload-ratio",
+        default="",
+        metavar="RATIO,...",
+        help="values of the key, each with rows of its own, such as 1,0.5,0",
+    )
     add("keys", nargs="*", metavar="key=value", help="keys of ZenFlowStrategy, such as update_interval=4")
     setup, runs = parser.parse_args(arguments), True
     try:
@@ -58,8 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text, runs = examine()
         else:
             keys = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(setup.keys)))
-            text = as_text(costs(setup, ZenFlowConfig(**keys)))
-    except (ValueError, MisconfigurationException) as error:
+            ratios = [{"offload_ratio": float(text)} for text in setup.offload_ratio.split(",") if text] or [{}]
+            configs = [ZenFlowConfig(**{**keys, **ratio}) for ratio in ratios]
+            setup.cpu_bw = setup.cpu_bw or triad(worker_place()[1])
+            text = as_text([(config.offload_ratio, costs(setup, config)) for config in configs])
+    except (ValueError, RuntimeError, MisconfigurationException) as error:
         parser.error(str(error))
     sys.stdout.write(text + "\n")
     return 0 if runs else 1
@@ -104,7 +116,7 @@ def costs(setup: argparse.Namespace, config: ZenFlowConfig) -> dict[UpdateSchedu
     for schedule in candidates_of(config.update_intervals, config.publish_lags):
         s, d = schedule.update_interval, schedule.publish_lag
         owned = 0.0 if schedule.is_immediate else config.topk_ratio * hosted * numel
-        kept = schedule.kept_share if config.compensation.updates_provisionally else 0.0
+        kept = hosted * schedule.kept_share if config.compensation.updates_provisionally else 0.0
         gradients = 2 * bucket_size(math.ceil(setup.params)) + numel * ((setup.accumulate_grad_batches > 1) + kept)
         staggered = StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=in_backward, in_place=on_host)
         buffers = (staggered.n_slots + staggered.n_publish_buffers) / n_blocks
@@ -122,14 +134,20 @@ def costs(setup: argparse.Namespace, config: ZenFlowConfig) -> dict[UpdateSchedu
     return found
 
 
-def as_text(costs: dict[UpdateSchedule, Cost]) -> str:
-    """The costs as a table, and what its columns mean."""
+def as_text(by_ratio: Sequence[tuple[object, Mapping[UpdateSchedule, Cost]]]) -> str:
+    """The costs, by `offload_ratio`, as a table, and what its columns mean."""
     rows = [
-        [f"S = {s.update_interval}, d = {s.publish_lag}", *(f"{n / 1e9:.1f}" for n in c[:-1]), f"{1e3 * c.cpu_s:.0f}"]
+        [
+            f"S = {s.update_interval}, d = {s.publish_lag}",
+            ratio,
+            *(f"{n / 1e9:.1f}" for n in c[:-1]),
+            f"{1e3 * c.cpu_s:.0f}",
+        ]
+        for ratio, costs in by_ratio
         for s, c in costs.items()
     ]
-    headers = ("schedule", "GPU GB", "host GB", "d2h GB", "h2d GB", "CPU ms")
-    table = tabulate(rows, headers=headers, colalign=("left", *["right"] * 5), disable_numparse=True)
+    headers = ("schedule", "offload_ratio", "GPU GB", "host GB", "d2h GB", "h2d GB", "CPU ms")
+    table = tabulate(rows, headers=headers, colalign=("left", *["right"] * 6), disable_numparse=True)
     return (
         f"{table}\n\nGPU: one, without activations. Host: all ranks of one. d2h, h2d, CPU: one rank, a step.\n"
         "The CPU's work hides behind backward where d = 0, and behind the whole step where d > 0."
@@ -140,10 +158,10 @@ def examine() -> tuple[str, bool]:
     """A table of what this machine has, for issues too, and whether its worker runs; takes some seconds."""
     import torch
 
-    from lightning_zenflow.worker.machine import free_host_memory, read_place, worker_cores
+    from lightning_zenflow.worker.machine import free_host_memory
 
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    place, free = read_place(torch.device("cuda", 0) if gpus else torch.device("cpu")), free_host_memory()
+    (place, cores), free = worker_place(), free_host_memory()
     limit = "" if place.cpu_limit == math.inf else f"; a control group grants {place.cpu_limit:g} CPUs"
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     rows = {
@@ -158,13 +176,22 @@ def examine() -> tuple[str, bool]:
     rows |= {f"GPU {i}": f"{gpu.name}, {gpu.total_memory / 1e9:.1f} GB" for i, gpu in enumerate(gpus)}
     if not gpus:
         rows["GPU"] = "none: training runs on the CPU, for tests and small models"
-    reserved_share = ZenFlowConfig().pt_reserved_cores_perc
-    cores = worker_cores("auto", places=[place], index=0, reserved_share=reserved_share).cores
     try:
         rows["worker"], runs = f"{triad(cores):.1f} GB/s of host memory on cores {cores}", True
     except RuntimeError as error:
         rows["worker"], runs = f"training cannot start: {error}", False
     return str(tabulate(rows.items(), tablefmt="plain", disable_numparse=True)), runs
+
+
+def worker_place() -> tuple["Place", Sequence[int]]:
+    """The place of a rank on the first GPU, or else on a CPU, and the cores that its worker has by default."""
+    import torch
+
+    from lightning_zenflow.worker.machine import read_place, worker_cores
+
+    place = read_place(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+    reserved_share = ZenFlowConfig().pt_reserved_cores_perc
+    return place, worker_cores("auto", places=[place], index=0, reserved_share=reserved_share).cores
 
 
 def triad(cores: Sequence[int]) -> float:

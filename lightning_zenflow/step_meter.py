@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.offload.plan import HIDDEN, SMALL_STALL
+from lightning_zenflow.offload.plan import HIDDEN, SMALL_STALL, hiding_share
 from lightning_zenflow.offload.run_state import StepParts
 from lightning_zenflow.telemetry import CAUSES, Cause, Reading
 
@@ -223,8 +223,10 @@ def _of_worker(run: Reading, config: ZenFlowConfig, seconds: float, *, in_place:
     remedy = "give the worker more cores" if slow else "keep other processes off the worker's cores"
     if slow and not in_place and (not is_auto or run.update_interval >= config.max_update_interval):
         remedy += f", or raise {'max_' * is_auto}update_interval"
-    if slow and config.offload_ratio not in ("auto", 0, 1):
-        remedy += ", or lower offload_ratio, if the device has memory"
+    share = run.resident_share or 0.0
+    if (more := hiding_share(load, run.publish_lag, share) - share) > 0 and run.movable_bytes:
+        gb = more * run.movable_bytes / 1e9
+        remedy += f", or set offload_ratio={1 - share - more:.2f}, which takes {gb:.1f} GB more of the device's memory"
     if not slow and not in_place and config.publish_lag == 0:
         remedy += ", or set publish_lag=1"
     return f"waiting for the CPU, which needs {load:.1f} steps per update: {remedy}"

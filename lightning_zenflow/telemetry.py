@@ -156,6 +156,8 @@ class Reading:
     """Share of the gradient's squared norm in device-owned columns, 0 to 1; None until measured."""
     resident_share: float | None
     """Share of the blocks whose optimizer state the device has, 0 to 1; None: of none."""
+    movable_bytes: int
+    """Device memory that all of them with their gradients would take; 0 where the device cannot have them."""
 
     @property
     def late_share(self) -> float | None:

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import torch
 
+from lightning_zenflow.cli import triad, worker_place
 from lightning_zenflow.core.device import runtime_of
 
 _GPU_FIELDS = (
@@ -21,7 +22,10 @@ _COPY_BYTES, _COPIES = 256 * 2**20, 8
 
 
 def machine(device: str) -> dict[str, Any]:
-    """CPU, cores and memory; on "cuda" also the GPU, its driver and its PCIe link with its measured speed."""
+    """CPU, cores, memory, and its bandwidth on the worker's cores; on "cuda" also the GPU, its driver and its PCIe link with its measured
+    speed.
+    """
+    cores = worker_place()[1]
     found: dict[str, Any] = {
         "cpu": _cpu_model(),
         "logical_cores": os.cpu_count(),
@@ -29,6 +33,8 @@ def machine(device: str) -> dict[str, Any]:
         "usable_cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "available_gib": round(psutil.virtual_memory().available / 2**30, 1),
+        "worker_cores": list(cores),
+        "worker_gb_s": round(triad(cores), 1),
     }
     if device == "cuda":
         answer = _output("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader")
@@ -41,6 +47,9 @@ def machine(device: str) -> dict[str, Any]:
 def summary(found: Mapping[str, Any]) -> str:
     """What `machine` has found that decides how fast a step is, in a few words."""
     words = [f"{found['cpu']}, {found['physical_cores']} physical cores, {found['memory_gib']:g} GiB"]
+    # Former records have no such key.
+    if "worker_gb_s" in found:
+        words.append(f"{found['worker_gb_s']:g} GB/s on the worker's {len(found['worker_cores'])} cores")
     if "gpu" in found:
         gpu = found["gpu"]
         link = f"PCIe {gpu.get('pcie.link.gen.current')}.0 x{gpu.get('pcie.link.width.current')}"

@@ -12,7 +12,7 @@ from benchmarks.common.processes import run_process
 from benchmarks.common.provenance import with_origin
 from benchmarks.common.results import markdown
 from benchmarks.gpu.calls import Calls
-from benchmarks.step_time.methods import METHODS
+from benchmarks.step_time.methods import DECIDING, METHODS
 from benchmarks.step_time.report import table
 from benchmarks.step_time.run import StepResult, StepSpec, run
 
@@ -28,7 +28,7 @@ class Case:
     steps: int = 24
     """Timed ones; of peers, whose steps are long, a third."""
     warm_up: int = 8
-    """Steps before them; of peers half. The automatic schedule has 64 more, in which it decides."""
+    """Steps before them, beside those in which a method decides; of peers half."""
     timeout: float = 180
     """Seconds of a run. One that has ended later in its own call is a failure; one that the end of the call cut is repeated."""
     losses: bool = False
@@ -39,17 +39,28 @@ class Case:
         steps, warm_up = self.steps, self.warm_up
         if METHODS[method].peer and not self.losses:
             steps, warm_up = max(4, steps // 12 * 4), warm_up // 2
-        warm_up += 64 if method == "zenflow_auto" else 0
+        warm_up += DECIDING * (device in METHODS[method].decides_on)
         return StepSpec(device=device, method=method, steps=steps, warm_up=warm_up, **self.spec)  # type: ignore[arg-type]
 
 
 _BILLION = "1.5e9 parameters, {} x 1024 tokens"
-_FIRST = ("none", "zenflow_exact", "zenflow_adamw", "offload_adamw", "zero_offload", "zenflow_exact_half", "zenflow")
-_OTHERS = ("deepspeed_zenflow", "zenflow_auto", "torchao", "fsdp2", "zenflow_no_provisional")
+_RATIOS = ("none", *(f"zenflow_exact_ratio_{percent}" for percent in (100, 75, 50, 34, 0)), "zenflow_exact")
+_TRUE = (*(f"zenflow_adamw_ratio_{percent}" for percent in (100, 34, 0)), "offload_adamw", "offload_adamw_fsdp2")
+_FEW_BITS = ("zenflow_exact_bfloat16", "zenflow_exact_int8")
+_OTHERS = ("zero_offload", "zenflow", "zenflow_adamw", "zenflow_exact_half", "deepspeed_zenflow", "zenflow_auto")
+_PEERS = ("torchao", "fsdp2", "zenflow_no_provisional")
 CASES: dict[str, dict[str, Case]] = {
     "cuda": {
         "1.5B_8x1024": Case(
-            title=_BILLION.format(8), methods=_FIRST + _OTHERS, spec={"params": 1.5e9, "batch": 8, "tokens": 1024}
+            title=_BILLION.format(8),
+            # The first of them in one call.
+            methods=_RATIOS + _TRUE + _FEW_BITS + _OTHERS + _PEERS,
+            spec={"params": 1.5e9, "batch": 8, "tokens": 1024},
+        ),
+        "1.5B_32x1024": Case(
+            title=_BILLION.format(32),
+            methods=("none", "zenflow_exact_ratio_100", "zenflow_adamw_ratio_100", "zenflow_exact"),
+            spec={"params": 1.5e9, "batch": 32, "tokens": 1024},
         ),
         "losses": Case(
             title="losses on text, 150e6 parameters, 16 x 256 tokens",
@@ -62,7 +73,10 @@ CASES: dict[str, dict[str, Case]] = {
         # In the order of their host memory: 97, 115 GiB and, with torch's rounding of page-locked memory, more; the last one has none.
         "7B_8x2048": Case(
             title="6.5e9 parameters, 8 x 2048 tokens, activation checkpointing",
-            methods=("floor", "zenflow_exact", "zenflow_s2", "zero_offload", "none"),
+            methods=(
+                *("floor", "zenflow_exact_ratio_100", "zenflow_exact_ratio_75", "zenflow_exact", "zenflow_adamw"),
+                *("zenflow_s2", "zero_offload", "none"),
+            ),
             spec={"params": 7e9, "batch": 8, "tokens": 2048, "recompute": True},
             steps=12,
             warm_up=4,
@@ -78,13 +92,18 @@ CASES: dict[str, dict[str, Case]] = {
             timeout=360,
         ),
         "1.5B_1x1024": Case(
-            title=_BILLION.format(1), methods=_FIRST + _OTHERS, spec={"params": 1.5e9, "batch": 1, "tokens": 1024}
+            title=_BILLION.format(1),
+            methods=_RATIOS + _TRUE + _OTHERS + _PEERS,
+            spec={"params": 1.5e9, "batch": 1, "tokens": 1024},
         ),
     },
     "cpu": {
         "narrow_1x16": Case(
             title="all tensors but few weights, 1 x 16 tokens, activation checkpointing",
-            methods=("floor", "zenflow", "offload_adamw"),
+            methods=(
+                *("floor", "zenflow", "zenflow_exact_ratio_50", "zenflow_adamw_ratio_0", "zenflow_exact_int8"),
+                *("offload_adamw", "offload_adamw_fsdp2"),
+            ),
             spec={"params": 25e6, "narrow": True, "recompute": True},
             steps=4,
             warm_up=4,

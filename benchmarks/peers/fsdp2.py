@@ -1,4 +1,4 @@
-"""FSDP2's `CPUOffloadPolicy` as Lightning can use it: `ModelParallelStrategy` moves weights to the device, which the policy refuses."""
+"""FSDP2 on one rank, with its `CPUOffloadPolicy`, which `ModelParallelStrategy` refuses as it moves weights to the device, or without."""
 
 from typing import Any
 
@@ -16,11 +16,14 @@ from torch.nn import ModuleList, Sequential
 from typing_extensions import override
 
 
-class Fsdp2Offload(SingleDeviceStrategy):
-    """Weights in 32 bits, gradients and the optimizer's states in host memory; bf16 weights of a layer on the device while it runs.
-
-    The optimizer steps behind backward. Each item of the module's lists of layers is sharded by itself, as FSDP2's tutorial advises.
+class Fsdp2(SingleDeviceStrategy):
+    """Weights in the module's type on the device, for an optimizer that offloads. Each item of the module's lists of layers is sharded by
+    itself, as FSDP2's tutorial advises.
     """
+
+    def options(self) -> dict[str, Any]:
+        """Of `fully_shard`."""
+        return {}
 
     @override
     def model_to_device(self) -> None:
@@ -29,15 +32,9 @@ class Fsdp2Offload(SingleDeviceStrategy):
         if not dist.is_initialized():
             backends = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
             dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
-        options: dict[str, Any] = {
-            "mesh": init_device_mesh(self.root_device.type, (1,)),
-            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-            "offload_policy": CPUOffloadPolicy(pin_memory=on_cuda),
-        }
         module = self.lightning_module
         assert module is not None
-        # All methods begin with weights that were rounded to 16 bits.
-        module.bfloat16().float()
+        options = {"mesh": init_device_mesh(self.root_device.type, (1,)), **self.options()}
         for layers in [m for m in module.modules() if isinstance(m, (ModuleList, Sequential))]:
             for layer in layers:
                 fully_shard(layer, **options)
@@ -50,3 +47,21 @@ class Fsdp2Offload(SingleDeviceStrategy):
     def teardown(self) -> None:
         super().teardown()
         dist.destroy_process_group()
+
+
+class Fsdp2Offload(Fsdp2):
+    """Weights in 32 bits, gradients and the optimizer's states in host memory; bf16 weights of a layer on the device while it runs.
+
+    The optimizer steps behind backward.
+    """
+
+    @override
+    def options(self) -> dict[str, Any]:
+        module = self.lightning_module
+        assert module is not None
+        # All methods begin with weights that were rounded to 16 bits.
+        module.bfloat16().float()
+        return {
+            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+            "offload_policy": CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda"),
+        }

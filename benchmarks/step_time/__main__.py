@@ -34,7 +34,7 @@ from benchmarks.common.cpu_adam import compile_cpu_adam
 from benchmarks.common.processes import run_process
 from benchmarks.common.provenance import with_origin
 from benchmarks.common.results import report
-from benchmarks.step_time.methods import DEVICES, METHODS, OF_RANKS, OF_STAGE_3
+from benchmarks.step_time.methods import DECIDING, DEVICES, METHODS, OF_RANKS, OF_STAGE_3
 from benchmarks.step_time.models import PART_OF_STEP
 from benchmarks.step_time.report import tables
 from benchmarks.step_time.run import StepResult, StepSpec, results_of, run
@@ -60,6 +60,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--share-of", choices=list(PART_OF_STEP), default="backward", help="what --worker-shares are parts of")
     add("--stage", type=int, choices=[2, 3], default=2, help="of ZeRO, for the methods by default")
     add("--pcie", type=float, default=25.0, help="GB/s at which the simulated accelerator fetches parameters")
+    add("--device-memory", type=float, default=1000.0, help="GB/s, for the simulated update of resident blocks")
     add("--worker-cores", type=list_of(int), default=[], metavar="CORE,...", help="of all ranks' workers")
     add("--methods", type=list_of(one_of(METHODS, "method")), metavar="NAME,...")
     add("--repeats", type=int, default=3)
@@ -129,8 +130,7 @@ def _spec(options: argparse.Namespace, method: str, worker_share: float, compute
         batch=options.batch,
         tokens=options.tokens,
         compute_s=compute_s,
-        # The automatic schedule measures for some 25 steps before it decides.
-        warm_up=options.warm_up + (64 if method.startswith("zenflow_auto") else 0),
+        warm_up=options.warm_up + DECIDING * (options.device in METHODS[method].decides_on),
         steps=options.steps,
         narrow=options.narrow,
         embedding=options.embedding,
@@ -140,6 +140,7 @@ def _spec(options: argparse.Namespace, method: str, worker_share: float, compute
         share_of=options.share_of,
         worker_cores=options.worker_cores,
         pcie=options.pcie,
+        device_memory=options.device_memory,
     )
 
 

@@ -1,6 +1,6 @@
 """Methods of the step-time benchmark, by name, and those of each device."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch.optim import Optimizer
 
 from benchmarks.peers.deepspeed_zenflow import DeepSpeedZenFlow
-from benchmarks.peers.fsdp2 import Fsdp2Offload
+from benchmarks.peers.fsdp2 import Fsdp2, Fsdp2Offload
 from benchmarks.peers.module_order import ModuleOrder
 from benchmarks.peers.zero_offload import Floor, NoOffload, ZeroOffload
 from lightning_zenflow import OffloadAdamW, ZenFlowStrategy
@@ -38,17 +38,26 @@ class StepMethod:
     """Host memory in bytes a parameter by formula, under stage 3."""
     has_keys: bool = False
     """`make_strategy` takes keys of `ZenFlowStrategy` as well."""
+    decides_on: Sequence[str] = ()
+    """Devices beside which the first `DECIDING` steps may change the schedule or the owners."""
     peer: bool = False
     """Another way to offload: its steps are long, and it may need DeepSpeed's compiled CPU optimizer."""
     not_on: Mapping[str, str] = field(default_factory=dict)
     """Devices to which the method does not apply -> reason."""
 
 
+DECIDING = 64
+"""Steps."""
+
+_MOVES = ("cuda",)
+"""Devices whose memory `offload_ratio: auto` uses."""
+
 _AT_ONCE = {"update_interval": 1, "publish_lag": 0}
 _ON_HOST = {"stage": 3, "offload_parameters": True}
 
 
 def _zenflow(title: str, *, max_norm: float | None = 1.0, host_bytes: float | None = None, **keys: Any) -> StepMethod:
+    moves = _MOVES if host_bytes is None and "offload_ratio" not in keys else ()
     keys |= {"topk_ratio": 0.05} if host_bytes is None else {**_AT_ONCE, **_ON_HOST}
     return StepMethod(
         make_strategy=partial(ZenFlowStrategy, **keys),
@@ -57,7 +66,17 @@ def _zenflow(title: str, *, max_norm: float | None = 1.0, host_bytes: float | No
         has_keys=True,
         stage=keys.get("stage", 2),
         host_bytes=host_bytes,
+        decides_on=moves if "update_interval" in keys else ("cuda", "cpu", "simulated"),
     )
+
+
+def _of_ratios(name: str, title: str, **keys: Any) -> dict[str, StepMethod]:
+    return {
+        f"zenflow_{name}_ratio_{100 * ratio:.0f}": _zenflow(
+            f"{title}, offload_ratio={ratio:g}", offload_ratio=ratio, **keys
+        )
+        for ratio in (1, 0.75, 0.5, 0.34, 0.25, 0)
+    }
 
 
 def _peer3(title: str, strategy: Callable[..., Strategy], *, host_bytes: float) -> StepMethod:
@@ -72,8 +91,8 @@ def _torchao(*args: Any, **kwargs: Any) -> Optimizer:
     return HostAdamW(*args, **kwargs)
 
 
-def _one_device() -> SingleDeviceStrategy:
-    return SingleDeviceStrategy(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+def _device() -> torch.device:
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 _FUSED = partial(torch.optim.AdamW, fused=True)
@@ -101,7 +120,7 @@ METHODS = {
         not_on={"cpu": _NEEDS_CUDA, "simulated": _NEEDS_CUDA},
     ),
     "fsdp2": StepMethod(
-        make_strategy=lambda: Fsdp2Offload(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        make_strategy=lambda: Fsdp2Offload(_device()),
         title="FSDP2 CPUOffloadPolicy, fused AdamW",
         optimizer=_FUSED,
         precision="32-true",
@@ -126,10 +145,25 @@ METHODS = {
     "zenflow_at_once": _zenflow("S=1, d=0, no clipping", max_norm=None, **_AT_ONCE),
     "zenflow_adamw": _zenflow("S=1, d=0, no predicted factor, every step clips", clip_prediction=False, **_AT_ONCE),
     "offload_adamw": StepMethod(
-        make_strategy=_one_device,
+        make_strategy=lambda: SingleDeviceStrategy(_device()),
         title="OffloadAdamW without DeepSpeed, every step clips",
         optimizer=OffloadAdamW,
+        decides_on=_MOVES,
     ),
+    "offload_adamw_fsdp2": StepMethod(
+        make_strategy=lambda: Fsdp2(_device()),
+        title="OffloadAdamW under FSDP2, every step clips",
+        optimizer=OffloadAdamW,
+        decides_on=_MOVES,
+    ),
+    **_of_ratios("exact", "S=1, d=0", **_AT_ONCE),
+    **{
+        f"zenflow_exact_{dtype}": _zenflow(
+            f"S=1, d=0, offload_ratio=1, {dtype} moments", offload_ratio=1, moments_dtype=dtype, **_AT_ONCE
+        )
+        for dtype in ("bfloat16", "int8")
+    },
+    **_of_ratios("adamw", "S=1, d=0, no predicted factor, every step clips", clip_prediction=False, **_AT_ONCE),
     "zenflow_adamw_5_percent": replace(
         _zenflow(
             "S=1, d=0, no predicted factor, 5 % of the steps clip", max_norm=10, clip_prediction=False, **_AT_ONCE

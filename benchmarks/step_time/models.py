@@ -7,8 +7,11 @@ asynchronous one goes on computing, as a GPU does beside its copy engines.
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -19,6 +22,7 @@ from typing_extensions import override
 
 from benchmarks.common.gpt import GPT
 from benchmarks.common.provenance import ROOT
+from lightning_zenflow.offload.resident import ResidentBlock
 
 
 class TimedModule(pl.LightningModule):
@@ -63,6 +67,10 @@ class _SynchronousClock:
         """Runs a kernel of the backward pass."""
         time.sleep(seconds)
 
+    def update(self, seconds: float) -> None:
+        """Runs a kernel of the optimizer, whose results nothing on the host waits for."""
+        time.sleep(seconds)
+
 
 class _AsynchronousClock(_SynchronousClock):
     """A device that has a queue of kernels: it computes one after the other, whatever the host does.
@@ -79,6 +87,8 @@ class _AsynchronousClock(_SynchronousClock):
     def backward(self, seconds: float) -> None:
         self.idle_at += seconds
         time.sleep(max(0.0, self.idle_at - time.perf_counter()))
+
+    update = forward
 
 
 Times = tuple[float, float]
@@ -120,6 +130,25 @@ class _Layer(nn.Module):
     def forward(self, x: Tensor, gradient: Tensor, clock: _SynchronousClock, times: Times) -> Any:
         times = times if self.computes else (0.0, 0.0)
         return _Compute.apply(x, self.weight, gradient[: self.rows], clock, times)  # type: ignore[no-untyped-call]
+
+
+RESIDENT_BYTES = 28
+"""That the update of a resident parameter reads and writes: three numbers in 32 bits both ways, gradient and weight in 16."""
+
+
+@contextmanager
+def updates_on(clock: _SynchronousClock, bytes_per_s: float) -> Iterator[None]:
+    """Context in which the update of resident blocks takes the device's time, for so much memory traffic, and none of the host's cores.
+
+    The update itself is left out, since the simulated device does not read weights: a timed run does not have AdamW's state. That no bit
+    of it depends on the owner is for tests.
+    """
+
+    def step(block: ResidentBlock, *_: Any) -> None:
+        clock.update(RESIDENT_BYTES * block.gradient.numel() / bytes_per_s)
+
+    with mock.patch.object(ResidentBlock, "step", step):
+        yield
 
 
 ROWS, COLUMNS = 4096, 1024

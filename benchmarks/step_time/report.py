@@ -80,6 +80,8 @@ def table(results: Sequence[Sequence[StepResult]]) -> str:
         row["waiting"] = f"{median(sum(r.stall_s) / sum(r.step_s) for r in of_method):.1%}" if zenflow else ""
         row["worker ms"] = f"{1e3 * median(mean(r.worker_s) for r in of_method):.0f}" if zenflow else ""
         row["S, d"] = ", ".join(map(str, of_method[-1].schedule))
+        if any(r.resident_share for r in every_run):
+            row["offload_ratio"] = f"{1 - (of_method[-1].resident_share or 0):.2f}" if zenflow else ""
         if any(r.moved_sizes for r in every_run):
             for way, name in enumerate(("d2h", "h2d")):
                 sizes = [r.moved_sizes[way] for r in of_method if r.moved_sizes]

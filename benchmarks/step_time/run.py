@@ -4,7 +4,7 @@ import gc
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from unittest import mock
@@ -22,7 +22,7 @@ from benchmarks.common.trainer import quiet_trainer
 from benchmarks.step_time import links
 from benchmarks.step_time.copied_bytes import CopyMeter
 from benchmarks.step_time.methods import METHODS
-from benchmarks.step_time.models import COLUMNS, ROWS, SimulatedAccelerator, TimedGpt, TimedModule
+from benchmarks.step_time.models import COLUMNS, ROWS, SimulatedAccelerator, TimedGpt, TimedModule, updates_on
 from lightning_zenflow import OffloadAdamW, ZenFlowStrategy
 from lightning_zenflow.deepspeed.config import offloads_parameters
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
@@ -72,6 +72,8 @@ class StepSpec:
     share_of: str = "backward"
     pcie: float = 25.0
     """GB/s at which a simulated accelerator fetches parameters from host memory."""
+    device_memory: float = 1000.0
+    """GB/s of a simulated accelerator's memory, for `updates_on`."""
     worker_cores: Sequence[int] = ()
     """Logical cores of all ranks' workers; without any `worker_cores` is `auto`."""
 
@@ -97,6 +99,8 @@ class StepResult:
     """The worker's time for the jobs published in each counted step."""
     schedule: list[int] = field(default_factory=list)
     """S and d at the end."""
+    resident_share: float | None = None
+    """Share of the blocks whose state the device has, at the end; None: of none."""
     host_bytes: int = 0
     """Memory of all processes after the last step, shared pages counted once (PSS)."""
     arena_bytes: int = 0
@@ -213,6 +217,7 @@ class StepTimer(pl.Callback):
     def _read_zenflow(self, optimizer: ZenFlowOptimizer | OptimizerEngine) -> None:
         schedule = optimizer.training.parts.jobs.schedule
         self._result.schedule = [schedule.update_interval, schedule.publish_lag]
+        self._result.resident_share = optimizer.training.parts.read_counters().resident_share
         rank = optimizer.training.parts.rank
         self._result.arena_bytes = rank.arena.reserved_bytes
         states_bytes = rank.arena.slots.data_ptr() - rank.arena.master.data_ptr()
@@ -270,7 +275,12 @@ def train(spec: StepSpec, strategy: Strategy, **options: Any) -> None:
         "max_steps": spec.total_steps,
         "gradient_clip_val": method.max_norm,
     }
-    quiet_trainer(**given, **options).fit(module)
+    with (
+        updates_on(module.clock, 1e9 * spec.device_memory)
+        if isinstance(module, SimulatedAccelerator)
+        else nullcontext()
+    ):
+        quiet_trainer(**given, **options).fit(module)
 
 
 def run(spec: StepSpec) -> StepResult:

@@ -54,6 +54,15 @@ def relative_cost(schedule: UpdateSchedule) -> float:
     return (0.5 + 0.1 * (s + (schedule.publish_lag == 0))) / (0.6 * s)
 
 
+def hiding_share(load: float, publish_lag: int, share: float) -> float:
+    """Share of resident blocks beside which the rest of the worker's work likely hides, where `load` is that of the rest beside `share`."""
+    return 1 - (1 - share) * LIKELY_HIDDEN * _hides(publish_lag) / load
+
+
+def _hides(publish_lag: int) -> float:
+    return 1.0 if publish_lag > 0 else _IN_BACKWARD
+
+
 class SchedulePolicy:
     """Chooses a schedule and owners by observations; ranks with equal ones agree. `schedule` is the current one, at first the first of the
     `candidates`, which are ordered by staleness; `resident_share` the share of the blocks that all devices are to own.
@@ -87,9 +96,7 @@ class SchedulePolicy:
         present = self.schedule
         of_one = load / relative_cost(present)
         # For each schedule the worker's time / the part of the device's time that may hide it.
-        occupied = {
-            c: of_one * relative_cost(c) / (1.0 if c.publish_lag > 0 else _IN_BACKWARD) for c in self._candidates
-        }
+        occupied = {c: of_one * relative_cost(c) / _hides(c.publish_lag) for c in self._candidates}
         hides = occupied[present] <= HIDDEN
         # Without a lag the last blocks are exposed even where the work hides.
         explained = stall <= load if present.publish_lag == 0 else not hides
@@ -98,8 +105,7 @@ class SchedulePolicy:
         if self._waited and room > share:
             self._waited = False
             # The formula does not know all waits, as for an embedding that arrives last: half of the rest in any case.
-            hiding = 1 - (1 - share) * LIKELY_HIDDEN / occupied[present]
-            self.resident_share = min(max(hiding, (1 + share) / 2), room)
+            self.resident_share = min(max(hiding_share(load, present.publish_lag, share), (1 + share) / 2), room)
             return reason
         if self._waited and waited_before:
             self._waited = False

@@ -39,7 +39,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.partition import Partition
+from lightning_zenflow.core.device import runtime_of
+from lightning_zenflow.core.partition import STATE_BYTES, Partition
 from lightning_zenflow.core.saved_tensors import saved_as_float32
 from lightning_zenflow.offload.columns import Ownership, Selector
 from lightning_zenflow.offload.fill import Fill
@@ -175,7 +176,8 @@ class StepParts:
 
     def read_counters(self) -> Reading:
         """Present values of all counters; those of the device are from an earlier step."""
-        telemetry, jobs = self.rank.telemetry, self.jobs
+        telemetry, jobs, rank = self.rank.telemetry, self.jobs, self.rank
+        is_movable = runtime_of(rank.device).runs_behind and not rank.in_place
         return Reading(
             steps=telemetry.steps,
             host_stall_s=telemetry.host_s,
@@ -192,7 +194,8 @@ class StepParts:
             update_interval=jobs.schedule.update_interval,
             publish_lag=jobs.schedule.publish_lag,
             owned_norm_share=self.selector.owned_norm_share.read() if self.ownership.numel else None,
-            resident_share=self.residents.n_blocks / len(self.rank.blocks) if self.residents.blocks else None,
+            resident_share=self.residents.n_blocks / len(rank.blocks) if self.residents.blocks else None,
+            movable_bytes=is_movable * rank.partition.numel * (STATE_BYTES + rank.dtype.itemsize),
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from lightning_zenflow.worker.process import SupervisedWorker, Worker, WorkerErr
 from models import TINY, LinearLossModule
 from recorded_device.tensors import DEVICE
 from recorded_device.watch import recorded_device
+from scripted_schedule import scripted
 
 # An interrupt in a generator that is being freed is lost, as Ctrl-C would be.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -79,6 +80,13 @@ def strides(fast: int, slow: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("stride", [fast, thorough])
 
 
+def train(direct: DirectStep) -> None:
+    """One step; its gradients are a function of the steps before. Every third one is clipped."""
+    direct.training.max_norm = 3.0 if int(direct.step.count) % 3 == 0 else 1e6
+    direct.backward(random(100 + int(direct.step.count)))
+    direct.step.step()
+
+
 class Twins:
     """A training that is interrupted, and one with the same gradients that is not."""
 
@@ -87,27 +95,21 @@ class Twins:
         self.interrupted = DirectStep([random(0)], **options, **keys)
         self.control = DirectStep([random(0)], **options, **EXACT)
         for _ in range(BEFORE):
-            self.train(self.interrupted)
+            train(self.interrupted)
 
     def close(self) -> None:
         self.interrupted.close()
         self.control.close()
 
-    def train(self, direct: DirectStep) -> None:
-        """One step; its gradients are a function of the steps before. Every third one is clipped."""
-        direct.training.max_norm = 3.0 if int(direct.step.count) % 3 == 0 else 1e6
-        direct.backward(random(100 + int(direct.step.count)))
-        direct.step.step()
-
     def interrupt(self, context: Interrupt) -> str:
         """Interrupts a step and the flush after it, then flushes; returns how it ended. If whole, the control has the same bits."""
         direct, control = self.interrupted, self.control
         for _ in range(BEFORE):
-            self.train(direct)
+            train(direct)
         count = int(direct.step.count)
         context.records = direct.parts.rank.records
         with context:
-            self.train(direct)
+            train(direct)
             direct.step.flush()
         try:
             direct.step.flush()
@@ -118,7 +120,7 @@ class Twins:
         assert direct.step.is_exact
         assert direct.count == int(direct.step.count) in (count, count + 1)
         while int(control.step.count) < direct.count:
-            self.train(control)
+            train(control)
         control.step.flush()
         assert all(map(torch.equal, direct.state(), control.state()))
         return "whole"
@@ -140,6 +142,53 @@ def test_whole_or_said_to_be_lost(name: str, stride: int) -> None:
         assert sweep(interrupted, stride=stride) > 1000 / stride
     finally:
         twins.pop().close()
+
+
+MOVES = ((BEFORE, 1, 0, 0.3), (2 * BEFORE, 1, 0, 0.8))
+"""As `auto` decides: (step, S, d, share that the device owns behind it). The last of them is interrupted."""
+MOVED_STEPS = 3 * BEFORE
+"""Of a training with these moves."""
+
+
+@functools.cache
+def states() -> list[list[Tensor]]:
+    """The state after each number of steps, without moves and uninterrupted."""
+    with direct_step([random(0)], loss_scale=4.0, **EXACT) as control:
+        found = [control.state()]
+        for _ in range(MOVED_STEPS):
+            train(control)
+            control.step.flush()
+            found.append(control.state())
+    return found
+
+
+def interrupted_moves(context: Interrupt) -> str:
+    """Interrupts a step that makes blocks resident, one with them, and a call that gives all of them back; returns how it ended."""
+    keys = {**CASES["S=1, d=0"], "update_interval": "auto", "clip_prediction": False}
+    with scripted(MOVES), direct_step([random(0)], loss_scale=4.0, **keys) as direct:
+        while direct.step.number < 2 * BEFORE - 1:
+            train(direct)
+        context.records = direct.parts.rank.records
+        with context:
+            train(direct)
+            train(direct)
+            direct.training.give_back()
+        try:
+            direct.step.flush()
+        except WorkerError as error:
+            assert "the exact optimizer state is lost" in str(error)
+            return "lost"
+        assert all(map(torch.equal, direct.state(), states()[int(direct.count)]))
+        while direct.count < MOVED_STEPS:
+            train(direct)
+            direct.step.flush()
+        assert all(map(torch.equal, direct.state(), states()[MOVED_STEPS]))
+        return "whole"
+
+
+@strides(60, 4)
+def test_moves_of_owners(stride: int) -> None:
+    assert sweep(interrupted_moves, stride=stride) > 600 / stride
 
 
 FIT = Case(steps=8, model_options={"shapes": TINY}, max_norm=1.0)

@@ -124,10 +124,26 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
         ("7e9", "--offload-parameters"): "--stage must be 3 with --offload-parameters, got 2",
         ("7e9", "moments_dtype=fp8"): "moments_dtype must be",
         ("7e9", "topk_ration=1"): "did you mean 'topk_ratio'",
+        ("7e9", "--offload-ratio", "1,2"): "offload_ratio must be a number from 0 to 1 or 'auto', got 2.0",
+        ("7e9", "--offload-ratio", "half"): "could not convert string to float: 'half'",
     }.items():
         with pytest.raises(SystemExit):
             main([*COMMAND.split(), *wrong])
         assert message in capsys.readouterr().err
+
+
+def test_ratios_beside_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    """For one GPU and this host, whose bandwidth is measured, by default."""
+    exact = ["update_interval=1", "publish_lag=0"]
+    assert main(["estimate", "--params", "1e9", "--offload-ratio", "1,0.5,0", *exact]) == 0
+    whole, half, none = (line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("S = "))
+    assert [row[-6] for row in (whole, half, none)] == ["1.0", "0.5", "0.0"]
+    # With the gradients 14 bytes a parameter.
+    assert float(none[-5]) - float(half[-5]) == pytest.approx(7, abs=0.11)
+    assert int(whole[-1]) > 0 and int(half[-1]) == pytest.approx(int(whole[-1]) / 2, abs=1) and none[-1] == "0"
+    # As a key it has rows of its own too.
+    assert main([*COMMAND.split(), "7e9", "offload_ratio=auto", *exact]) == 0
+    assert re.search(r"d = 0 +auto ", capsys.readouterr().out)
 
 
 REPORT_IMPORTS = """

@@ -70,10 +70,11 @@ FLUSHES = {"device_stall_s": {"publish_wait": 0.1, "flush": 0.2, "reserve": 0.3}
         (SLOW_CPU, {"in_place": True}, FIXED, "more cores"),
         ({**SLOW_CPU, "update_interval": 16}, {}, AUTO, "or raise max_update_interval"),
         (
-            SLOW_CPU,
+            # Beside a half on the device, 1.2 steps hide behind 0.55 of one where 0.2 of the states are left.
+            {**SLOW_CPU, "resident_share": 0.5, "movable_bytes": 30e9},
             {},
             ZenFlowConfig(offload_ratio=0.5),
-            "more cores, or lower offload_ratio, if the device has memory",
+            "more cores, or set offload_ratio=0.19, which takes 9.2 GB more of the device's memory",
         ),
         (
             FAST_CPU,
