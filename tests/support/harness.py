@@ -4,7 +4,6 @@ import atexit
 import functools
 import gc
 import importlib
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -136,8 +135,6 @@ def untrained(model: TestModule) -> dict[str, Tensor]:
 
 def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:
     """A Trainer on the CPU, or on another `accelerator`, that writes nothing."""
-    # Advice about workers of data loaders and the like; an error is an error all the same.
-    warnings.filterwarnings("ignore", module="lightning")
     quiet = {
         "accelerator": "cpu",
         "devices": 1,

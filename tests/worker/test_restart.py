@@ -214,26 +214,11 @@ def test_an_answer_to_nothing_is_an_error(
     worker.kill()
 
 
-def test_one_that_is_stopped_is_waited_for(blocks: Blocks) -> None:
-    """Then `worker_timeout` ends the run; what is stopped cannot exit when asked to, and is killed."""
-    worker, stalls = supervised(Start(blocks.arena))
-    worker._worker._timeout_s = 0.3
-    pid = worker.pid
-    os.kill(pid, signal.SIGSTOP)
-    job = submit(worker, jobs_of(blocks)[0])
-    with pytest.raises(WorkerError, match="did not answer within 0.3 s; raise `worker_timeout`") as error:
-        worker.wait_for(job)
-    assert "Worker: job 0 begun, job 0 completed, step 0 resolved; waits for no word" in str(error.value)
-    assert "Trainer: 1 messages without an answer, 1 of them sent" in str(error.value)
-    worker.close()
-    assert not psutil.pid_exists(pid)
-    assert stalls.worker_restarts == 0
-
-
 def test_one_that_waits_for_other_ranks_is_waited_for(blocks: Blocks) -> None:
-    """Beyond `worker_timeout`, until the word arrives; not if it hangs meanwhile."""
-    worker, _ = supervised(Start(blocks.arena))
-    assert psutil.Process(worker.pid).cmdline()[-1] == "1800000"
+    """Beyond `worker_timeout`, until the word arrives. If it is stopped meanwhile, that ends the run, and what cannot exit is killed."""
+    worker, stalls = supervised(Start(blocks.arena))
+    pid = worker.pid
+    assert psutil.Process(pid).cmdline()[-1] == "1800000"
     worker._worker._timeout_s = 0.3
     (job, *_) = jobs_of(blocks)
     blocks.arena.step_words.reset()
@@ -244,10 +229,14 @@ def test_one_that_waits_for_other_ranks_is_waited_for(blocks: Blocks) -> None:
     missing = submit(worker, dataclasses.replace(job, job_id=2, first_step=2))
     looks = blocks.arena.n_looks
     wait_for(lambda: blocks.arena.n_looks > looks)
-    os.kill(worker.pid, signal.SIGSTOP)
-    with pytest.raises(WorkerError, match="job 1 completed, step 1 resolved; waits for the word of step 2\n"):
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(WorkerError, match="did not answer within 0.3 s; raise `worker_timeout`") as error:
         worker.wait_for(missing)
+    assert "job 1 completed, step 1 resolved; waits for the word of step 2\n" in str(error.value)
+    assert "Trainer: 1 messages without an answer, 1 of them sent" in str(error.value)
     worker.close()
+    assert not psutil.pid_exists(pid)
+    assert stalls.worker_restarts == 0
 
 
 def test_a_flush_that_fails_says_what_it_waits_for_and_ends_the_worker() -> None:

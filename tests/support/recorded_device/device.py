@@ -288,9 +288,7 @@ class RecordedAccelerator(CpuAccelerator):
         # Of every rank: each has a recorded device of its own.
         return str(DEVICE)
 
-    @override
-    def current_device_name(self) -> str:
-        return str(DEVICE)
+    current_device_name = device_name
 
     @override
     def is_synchronized_device(self) -> bool:

@@ -68,11 +68,6 @@ class Watch(TorchDispatchMode):
         self._numbers: dict[int, int] = {}
         self._storages: dict[int, int] = {}  # with their memory; 0: none
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Lets torch run what it has compiled before, whose operations are seen like all others. Private; of torch since 2.10."""
-        return True
-
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, ServedGradient) for t in types):
