@@ -4,7 +4,7 @@ recipe's snippets."""
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,11 @@ def test_losses_are_adamws(
 ) -> None:
     with new_process():
         theirs = trainer(tmp_path, ours=False, **options)
+        theirs.evaluate()
         theirs.train()
     ours = trainer(tmp_path, **options, deepspeed=configuration(EXACT, stage=3, on_host=on_host))
+    ours.evaluate()
+    assert is_in_pieces(ours.model)
     ours.train()
     for name, tolerance in {"loss": 2e-5, "grad_norm": 2e-4, "eval_loss": 1e-4}.items():
         torch.testing.assert_close(logged(ours, name), logged(theirs, name), rtol=0, atol=tolerance)
@@ -136,28 +139,24 @@ def test_the_trainer_says_which_epoch_it_is(tmp_path: Path) -> None:
     end(ours)
 
 
-class Interrupt(TrainerCallback):
-    """Ends a step between backward and update, as a user at the keyboard may."""
+class BeforeStep(TrainerCallback):
+    """Calls a function between backward and update, with the number of steps before and what the Trainer gives by name."""
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 3:
-            raise KeyboardInterrupt
+    def __init__(self, act: Callable[..., object]) -> None:
+        self._act = act
 
-
-class SaveBeforeStep(TrainerCallback):
-    """Saves between backward and update, as `enable_jit_checkpoint` does: behind the update, that is."""
-
-    trainer: Any
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 3:
-            self.trainer._save_checkpoint(self.trainer.model_wrapped, trial=None)
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._act(state.global_step, **given)
 
 
 def test_evaluation_before_and_training_behind_an_interrupt(tmp_path: Path) -> None:
+    def interrupt(step: int, **_: Any) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
     ours = trainer(tmp_path, deepspeed=configuration(LATE))
     before = ours.evaluate()["eval_loss"]
-    ours.add_callback(Interrupt())
+    ours.add_callback(BeforeStep(interrupt))
     with pytest.raises(KeyboardInterrupt):
         ours.train()
     end(ours)
@@ -167,26 +166,22 @@ def test_evaluation_before_and_training_behind_an_interrupt(tmp_path: Path) -> N
 
 
 def test_save_between_backward_and_step_is_made_behind_it(tmp_path: Path) -> None:
+    """As of `enable_jit_checkpoint`."""
+
+    def save(step: int, **_: Any) -> None:
+        if step == 3:
+            ours._save_checkpoint(ours.model_wrapped, trial=None)
+
     options = {"deepspeed": configuration(EXACT, stage=3), "eval_strategy": "no", "max_steps": 6}
     with new_process():
         expected = trainer(tmp_path, **options)
         expected.train()
         end(expected)
-    ours, saves = trainer(tmp_path / "saved", **options), SaveBeforeStep()
-    saves.trainer = ours
-    ours.add_callback(saves)
+    ours = trainer(tmp_path / "saved", **options)
+    ours.add_callback(BeforeStep(save))
     ours.train()
     assert logged(ours, "loss") == logged(expected, "loss")
     assert [*(tmp_path / "saved").glob("checkpoint-*")] == [tmp_path / "saved" / "checkpoint-4"]
-    end(ours)
-
-
-def test_evaluation_in_pieces_before_a_training(tmp_path: Path) -> None:
-    with new_process():
-        expected = trainer(tmp_path, ours=False).evaluate()["eval_loss"]
-    ours = trainer(tmp_path, deepspeed=configuration(EXACT, stage=3))
-    assert ours.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-6)
-    assert is_in_pieces(ours.model)
     end(ours)
 
 
@@ -201,16 +196,17 @@ def groups(model: Any) -> Any:
     return {"optimizers": (optimizer, StepLR(optimizer, 2, 0.5))}
 
 
-class Drops(TrainerCallback):
+def drop(step: int, **given: Any) -> None:
     """Leaves out every second step, as the errors of refused gradients advise; `model.zero_grad()` in others."""
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % 2:
-            kwargs["optimizer" if state.global_step % 4 == 1 else "model"].zero_grad()
+    if step % 2:
+        given["optimizer" if step % 4 == 1 else "model"].zero_grad()
 
 
 def test_given_things_train_as_in_the_plain_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    given, options = lambda model: {**groups(model), "callbacks": [Drops()]}, {"gradient_accumulation_steps": 2}
+    given, options = (
+        lambda model: {**groups(model), "callbacks": [BeforeStep(drop)]},
+        {"gradient_accumulation_steps": 2},
+    )
     with new_process():
         theirs = trainer(tmp_path, ours=False, given=given, **SHORT, **options)
         theirs.train()
@@ -250,16 +246,14 @@ def test_what_cannot_be_kept_is_refused_by_name(
         trainer(tmp_path, **{**SHORT, **options}).train()
 
 
-class Uses(TrainerCallback):
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+def test_refused_gradients_are_in_the_words_of_the_front(tmp_path: Path) -> None:
+    def use(step: int, model: Any, **_: Any) -> None:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         # Behind the clipping.
         torch.testing.assert_close(torch.nn.utils.get_total_norm(gradients), torch.tensor(SHORT["max_grad_norm"]))
         gradients[0].zero_()
 
-
-def test_refused_gradients_are_in_the_words_of_the_front(tmp_path: Path) -> None:
-    ours = trainer(tmp_path, given=lambda _: {"callbacks": [Uses()]}, **SHORT)
+    ours = trainer(tmp_path, given=lambda _: {"callbacks": [BeforeStep(use)]}, **SHORT)
     with pytest.raises(
         MisconfigurationException, match="ZenFlowTrainer: .*zero_.* `on_pre_optimizer_step`.*max_grad_norm"
     ) as refused:
