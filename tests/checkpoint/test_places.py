@@ -19,8 +19,9 @@ from typing_extensions import override
 from harness import make_trainer, weights_of
 from lightning_zenflow import ZenFlowStrategy
 from networks import SmallNet
+from side_by_side import HOW
 
-LIMIT: dict[str, Any] = {"topk_ratio": 0.0, "update_interval": 1, "publish_lag": 0, "worker_cores": 1}
+LIMIT = HOW["in backward"]
 
 
 @pytest.mark.parametrize("format_", ["lightning", "deepspeed"])

@@ -1,7 +1,6 @@
-"""`OffloadAdamW` under the Trainer of transformers, TRL's trainers, PEFT and Accelerate, without a front of this package."""
+"""`OffloadAdamW` under the Trainer of transformers, by Accelerate, TRL's trainers and PEFT, without a front of this package."""
 
 import copy
-import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -9,18 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig, TaskType, get_peft_model
 from torch.optim import AdamW
-from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from accelerate_loops import new_process
 from lightning_zenflow import OffloadAdamW
 from lightning_zenflow.core.errors import MisconfigurationException
-from plain_loops import Who, groups_of, loss_of, make_model, make_optimizer
+from plain_loops import Who, loss_of, make_model, make_optimizer
 from same_bits import assert_same_tensors
 from tiny_trainers import logged, tiny_llama, tokenizer_of, trainer
 
@@ -35,10 +32,8 @@ Given = Callable[[LlamaForCausalLM], dict[str, Any]]
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """A process of Accelerate, at whose end optimizers that nobody closes go."""
     with new_process():
         yield
-    gc.collect()
 
 
 def of_transformers(folder: Path, given: Given, **options: Any) -> Any:
@@ -100,35 +95,6 @@ def test_a_trainer_makes_adapters_and_optimizer(tmp_path: Path) -> None:
 
     ours, theirs = train(OffloadAdamW, worker_cores=1), train(AdamW)
     torch.testing.assert_close(logged(ours, "loss"), logged(theirs, "loss"), rtol=3e-6, atol=0)
-
-
-def test_accelerate(tmp_path: Path) -> None:
-    """`accumulate`, with a step of fewer micro-batches, clipping, and a saved state."""
-
-    def train(who: Who) -> list[float]:
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
-        bare = make_model(layers=2)
-        # Eleven micro-batches: the last step has two.
-        loader = DataLoader(range(11), batch_size=1)  # type: ignore[arg-type]  # has a length, and can be indexed
-        model, optimizer, numbers = accelerator.prepare(bare, make_optimizer(who, groups_of(bare)), loader)
-        losses = []
-        for number in numbers:
-            with accelerator.accumulate(model):
-                loss = loss_of(model, int(number))
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-        accelerator.save_state(tmp_path / who)
-        accelerator.load_state(tmp_path / who)
-        return [*losses, float(loss_of(model, 1).detach())]
-
-    ours = train("ours")
-    with new_process():
-        theirs = train("torch")
-    torch.testing.assert_close(ours, theirs, rtol=3e-6, atol=0)
 
 
 @pytest.mark.parametrize("has_trained", [False, True])

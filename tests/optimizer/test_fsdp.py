@@ -89,40 +89,27 @@ def assert_as_torch(
     close(ours)
 
 
-def plain() -> None:
-    assert_as_torch(steps=24)
+@torch.no_grad()
+def halve(training: Loop) -> None:
+    if training.steps == 3:
+        training.model[0].weight.mul_(0.5)  # type: ignore[index]  # a Sequential
 
 
-def clipped() -> None:
-    assert_as_torch(max_norm=limit)
+AS_TORCH: dict[str, dict[str, Any]] = {
+    "plain": {"steps": 24},
+    "clipped": {"max_norm": limit},
+    # Every step, by a limit that is learned.
+    "predicted": {"max_norm": lambda _: 0.5, "keys": {"clip_prediction": True}, "rtol": 1e-2},
+    "accumulated": {"micro_batches": lambda _: 3, "max_norm": limit},
+    "not synchronised": {"micro_batches": lambda _: 3, "syncs": False, "max_norm": limit},
+    "not resharded": {"of_model": {"reshard_after_forward": False}},
+    # Weights that the user's code writes become master weights.
+    "written": {"begin": halve, "follows": True},
+}
 
 
-def predicted() -> None:
-    """Every step is clipped, by a limit that is learned."""
-    assert_as_torch(max_norm=lambda _: 0.5, keys={"clip_prediction": True}, rtol=1e-2)
-
-
-def accumulated() -> None:
-    assert_as_torch(micro_batches=lambda _: 3, max_norm=limit)
-
-
-def not_synchronised() -> None:
-    assert_as_torch(micro_batches=lambda _: 3, syncs=False, max_norm=limit)
-
-
-def not_resharded() -> None:
-    assert_as_torch(of_model={"reshard_after_forward": False})
-
-
-def written() -> None:
-    """Weights that the user's code writes become master weights."""
-
-    @torch.no_grad()
-    def halve(training: Loop) -> None:
-        if training.steps == 3:
-            training.model[0].weight.mul_(0.5)  # type: ignore[index]  # a Sequential
-
-    assert_as_torch(begin=halve, follows=True)
+def as_torch(name: str) -> None:
+    assert_as_torch(**AS_TORCH[name])
 
 
 def bfloat16() -> None:
@@ -315,33 +302,24 @@ def lightning() -> None:
             assert_close(rest, theirs[6:])
 
 
-CASES = [
-    *(
-        plain,
-        clipped,
-        predicted,
-        accumulated,
-        not_synchronised,
-        not_resharded,
-        written,
-        bfloat16,
-        gradients,
-        recipe,
-        checkpoints,
-    ),
-    *(checkpoints_of_bfloat16, refused, lightning),
-]
+CASES: dict[str, Callable[[], None]] = {
+    **{name: partial(as_torch, name) for name in AS_TORCH},
+    **{
+        case.__name__: case
+        for case in (bfloat16, gradients, recipe, checkpoints, checkpoints_of_bfloat16, refused, lightning)
+    },
+}
 
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """Of the cases on each rank; `on_one_rank` reads files of theirs."""
     folder = tmp_path_factory.mktemp("fsdp")
-    found = run_functions({case.__name__: case for case in CASES}, folder)
+    found = run_functions(CASES, folder)
     return found | run_functions({"on_one_rank": on_one_rank}, folder, ranks=1)
 
 
-@pytest.mark.parametrize("name", [case.__name__ for case in (*CASES, on_one_rank)])
+@pytest.mark.parametrize("name", [*CASES, "on_one_rank"])
 def test_fsdp(name: str, errors: dict[str, list[str]]) -> None:
     for error in errors[name]:
         assert not error, error

@@ -85,7 +85,6 @@ def test_forks() -> None:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert loop.train(2).losses == other.losses
-    close(loop, other)
 
 
 def test_closed() -> None:
@@ -185,7 +184,6 @@ def test_further_parameters() -> None:
             loops[-1].optimizer.add_param_group(group)
         loops[-1].train(3)
     torch.testing.assert_close(loops[0].losses, loops[1].losses, rtol=3e-6, atol=0)
-    close(*loops)
 
 
 def test_trained_later() -> None:
@@ -216,7 +214,6 @@ def test_refused_in_training() -> None:
     loss_of(loop.model, 1).backward()
     with pytest.raises(MisconfigurationException, match="must keep its memory"):
         loop.optimizer.step()
-    close(loop)
 
 
 def test_assigned_gradients() -> None:
@@ -231,7 +228,6 @@ def test_assigned_gradients() -> None:
             loop.optimizer.step()
         loop.optimizer.zero_grad()
         loop.train(1)
-    close(loop)
 
 
 def test_nothing_hides() -> None:
@@ -250,4 +246,3 @@ def test_nothing_hides() -> None:
         step(1)
     with pytest.warns(UserWarning, match="set accumulation_steps"):
         step(1)
-    optimizer.close()

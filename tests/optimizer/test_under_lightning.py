@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from typing_extensions import override
 
+from harness import make_trainer
 from lightning_loops import Module, data, fit
 from lightning_zenflow import OffloadAdamW, StallMonitor
 from lightning_zenflow.core.errors import MisconfigurationException
@@ -67,17 +68,8 @@ def test_monitor(tmp_path: Path, caplog: pytest.LogCaptureFixture, several: bool
     """Metrics of each optimizer by name, and one summary, which does not come again at the end of the object."""
     module = TwoOptimizers() if several else Module("ours")
     logger = CSVLogger(tmp_path)
-    trainer = L.Trainer(
-        strategy="auto",
-        accelerator="cpu",
-        max_epochs=1,
-        logger=logger,
-        log_every_n_steps=2,
-        callbacks=[StallMonitor()],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
+    options = {"logger": logger, "log_every_n_steps": 2, "callbacks": [StallMonitor()], "limit_val_batches": 1.0}
+    trainer = make_trainer("auto", max_epochs=1, **options)
     with caplog.at_level(logging.INFO):
         trainer.fit(module, data(7), None if several else data(7))
         for optimizer in trainer.optimizers:
@@ -113,7 +105,5 @@ def test_fabric(tmp_path: Path) -> None:
             optimizer.zero_grad()
         fabric.save(tmp_path / who, {"model": model, "optimizer": optimizer})
         states.append(torch.load(tmp_path / who)["optimizer"]["state"])
-        if isinstance(optimizer.optimizer, OffloadAdamW):
-            optimizer.optimizer.close()
     torch.testing.assert_close(losses[:6], losses[6:], rtol=3e-6, atol=0)
     torch.testing.assert_close(*states, rtol=1e-4, atol=1e-6)
