@@ -22,19 +22,13 @@ from benchmarks.step_time.run import StepSpec
 from tiny_models import save_tiny_model
 
 
-def step_times(folder: Path, capsys: pytest.CaptureFixture[str], arguments: str) -> tuple[list[dict[str, Any]], str]:
-    """The runs of one repeat, and the report."""
-    assert step_time.main(f"{arguments} --repeats 1 --results {folder} --name runs".split()) == 0
-    (runs,) = json.loads((folder / "runs.json").read_text())["runs"]
-    return runs, capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_step_time_of_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = (
-        "--device simulated --params 13e6 --asynchronous --ranks 2 --worker-shares 0.5,0.1 --steps 4 --warm-up 2"
-    )
-    runs, _ = step_times(tmp_path, capsys, f"{arguments} --methods zenflow_exact,zenflow_module_order")
+    arguments = ["--device", "simulated", "--params", "13e6", "--asynchronous", "--ranks", "2"]
+    arguments += ["--worker-shares", "0.5,0.1"]
+    arguments += ["--repeats", "1", "--steps", "4", "--warm-up", "2", "--methods", "zenflow_exact,zenflow_module_order"]
+    assert step_time.main([*arguments, "--results", str(tmp_path), "--name", "ranks"]) == 0, capsys.readouterr().out
+    runs = json.loads((tmp_path / "ranks.json").read_text())["runs"][0]
     assert [run["spec"]["method"] for run in runs] == 2 * ["zenflow_exact", "zenflow_module_order"]
     assert runs[2]["spec"]["compute_s"] == pytest.approx(5 * runs[0]["spec"]["compute_s"])
     for run in runs:
@@ -44,11 +38,12 @@ def test_step_time_of_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.slow
 def test_step_time_of_stage_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Fetches over a slow link take longer than what is computed."""
-    arguments = (
-        "--device simulated --params 17e6 --asynchronous --stage 3 --share-of step --worker-shares 0.5 --pcie 0.2"
-    )
-    arguments += " --steps 4 --warm-up 4 --methods floor3,zenflow3,zenflow3_clipped"
-    runs, text = step_times(tmp_path, capsys, arguments)
+    arguments = ["--device", "simulated", "--params", "17e6", "--asynchronous", "--stage", "3", "--share-of", "step"]
+    arguments += ["--worker-shares", "0.5", "--repeats", "1", "--steps", "4", "--warm-up", "4", "--pcie", "0.2"]
+    arguments += ["--methods", "floor3,zenflow3,zenflow3_clipped", "--results", str(tmp_path), "--name", "stage_3"]
+    assert step_time.main(arguments) == 0
+    text = capsys.readouterr().out
+    runs = json.loads((tmp_path / "stage_3.json").read_text())["runs"][0]
     # Of four layers, the last one is fetched once for both passes.
     fetched_s = 7 * 2 * 4096 * 1024 / 0.2e9
     for run in runs:
@@ -77,10 +72,12 @@ def test_kernel() -> None:
 def test_bookkeeping(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # The times of steps are measured with a process for each run.
     monkeypatch.setattr(step_time, "run_process", lambda function, spec, **_: function(spec))
-    arguments = "--device cpu --params 25e6 --narrow --methods floor,zenflow --steps 5 --warm-up 2"
-    repeat, text = step_times(tmp_path, capsys, arguments)
+    arguments = ["--device", "cpu", "--params", "25e6", "--narrow", "--methods", "floor,zenflow", "--repeats", "1"]
+    assert step_time.main([*arguments, "--steps", "5", "--warm-up", "2", "--results", str(tmp_path)]) == 0
+    (repeat,) = json.loads((tmp_path / "step_time.json").read_text())["runs"]
     assert [len(run["step_s"]) for run in repeat] == [5, 5]
     assert all(run["n_params"] < 1e6 and min(run["step_s"]) > 0 for run in repeat)
+    text = capsys.readouterr().out
     assert "above floor ms" in text and "ZenFlowStrategy, S=4, d=1" in text
 
 
