@@ -33,14 +33,6 @@ from same_bits import assert_same_state, assert_same_tensors
 CASE = Case(topk_ratio=0.3, model="Perceptron", model_options={"widths": [300, 200]}, steps=8)
 
 
-def in_pieces(case: Case) -> Case:
-    """Under stage 3, with parameters that stay gathered."""
-    zero = replace(case, stage=3).zero_3()
-    return replace(case, stage=3).with_keys(
-        config={"zero_optimization": {**zero, "stage3_param_persistence_threshold": 250}}
-    )
-
-
 @contextmanager
 def full_disk() -> Iterator[None]:
     """No file may grow beyond what log lines need: writing fails as on a full disk, and needs no rights of its own."""
@@ -131,8 +123,12 @@ def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_one_of_two_ranks_has_a_full_disk_or_a_damaged_file(stage: int, tmp_path: Path) -> None:
-    case = CASE if stage == 2 else in_pieces(CASE)
+def test_one_of_two_ranks_has_a_full_disk_or_a_damaged_file(stage: Any, tmp_path: Path) -> None:
+    case = replace(CASE, stage=stage)
+    if stage == 3:
+        # With parameters that stay gathered.
+        zero = {**case.zero_3(), "stage3_param_persistence_threshold": 250}
+        case = case.with_keys(config={"zero_optimization": zero})
     damaged = {
         tmp_path / "model.ckpt": MODEL_FILE if stage == 2 else RANK_FILE.replace("optim", "model"),
         tmp_path / "rank 0.ckpt": RANK_FILE,

@@ -44,44 +44,6 @@ def of_state(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
 
 DAMAGED = "this file is truncated or damaged"
 NO_FOLDER = "the path must be a file, or a folder of DeepSpeed with its file `latest`, got neither"
-REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "nothing there": (shutil.rmtree, NO_FOLDER),
-    "empty directory": (lambda p: (shutil.rmtree(p), p.mkdir()), NO_FOLDER),
-    "no folder": (
-        lambda p: (p / "latest").write_text("other"),
-        "a file is missing .*: other/mp_rank_00_model_states.pt",
-    ),
-    "a long name": (lambda p: (p / "latest").write_text("c" * 300), "a file is missing .*: c{300}/"),
-    "a name that is none": (lambda p: (p / "latest").write_bytes(b"\0\xff"), "a file is missing .*: "),
-    "its own folder": (lambda p: (p / "latest").write_text("/"), "a file is missing .*: mp_rank_00_model_states.pt"),
-    "no model": (lambda p: (p / MODEL_FILE).unlink(), f"a file is missing .*: {MODEL_FILE}"),
-    "no rank": (lambda p: (p / RANK_FILE).unlink(), f"rank 0 of 1 must have one file .*, {RANK_FILE}, got 0"),
-    "half a model file": truncate(MODEL_FILE, 0.5),
-    "empty rank file": truncate(RANK_FILE, 0),
-    "nearly a rank file": truncate(RANK_FILE, 0.9999),
-    "other sizes": (
-        of_state(lambda state: state["base_optimizer_state"]["state"][0].update(exp_avg=torch.zeros(3))),
-        r"flat buffer 0 must have 3 elements of each state, got \(\d+, 3, \d+\)",
-    ),
-    "another precision": (
-        lambda p: (p / RANK_FILE).rename(p / RANK_FILE.replace("zero_", "bf16_zero_")),
-        f"must have one file for this run's precision, {RANK_FILE}, got 0",
-    ),
-    "another layout": (
-        of_state(lambda state: state["zenflow"].update(version=1)),
-        f"the layout must be {VERSION}, got 1: another version of lightning-zenflow wrote the checkpoint; continue with",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str, saved: Path, tmp_path: Path) -> None:
-    damage, message = REFUSED[name]
-    path = shutil.copytree(saved, tmp_path / "a.ckpt")
-    damage(path)
-    with pytest.raises(CheckpointError, match=rf"^checkpoint {path}.*{message}") as caught:
-        SavedCheckpoint(path).world_size and SavedCheckpoint(path, bf16=False).optimizer_state(0)
-    assert len(str(caught.value)) < 500
 
 
 def test_a_part_of_a_checkpoint_is_refused(saved: Path) -> None:
@@ -128,16 +90,14 @@ class Moved:
     """A class that the module of this test has when a checkpoint is saved, and not any more when it is loaded."""
 
 
-def test_a_hyperparameter_whose_class_has_moved(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = shutil.copytree(saved, tmp_path / "a.ckpt")
+def move_class(path: Path) -> None:
+    """Gives the checkpoint a hyperparameter of that class."""
     module = types.ModuleType("old_module")
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "Moved", Moved, raising=False)
         patch.setitem(sys.modules, "old_module", module)
         patch.setattr(Moved, "__module__", "old_module")
         edit(MODEL_FILE, lambda content: content.update(hyper_parameters={"a": Moved()}))(path)
-    with pytest.raises(CheckpointError, match=f"^checkpoint {path}/{MODEL_FILE}: .*old_module.*must be importable"):
-        SavedCheckpoint(path).world_size  # noqa: B018
 
 
 def wrong_model(**entries: Any) -> Callable[[Path], None]:
@@ -156,7 +116,33 @@ def of_adamw(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
 ANOTHER = "the model must be the saved one: "
 edited = partial(edit, "")
 """A change of a file's content."""
-IN_TRAINING: dict[str, tuple[Callable[[Path], object], str]] = {
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "nothing there": (shutil.rmtree, NO_FOLDER),
+    "empty directory": (lambda p: (shutil.rmtree(p), p.mkdir()), NO_FOLDER),
+    "no folder": (
+        lambda p: (p / "latest").write_text("other"),
+        "a file is missing .*: other/mp_rank_00_model_states.pt",
+    ),
+    "a long name": (lambda p: (p / "latest").write_text("c" * 300), "a file is missing .*: c{300}/"),
+    "a name that is none": (lambda p: (p / "latest").write_bytes(b"\0\xff"), "a file is missing .*: "),
+    "its own folder": (lambda p: (p / "latest").write_text("/"), "a file is missing .*: mp_rank_00_model_states.pt"),
+    "no model": (lambda p: (p / MODEL_FILE).unlink(), f"a file is missing .*: {MODEL_FILE}"),
+    "no rank": (lambda p: (p / RANK_FILE).unlink(), f"rank 0 of 1 must have one file .*, {RANK_FILE}, got 0"),
+    "half a model file": truncate(MODEL_FILE, 0.5),
+    "empty rank file": truncate(RANK_FILE, 0),
+    "nearly a rank file": truncate(RANK_FILE, 0.9999),
+    "other sizes": (
+        of_state(lambda state: state["base_optimizer_state"]["state"][0].update(exp_avg=torch.zeros(3))),
+        r"flat buffer 0 must have 3 elements of each state, got \(\d+, 3, \d+\)",
+    ),
+    "another precision": (
+        lambda p: (p / RANK_FILE).rename(p / RANK_FILE.replace("zero_", "bf16_zero_")),
+        f"must have one file for this run's precision, {RANK_FILE}, got 0",
+    ),
+    "another layout": (
+        of_state(lambda state: state["zenflow"].update(version=1)),
+        f"the layout must be {VERSION}, got 1: another version of lightning-zenflow wrote the checkpoint; continue with",
+    ),
     "another file of torch": (lambda p: torch.save([1], p / MODEL_FILE), ""),
     "no optimizer": (lambda p: torch.save({"a": 1}, p / RANK_FILE), ""),
     "another optimizer": (
@@ -170,6 +156,7 @@ IN_TRAINING: dict[str, tuple[Callable[[Path], object], str]] = {
     "optimizer, columns": (of_state(lambda s: s["zenflow"].update(ownership={})), ""),
     "model, shapes": (wrong_model(param_shapes=[None, None]), ""),
     "model, weights": (wrong_model(module=None), ""),
+    "a class that has moved": (move_class, f"/{MODEL_FILE}: .*old_module.*must be importable"),
     "no training": (wrong_model(param_shapes=None), "must have optimizer state, got one that was saved without"),
     "file, a byte": (lambda p: change_byte(p, p.stat().st_size // 2, 255), "truncated or damaged"),
     "file, no checkpoint": (lambda p: torch.save([1], p), "must be a checkpoint of Lightning, got a list"),
@@ -218,18 +205,18 @@ OTHER_MODELS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("name", IN_TRAINING)
-def test_refused_by_a_training(name: str, saved: Path, tmp_path: Path) -> None:
-    """Content that is not what it must be."""
-    damage, message = IN_TRAINING[name]
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, saved: Path, tmp_path: Path) -> None:
+    damage, message = REFUSED[name]
     path = tmp_path / "a.ckpt"
     if name.startswith("file, "):
         shutil.copy(saved.with_name("a.ckpt"), path)
     else:
         shutil.copytree(saved, path)
     damage(path)
-    with pytest.raises(CheckpointError, match=f"^checkpoint {path}.*{message}"):
+    with pytest.raises(CheckpointError, match=f"^checkpoint {path}.*{message}") as caught:
         run_here(Case(steps=4, checkpoint=str(path)))
+    assert len(str(caught.value)) < 600
 
 
 @pytest.mark.parametrize("stage", [2, 3])

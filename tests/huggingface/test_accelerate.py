@@ -167,16 +167,16 @@ def clip(loop: Loop, *, end: int | None = None, sync: bool = True) -> None:
     loop.accelerator.clip_grad_norm_(list(loop.model.parameters())[:end], 1.0)
 
 
-MISTAKES: list[tuple[Callable[[Loop], object], str]] = [
-    (lambda loop: [backward(loop), backward(loop)], "must not be read between .*under `accelerator.accumulate"),
-    (clip, "clip_grad_norm_ must come after `accelerator.backward"),
-    (lambda loop: clip(loop, sync=False), "call it `if accelerator.sync_gradients`"),
-    (lambda loop: [backward(loop), clip(loop, end=-1)], "got all but 1, of which the first is layers.4.bias"),
-    (lambda loop: Loop(loop.accelerator), "call `accelerator.free_memory"),
-]
-
-
-@pytest.mark.parametrize(("act", "message"), MISTAKES)
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda loop: [backward(loop), backward(loop)], "must not be read between .*under `accelerator.accumulate"),
+        (clip, "clip_grad_norm_ must come after `accelerator.backward"),
+        (lambda loop: clip(loop, sync=False), "call it `if accelerator.sync_gradients`"),
+        (lambda loop: [backward(loop), clip(loop, end=-1)], "got all but 1, of which the first is layers.4.bias"),
+        (lambda loop: Loop(loop.accelerator), "call `accelerator.free_memory"),
+    ],
+)
 def test_mistakes_in_the_loop(act: Callable[[Loop], object], message: str, late: Loop) -> None:
     with pytest.raises((RuntimeError, MisconfigurationException), match=message):
         act(late)

@@ -73,14 +73,15 @@ def test_losses_are_adamws(
     assert len([record for record in caplog.records if " steps, median " in record.getMessage()]) == 1
 
 
-class Stop(TrainerCallback):
-    """Stops training after a step, as a time limit does."""
+class At(TrainerCallback):
+    """Calls a function at one of the Trainer's hooks, with the number of steps before and what the Trainer gives by name."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, hook: str, act: Callable[..., object]) -> None:
+        setattr(self, hook, lambda args, state, control, **given: act(state.global_step, control=control, **given))
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = state.global_step == self.step
+
+def before_step(act: Callable[..., object]) -> At:
+    return At("on_pre_optimizer_step", act)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +90,11 @@ class Stop(TrainerCallback):
     ids=["late", "weights on the host"],
 )
 def test_resumed_run_has_the_same_bits(of_deepspeed: dict[str, Any], tmp_path: Path) -> None:
+
+    def stop(step: int, control: Any, **_: Any) -> None:
+        """As a time limit does."""
+        control.should_training_stop = step == 5
+
     options = {"save_strategy": "steps", "save_steps": 5, "eval_strategy": "no", "deepspeed": of_deepspeed}
     whole = trainer(tmp_path / "whole", **options)
     whole.train()
@@ -96,7 +102,7 @@ def test_resumed_run_has_the_same_bits(of_deepspeed: dict[str, Any], tmp_path: P
     end(whole)
     with new_process():
         first = trainer(tmp_path / "rest", **options)
-        first.add_callback(Stop(5))
+        first.add_callback(At("on_step_end", stop))
         first.train()
         end(first)
     with new_process():
@@ -139,16 +145,6 @@ def test_the_trainer_says_which_epoch_it_is(tmp_path: Path) -> None:
     end(ours)
 
 
-class BeforeStep(TrainerCallback):
-    """Calls a function between backward and update, with the number of steps before and what the Trainer gives by name."""
-
-    def __init__(self, act: Callable[..., object]) -> None:
-        self._act = act
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self._act(state.global_step, **given)
-
-
 def test_evaluation_before_and_training_behind_an_interrupt(tmp_path: Path) -> None:
     def interrupt(step: int, **_: Any) -> None:
         if step == 3:
@@ -156,7 +152,7 @@ def test_evaluation_before_and_training_behind_an_interrupt(tmp_path: Path) -> N
 
     ours = trainer(tmp_path, deepspeed=configuration(LATE))
     before = ours.evaluate()["eval_loss"]
-    ours.add_callback(BeforeStep(interrupt))
+    ours.add_callback(before_step(interrupt))
     with pytest.raises(KeyboardInterrupt):
         ours.train()
     end(ours)
@@ -178,7 +174,7 @@ def test_save_between_backward_and_step_is_made_behind_it(tmp_path: Path) -> Non
         expected.train()
         end(expected)
     ours = trainer(tmp_path / "saved", **options)
-    ours.add_callback(BeforeStep(save))
+    ours.add_callback(before_step(save))
     ours.train()
     assert logged(ours, "loss") == logged(expected, "loss")
     assert [*(tmp_path / "saved").glob("checkpoint-*")] == [tmp_path / "saved" / "checkpoint-4"]
@@ -204,7 +200,7 @@ def drop(step: int, **given: Any) -> None:
 
 def test_given_things_train_as_in_the_plain_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     given, options = (
-        lambda model: {**groups(model), "callbacks": [BeforeStep(drop)]},
+        lambda model: {**groups(model), "callbacks": [before_step(drop)]},
         {"gradient_accumulation_steps": 2},
     )
     with new_process():
@@ -253,7 +249,7 @@ def test_refused_gradients_are_in_the_words_of_the_front(tmp_path: Path) -> None
         torch.testing.assert_close(torch.nn.utils.get_total_norm(gradients), torch.tensor(SHORT["max_grad_norm"]))
         gradients[0].zero_()
 
-    ours = trainer(tmp_path, given=lambda _: {"callbacks": [BeforeStep(use)]}, **SHORT)
+    ours = trainer(tmp_path, given=lambda _: {"callbacks": [before_step(use)]}, **SHORT)
     with pytest.raises(
         MisconfigurationException, match="ZenFlowTrainer: .*zero_.* `on_pre_optimizer_step`.*max_grad_norm"
     ) as refused:

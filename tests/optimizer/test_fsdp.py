@@ -15,10 +15,9 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -205,16 +204,9 @@ def refused() -> None:
 
 def save(training: Loop, folder: str) -> None:
     """Sharded files of torch.distributed.checkpoint, and one file with all."""
-    model, optimizer = (
-        get_model_state_dict(training.model),
-        get_optimizer_state_dict(training.model, training.optimizer),
-    )
+    model, optimizer = get_state_dict(training.model, training.optimizer)
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-    options = StateDictOptions(full_state_dict=True)
-    whole = (
-        get_model_state_dict(training.model, options=options),
-        get_optimizer_state_dict(training.model, training.optimizer, options=options),
-    )
+    whole = get_state_dict(training.model, training.optimizer, options=StateDictOptions(full_state_dict=True))
     if dist.get_rank() == 0:
         torch.save(whole, f"{folder}.pt")
     dist.barrier()
@@ -227,11 +219,10 @@ def load(who: Who, folder: str, *, one_file: bool, dtype: torch.dtype = torch.fl
     if one_file:
         model, optimizer = torch.load(f"{folder}.pt")
     else:
-        model = get_model_state_dict(training.model)
-        optimizer = get_optimizer_state_dict(training.model, training.optimizer)
+        model, optimizer = get_state_dict(training.model, training.optimizer)
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-    set_model_state_dict(training.model, model, options=options)
-    set_optimizer_state_dict(training.model, training.optimizer, optimizer, options=options)
+    states = {"model_state_dict": model, "optim_state_dict": optimizer}
+    set_state_dict(training.model, training.optimizer, **states, options=options)
     training.steps = 4
     return training
 

@@ -18,9 +18,6 @@ from recorded_device.device import RecordedDevice
 from recorded_device.tensors import DEVICE
 from recorded_device.watch import recorded_device
 
-STEPS = 8
-
-
 Body = Callable[[Loop, int], object]
 
 
@@ -72,6 +69,16 @@ def flushed(loop: Loop, step: int) -> None:
         loop.optimizer.flush()  # type: ignore[attr-defined]  # ours
 
 
+def divided(loop: Loop, step: int) -> None:
+    """By one tensor of the device, gradient by gradient."""
+    loop.backward(step)
+    divisor = torch.full((), 2.0, device=DEVICE, dtype=torch.bfloat16)
+    for p in loop.model.parameters():
+        if p.grad is not None:
+            p.grad.div_(divisor)
+    loop.end_step()
+
+
 def accumulated(in_fifth: int = 3) -> Body:
     """Of three micro-batches, or another number in one step."""
     return steps(micro_batches=lambda step: in_fifth if step == 5 else 3, max_norm=lambda _: 1e3)
@@ -95,20 +102,10 @@ CASES: dict[str, tuple[Body, dict[str, Any]]] = {
     "saved": (saved, {}),
     "loaded": (loaded, {}),
     "flushed": (flushed, {}),
+    "divided": (divided, {}),
 }
 
 
-def divided(loop: Loop, step: int) -> None:
-    """By one tensor of the device, gradient by gradient."""
-    loop.backward(step)
-    divisor = torch.full((), 2.0, device=DEVICE, dtype=torch.bfloat16)
-    for p in loop.model.parameters():
-        if p.grad is not None:
-            p.grad.div_(divisor)
-    loop.end_step()
-
-
-CASES["divided"] = divided, {}
 FAST = ("known", "seldom clipped", "predicted", "on the host", "scaler, predicted")
 
 
@@ -122,7 +119,7 @@ def record(
         loop = make_loop("ours", device=DEVICE, scheduled=False, **keys)
         loop.batch_of = lambda number: device.from_page_locked(batch(number))
         try:
-            for step in range(STEPS):
+            for step in range(8):
                 body(loop, step)
                 device.note("step", HOST, event=step)
             found = dict(device.order.races), device.waits()

@@ -5,7 +5,7 @@ the user is told when it is not there.
 import ctypes
 import re
 import subprocess
-from importlib.metadata import PackageNotFoundError, PathDistribution
+from importlib.metadata import PathDistribution
 from pathlib import Path
 from typing import Any
 
@@ -87,17 +87,9 @@ def make_executable(path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_distribution(name: str) -> PathDistribution:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(native, "distribution", no_distribution)
-    monkeypatch.delenv("LIGHTNING_ZENFLOW_WORKER", raising=False)
-
-
-def test_where_it_is_looked_for(not_installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every folder of the package, and beside the metadata of an editable install."""
+    monkeypatch.delenv("LIGHTNING_ZENFLOW_WORKER", raising=False)
     monkeypatch.setattr(lightning_zenflow, "__path__", [str(tmp_path / "sources"), str(tmp_path / "installed")])
     metadata = PathDistribution(tmp_path / "site" / "lightning_zenflow-0.1.0.dist-info")
     monkeypatch.setattr(native, "distribution", lambda name: metadata)
@@ -109,7 +101,7 @@ def test_where_it_is_looked_for(not_installed: None, tmp_path: Path, monkeypatch
     assert worker_executable() == installed
 
 
-def test_the_environment_variable_wins(not_installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = tmp_path / "mine"
     monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(mine))
     with pytest.raises(
