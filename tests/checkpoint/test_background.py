@@ -41,8 +41,7 @@ from side_by_side import LATE
 CASE = Case(topk_ratio=0.3, strategy_options=EVERYTHING)
 
 
-def strategy() -> ZenFlowStrategy:
-    return ZenFlowStrategy(**LATE, async_checkpoints=True)
+strategy = partial(ZenFlowStrategy, **LATE, async_checkpoints=True)
 
 
 def cases(folder: Path, name: str, case: Case) -> dict[str, Case]:
@@ -318,11 +317,6 @@ def cannot_remove(folder: Path, trainer: Any) -> None:
                 trainer.strategy.remove_checkpoint(path)
                 trainer.strategy.wait_for_checkpoint()
         assert (folder / "saved.ckpt").exists()
-
-
-def test_a_checkpoint_that_cannot_be_removed(tmp_path: Path) -> None:
-    """In the background: `test_on_two_ranks`."""
-    fit(LinearLossModule(length=2), ZenFlowStrategy(**LATE), callbacks=[After([1], partial(cannot_remove, tmp_path))])
 
 
 @pytest.mark.parametrize("kind", ["link", "default", "again", "similar", "by time"])

@@ -4,7 +4,7 @@ import errno
 import gc
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -71,8 +71,15 @@ def save_damaged(files: dict[Path, str], trainer: pl.Trainer) -> None:
 
 def fail_in_saves(folder: Path, trainer: pl.Trainer) -> None:
     """Rank 1 fails in a save, before or after what DeepSpeed does in it, which has another barrier of its own; then a save succeeds."""
-    engine_class = type(trainer.strategy.deepspeed_engine)
+    engine_class, broadcast = type(trainer.strategy.deepspeed_engine), dist.broadcast_object_list
     save = engine_class.save_checkpoint
+
+    def elsewhere(contents: list[Any], *args: Any, **options: Any) -> None:
+        """What rank 0 has made is not on the disk of rank 1."""
+        broadcast(contents, *args, **options)
+        if trainer.global_rank == 1 and "zenflow-saving" in str(contents[0]):
+            contents[0] = contents[0].parent / "elsewhere"
+
     for when in ("before", "after"):
 
         def failing(engine: Any, *arguments: Any, when: str = when, **options: Any) -> None:
@@ -88,17 +95,9 @@ def fail_in_saves(folder: Path, trainer: pl.Trainer) -> None:
             patch.setattr(engine_class, "save_checkpoint", failing)
             trainer.save_checkpoint(folder / "failed.ckpt")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match=r"all nodes must share the storage"):
-        broadcast = partial(elsewhere, trainer.global_rank, dist.broadcast_object_list)
-        patch.setattr(checkpoints.dist, "broadcast_object_list", broadcast)
+        patch.setattr(checkpoints.dist, "broadcast_object_list", elsewhere)
         trainer.save_checkpoint(folder / "failed.ckpt")
     trainer.save_checkpoint(folder / "saved.ckpt")
-
-
-def elsewhere(rank: int, broadcast: Callable[..., None], contents: list[Any], *args: Any, **options: Any) -> None:
-    """What rank 0 has made is not on the disk of rank 1."""
-    broadcast(contents, *args, **options)
-    if rank == 1 and "zenflow-saving" in str(contents[0]):
-        contents[0] = contents[0].parent / "elsewhere"
 
 
 def save_in_different_steps(path: Path, trainer: pl.Trainer) -> None:

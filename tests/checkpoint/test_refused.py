@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -86,18 +87,12 @@ def test_any_single_byte(n: int, saved: Path, tmp_path: Path) -> None:
     assert n_refused > n / 5
 
 
-class Moved:
-    """A class that the module of this test has when a checkpoint is saved, and not any more when it is loaded."""
-
-
 def move_class(path: Path) -> None:
-    """Gives the checkpoint a hyperparameter of that class."""
+    """Gives the checkpoint a hyperparameter of a class that its module has not any more when it is loaded."""
     module = types.ModuleType("old_module")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "Moved", Moved, raising=False)
-        patch.setitem(sys.modules, "old_module", module)
-        patch.setattr(Moved, "__module__", "old_module")
-        edit(MODEL_FILE, lambda content: content.update(hyper_parameters={"a": Moved()}))(path)
+    vars(module)["Moved"] = moved = type("Moved", (), {"__module__": "old_module"})
+    with patch.dict(sys.modules, old_module=module):
+        edit(MODEL_FILE, lambda content: content.update(hyper_parameters={"a": moved()}))(path)
 
 
 def wrong_model(**entries: Any) -> Callable[[Path], None]:

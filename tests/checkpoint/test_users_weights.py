@@ -155,16 +155,14 @@ def test_what_hooks_make_of_weights(
         torch.testing.assert_close((dict(file), rest), (dict(of_theirs), theirs), rtol=1e-5, atol=2e-6)
 
 
-def zero_moments(checkpoint: dict[str, Any]) -> None:
-    for of_one in checkpoint["optimizer_states"][0]["state"].values():
-        for key in ("exp_avg", "exp_avg_sq"):
-            of_one[key].zero_()
-
-
 EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
     "nothing": lambda checkpoint: None,
     "emptied": lambda checkpoint: checkpoint.update(optimizer_states=[], lr_schedulers=[]),
-    "moments": zero_moments,
+    "moments": lambda checkpoint: [
+        of_one[key].zero_()
+        for of_one in checkpoint["optimizer_states"][0]["state"].values()
+        for key in ("exp_avg", "exp_avg_sq")
+    ],
     "learning rate": lambda checkpoint: checkpoint["optimizer_states"][0]["param_groups"][0].update(lr=0.5),
 }
 

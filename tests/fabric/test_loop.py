@@ -29,8 +29,7 @@ from lightning_zenflow.step_meter import METRICS
 from models import OptimizerOptions
 from networks import SmallNet
 from same_bits import assert_same_run, assert_same_tensors
-
-LATE = {"topk_ratio": 0.3, "update_interval": 4, "publish_lag": 1}
+from side_by_side import LATE
 
 
 def copies(model: nn.Module) -> list[torch.Tensor]:

@@ -26,9 +26,6 @@ TEXTS = [f"{a} and {b} or {c}" for a in WORDS for b in WORDS for c in WORDS[:2]]
 PAIRS = [{"prompt": a, "chosen": f" {a}", "rejected": f" {b}"} for a, b in zip(TEXTS, TEXTS[::-1], strict=True)]
 LORA = LoraConfig(task_type=TaskType.CAUSAL_LM, r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
 
-Given = Callable[[LlamaForCausalLM], dict[str, Any]]
-"""Further arguments of a trainer."""
-
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
@@ -36,11 +33,7 @@ def fresh() -> Iterator[None]:
         yield
 
 
-def of_transformers(folder: Path, given: Given, **options: Any) -> Any:
-    return trainer(folder, ours=False, given=given, eval_strategy="no", **options)
-
-
-def of_trl(kind: Any, settings: Any, rows: list[dict[str, str]], folder: Path, given: Given, **options: Any) -> Any:
+def of_trl(kind: Any, settings: Any, rows: list[dict[str, str]], folder: Path, *, given: Any, **options: Any) -> Any:
     """SFT, or DPO with a reference model, with TRL's defaults, such as activation checkpoints. LoRA: of the adapters only."""
     wrap, is_dpo = options.pop("wrap", lambda model: model), kind is DPOTrainer
     fixed = {"per_device_train_batch_size": 4, "num_train_epochs": 2, "logging_steps": 1, "report_to": []}
@@ -53,7 +46,7 @@ def of_trl(kind: Any, settings: Any, rows: list[dict[str, str]], folder: Path, g
 
 sft = partial(of_trl, SFTTrainer, SFTConfig, [{"text": text} for text in TEXTS])
 TRAINERS: dict[str, Callable[..., Any]] = {
-    "transformers": of_transformers,
+    "transformers": partial(trainer, ours=False, eval_strategy="no"),
     "SFT": sft,
     "DPO": partial(of_trl, DPOTrainer, DPOConfig, PAIRS),
     "LoRA": partial(sft, wrap=lambda model: get_peft_model(model, LORA)),
@@ -71,7 +64,7 @@ def test_trainers(which: str, options: dict[str, Any], tmp_path: Path) -> None:
         def given(model: LlamaForCausalLM) -> dict[str, Any]:
             return {"optimizers": (make_optimizer(who, model.parameters()), None)}
 
-        one = TRAINERS[which](tmp_path / folder, given, **options, **more)
+        one = TRAINERS[which](tmp_path / folder, given=given, **options, **more)
         one.train(resume_from_checkpoint=resume)
         return one
 
@@ -89,7 +82,7 @@ def test_a_trainer_makes_adapters_and_optimizer(tmp_path: Path) -> None:
 
     def train(kind: Any, **keys: Any) -> Any:
         given = {"peft_config": LORA, "optimizer_cls_and_kwargs": (kind, {"lr": 1e-2, **keys})}
-        one = sft(tmp_path, lambda _: given, save_strategy="no", weight_decay=0.1)
+        one = sft(tmp_path, given=lambda _: given, save_strategy="no", weight_decay=0.1)
         one.train()
         return one
 

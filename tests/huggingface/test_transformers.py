@@ -80,10 +80,6 @@ class At(TrainerCallback):
         setattr(self, hook, lambda args, state, control, **given: act(state.global_step, control=control, **given))
 
 
-def before_step(act: Callable[..., object]) -> At:
-    return At("on_pre_optimizer_step", act)
-
-
 @pytest.mark.parametrize(
     "of_deepspeed",
     [configuration(LATE), configuration(EXACT, stage=3, on_host=True)],
@@ -152,7 +148,7 @@ def test_evaluation_before_and_training_behind_an_interrupt(tmp_path: Path) -> N
 
     ours = trainer(tmp_path, deepspeed=configuration(LATE))
     before = ours.evaluate()["eval_loss"]
-    ours.add_callback(before_step(interrupt))
+    ours.add_callback(At("on_pre_optimizer_step", interrupt))
     with pytest.raises(KeyboardInterrupt):
         ours.train()
     end(ours)
@@ -174,7 +170,7 @@ def test_save_between_backward_and_step_is_made_behind_it(tmp_path: Path) -> Non
         expected.train()
         end(expected)
     ours = trainer(tmp_path / "saved", **options)
-    ours.add_callback(before_step(save))
+    ours.add_callback(At("on_pre_optimizer_step", save))
     ours.train()
     assert logged(ours, "loss") == logged(expected, "loss")
     assert [*(tmp_path / "saved").glob("checkpoint-*")] == [tmp_path / "saved" / "checkpoint-4"]
@@ -200,7 +196,7 @@ def drop(step: int, **given: Any) -> None:
 
 def test_given_things_train_as_in_the_plain_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     given, options = (
-        lambda model: {**groups(model), "callbacks": [before_step(drop)]},
+        lambda model: {**groups(model), "callbacks": [At("on_pre_optimizer_step", drop)]},
         {"gradient_accumulation_steps": 2},
     )
     with new_process():
@@ -221,18 +217,20 @@ def block(name: str = "optimizer", kind: str = "AdamW", **params: Any) -> dict[s
 
 BEST = {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True}
 ADAMW = "block `optimizer` .* must be AdamW's, of lr, betas, eps and weight_decay, without an optimizer"
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"given": groups, **block()}, ADAMW),
-    ({"optim": "adafactor", **block()}, ADAMW),
-    (block(kind="Adam"), f"{ADAMW}.*'Adam'"),
-    (block(amsgrad=True), f"{ADAMW}.*amsgrad"),
-    (block("scheduler", "WarmupLR"), "no block `scheduler`: .*lr_scheduler_type"),
-    ({"given": lambda model: {"optimizers": (SGD(model.parameters()), None)}}, "exactly one of torch.optim.AdamW"),
-    ({"bf16_full_eval": True}, "bf16_full_eval must be False where bf16 is, got True"),
-]
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"given": groups, **block()}, ADAMW),
+        ({"optim": "adafactor", **block()}, ADAMW),
+        (block(kind="Adam"), f"{ADAMW}.*'Adam'"),
+        (block(amsgrad=True), f"{ADAMW}.*amsgrad"),
+        (block("scheduler", "WarmupLR"), "no block `scheduler`: .*lr_scheduler_type"),
+        ({"given": lambda model: {"optimizers": (SGD(model.parameters()), None)}}, "exactly one of torch.optim.AdamW"),
+        ({"bf16_full_eval": True}, "bf16_full_eval must be False where bf16 is, got True"),
+    ],
+)
 def test_what_cannot_be_kept_is_refused_by_name(
     options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,7 +247,7 @@ def test_refused_gradients_are_in_the_words_of_the_front(tmp_path: Path) -> None
         torch.testing.assert_close(torch.nn.utils.get_total_norm(gradients), torch.tensor(SHORT["max_grad_norm"]))
         gradients[0].zero_()
 
-    ours = trainer(tmp_path, given=lambda _: {"callbacks": [before_step(use)]}, **SHORT)
+    ours = trainer(tmp_path, given=lambda _: {"callbacks": [At("on_pre_optimizer_step", use)]}, **SHORT)
     with pytest.raises(
         MisconfigurationException, match="ZenFlowTrainer: .*zero_.* `on_pre_optimizer_step`.*max_grad_norm"
     ) as refused:
@@ -289,12 +287,11 @@ def test_reference_model(launcher: str, tmp_path: Path, monkeypatch: pytest.Monk
     end(ours)
 
 
-RECIPES = ROOT / "docs" / "recipes.md"
-
-
 def snippet(*texts: str) -> str:
     """The recipe's block that has these texts."""
-    blocks = [block.partition("```")[0] for block in RECIPES.read_text().split("```python\n")[1:]]
+    blocks = [
+        block.partition("```")[0] for block in (ROOT / "docs" / "recipes.md").read_text().split("```python\n")[1:]
+    ]
     (found,) = (block for block in blocks if all(text in block for text in texts))
     return found
 

@@ -7,15 +7,15 @@ import os
 import pickle
 import re
 import signal
-import subprocess
-import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from example_runs import run_python
 from lightning_zenflow import OffloadAdamW
 from lightning_zenflow.core.errors import MisconfigurationException
 from plain_loops import Loop, close, groups_of, loss_of, make_loop, make_model, make_optimizer
@@ -38,20 +38,19 @@ assert not torch.distributed.is_initialized()
 """
 
 
-def test_alone() -> None:
+def test_alone(tmp_path: Path) -> None:
     """Neither Lightning nor DeepSpeed is imported, and the worker ends with the program."""
-    ended = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120, check=False)
-    assert (ended.returncode, ended.stdout) == (0, "[]\n"), ended.stderr
-    assert "Warning" not in ended.stderr
+    ended = run_python(tmp_path, "-c", ALONE, timeout=120)
+    assert ended.stdout == "[]\n" and "Warning" not in ended.stderr
 
 
-def test_names_are_registered_when_lightning_is_imported() -> None:
+def test_names_are_registered_when_lightning_is_imported(tmp_path: Path) -> None:
     code = (
         "import lightning_zenflow; from lightning.pytorch.strategies import StrategyRegistry;"
         " from lightning.fabric.strategies import STRATEGY_REGISTRY;"
         " assert {'zenflow', 'zenflow_adamw'} <= {*StrategyRegistry} & {*STRATEGY_REGISTRY}"
     )
-    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
+    run_python(tmp_path, "-c", code, timeout=120)
 
 
 def test_ends_with_the_object() -> None:
@@ -138,17 +137,17 @@ def test_killed_worker() -> None:
     close(loop)
 
 
-def transpose(model: Any) -> None:
-    model[-1].weight.data = model[-1].weight.data.t().contiguous().t()
-
-
 @pytest.mark.parametrize(
     ("change", "keys", "message"),
     [
         (lambda model: model.double(), {}, "OffloadAdamW: .*must be dense and of torch.float32"),
         (lambda model: model[0].to(torch.bfloat16), {}, "OffloadAdamW: .*must be of one type and device"),
         (lambda model: model.requires_grad_(False), {}, "OffloadAdamW: .*some parameter must require gradients"),
-        (transpose, {}, "OffloadAdamW: .*must be contiguous"),
+        (
+            lambda model: setattr(model[-1].weight, "data", model[-1].weight.data.t().contiguous().t()),
+            {},
+            "OffloadAdamW: .*must be contiguous",
+        ),
         (nn.Module.train, {"lr": -1.0}, "lr must be"),
         (nn.Module.train, {"betas": (0.9, 1.0)}, "beta2 must be"),
         (nn.Module.train, {"accumulation_steps": 0}, "accumulation_steps must be"),

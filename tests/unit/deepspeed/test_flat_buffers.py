@@ -12,12 +12,9 @@ from lightning_zenflow.deepspeed import flat_buffers
 from lightning_zenflow.deepspeed.flat_buffers import Layout, balanced_order, runs
 from processes import open_files
 
-Places = dict[tuple[str, int], tuple[int, int]]
-"""For each element, by parameter and number, its rank and its place there."""
 
-
-def layout(draw: random.Random, numels: dict[str, int]) -> tuple[Layout, Places]:
-    """A layout, and what it must be, element by element."""
+def layout(draw: random.Random, numels: dict[str, int]) -> tuple[Layout, dict[tuple[str, int], tuple[int, int]]]:
+    """A layout, and for each element, by parameter and number, what its rank and its place there must be."""
     names, ranks, padding = draw.sample(list(numels), len(numels)), draw.randint(1, 4), draw.choice((0, 3))
     of_order = {name: numels[name] for name in names}
     elements = [(name, i) for name, numel in of_order.items() for i in range(numel)]
@@ -33,13 +30,10 @@ def layout(draw: random.Random, numels: dict[str, int]) -> tuple[Layout, Places]
     return found, {(name, i): divmod(first[name] + i, numel) for name, i in elements}
 
 
-def test_runs_copy_every_element_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(40):
-        monkeypatch.setattr(flat_buffers, "_CHUNK", 1 + seed % 10)
-        check_runs(random.Random(seed))
-
-
-def check_runs(draw: random.Random) -> None:
+@pytest.mark.parametrize("seed", range(40))
+def test_runs_copy_every_element_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat_buffers, "_CHUNK", 1 + seed % 10)
+    draw = random.Random(seed)
     numels = {f"p{i}": draw.randint(0, 9) for i in range(draw.randint(1, 7))}
     (source, before), (target, after) = layout(draw, numels), layout(draw, numels)
     elements = {place: element for element, place in before.items()}
