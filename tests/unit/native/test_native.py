@@ -62,22 +62,21 @@ def test_structures() -> None:
         assert [(member, kind * n if n else kind) for member, kind, n in kinds] == ours[name]._fields_
 
 
-def output_of(option: str) -> str:
-    command = [str(worker_executable()), option]
+def version_line() -> str:
+    command = [str(worker_executable()), "--version"]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
 
 
-def test_the_version_on_the_command_line() -> None:
-    assert f"protocol {native.VERSION}" in output_of("--version")
-
-
-def test_the_instruction_set_is_the_machines_highest_or_a_lower_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_has_the_version_and_the_machines_highest_instruction_set_or_a_lower_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     names = ["baseline", "avx2", "avx512"]
     monkeypatch.delenv("ZENFLOW_MAX_CPU_ISA", raising=False)
-    highest = names.index(output_of("--version").split()[-1])
+    assert f"protocol {native.VERSION}" in version_line()
+    highest = names.index(version_line().split()[-1])
     for i, name in enumerate(names):
         monkeypatch.setenv("ZENFLOW_MAX_CPU_ISA", name)
-        assert output_of("--version").split()[-1] == names[min(i, highest)]
+        assert version_line().split()[-1] == names[min(i, highest)]
 
 
 def make_executable(path: Path) -> Path:
