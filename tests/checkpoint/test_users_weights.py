@@ -237,14 +237,14 @@ def test_other_weights_in_a_validation(options: dict[str, Any], tmp_path: Path) 
     """As others put in an average: the file has what was validated, as under `strategy="auto"`, and training goes on with its own
     weights.
     """
-    halves = At("on_validation_epoch_start", partial(scale, 0.5))
-    doubles = At("on_train_batch_start", lambda trainer: trainer.global_step == SAVED and scale(2.0, trainer))
+    halve = At("on_validation_epoch_start", partial(scale, 0.5))
+    double = At("on_train_batch_start", lambda trainer: trainer.global_step == SAVED and scale(2.0, trainer))
     results = []
     for strategy in (limit(**options), "auto"):
         files = ModelCheckpoint(dirpath=tmp_path, filename="a", enable_version_counter=False, monitor="validated")
         model = Net()
         limits = {"val_check_interval": SAVED, "limit_val_batches": 1, "num_sanity_val_steps": 0}
-        fit(model, strategy, steps=STEPS, enable_checkpointing=True, callbacks=[halves, doubles, files], **limits)
+        fit(model, strategy, steps=STEPS, enable_checkpointing=True, callbacks=[halve, double, files], **limits)
         saved = torch.load(tmp_path / "a.ckpt", weights_only=True)
         results.append((dict(saved["state_dict"]), dict(model.state_dict())))
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=2e-6)
