@@ -16,11 +16,16 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
-from harness import make_trainer, weights_of
+from harness import fit, make_trainer, weights_of
 from lightning_zenflow import ZenFlowStrategy
 from networks import SmallNet
+from side_by_side import HOW
 
-LIMIT: dict[str, Any] = {"topk_ratio": 0.0, "update_interval": 1, "publish_lag": 0, "worker_cores": 1}
+LIMIT = HOW["in backward"]
+
+
+def train(steps: int, keys: dict[str, Any] | None = None, **options: Any) -> pl.Trainer:
+    return fit(SmallNet(length=8), ZenFlowStrategy(**LIMIT, **(keys or {})), steps=steps, **options)
 
 
 @pytest.mark.parametrize("format_", ["lightning", "deepspeed"])
@@ -30,8 +35,7 @@ def test_a_folder_of_the_users_is_neither_replaced_nor_removed(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "results" / "out").mkdir(parents=True)
     (tmp_path / "results" / "table.csv").write_text("1,2")
-    strategy = ZenFlowStrategy(**LIMIT, checkpoint_format=format_)
-    _, trainer = fit(2, strategy=strategy)
+    trainer = train(2, {"checkpoint_format": format_})
     before = sorted(tmp_path.rglob("*"))
     for path, weights_only in product(("results", tmp_path / "results", "results/", "results/out/.."), (False, True)):
         with pytest.raises(IsADirectoryError, match=r"results must be a checkpoint.*got a folder with"):
@@ -42,21 +46,14 @@ def test_a_folder_of_the_users_is_neither_replaced_nor_removed(
     # An empty one may be replaced, and so may a checkpoint.
     for _ in range(2):
         trainer.save_checkpoint("results/out")
-    strategy.remove_checkpoint("results/out")
+    trainer.strategy.remove_checkpoint("results/out")
     assert [path.name for path in (tmp_path / "results").iterdir()] == ["table.csv"]
-
-
-def fit(steps: int, *, resume: str | None = None, strategy: Any = None, **options: Any) -> tuple[SmallNet, pl.Trainer]:
-    model = SmallNet(length=8)
-    trainer = make_trainer(strategy or ZenFlowStrategy(**LIMIT), max_steps=steps, **options)
-    trainer.fit(model, ckpt_path=resume)
-    return model, trainer
 
 
 @pytest.fixture(scope="module")
 def whole() -> list[Tensor]:
     """Weights after all steps."""
-    return weights_of(fit(8)[0])
+    return weights_of(train(8).lightning_module)
 
 
 @pytest.mark.parametrize("kind", ["", "asynchronous", "in the background"])
@@ -65,16 +62,15 @@ def test_a_store(kind: str, whole: list[Tensor], tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     root, store = "memory://bucket", fsspec.filesystem("memory")
     plugins: list[Any] = [AsyncCheckpointIO()] if kind == "asynchronous" else []
-    keys = {**LIMIT, "async_checkpoints": kind == "in the background"}
     for steps, resume in ((4, None), (8, "last")):
         files = ModelCheckpoint(
             dirpath=f"{root}/runs", every_n_train_steps=2, save_last=True, enable_version_counter=False
         )
         options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [files], "plugins": plugins}
-        rest, trainer = fit(steps, resume=resume, strategy=ZenFlowStrategy(**keys), **options)
+        trainer = train(steps, {"async_checkpoints": kind == "in the background"}, resume=resume, **options)
         left = {p.rpartition("/")[2] for p in store.ls(f"{root}/runs", detail=False)}
         assert left == {f"epoch=0-step={steps}.ckpt", "last.ckpt"}
-    torch.testing.assert_close(weights_of(rest), whole, rtol=0, atol=0)
+    torch.testing.assert_close(weights_of(trainer.lightning_module), whole, rtol=0, atol=0)
     trainer.save_checkpoint(f"{root}/own.ckpt", weights_only=True)
     if not plugins:
         trainer.lightning_module.on_save_checkpoint = lambda checkpoint: checkpoint.update(lock=threading.Lock())
@@ -89,8 +85,8 @@ def test_a_store(kind: str, whole: list[Tensor], tmp_path: Path, monkeypatch: py
     store.rm(root, recursive=True)
     trainer.save_checkpoint(f"file://{tmp_path}/own.ckpt")
     trainer.strategy.teardown()
-    rest, _ = fit(8, resume=f"file://{tmp_path}/own.ckpt")
-    torch.testing.assert_close(weights_of(rest), whole, rtol=0, atol=0)
+    trainer = train(8, resume=f"file://{tmp_path}/own.ckpt")
+    torch.testing.assert_close(weights_of(trainer.lightning_module), whole, rtol=0, atol=0)
 
 
 def test_folders_for_a_store_or_a_plugin_are_refused_before_training(tmp_path: Path) -> None:
@@ -103,7 +99,7 @@ def test_folders_for_a_store_or_a_plugin_are_refused_before_training(tmp_path: P
             trainer.fit(SmallNet(length=2))
         assert trainer.global_step == 0
     # A save that nobody has announced; weights only are a file.
-    _, trainer = fit(1, strategy=ZenFlowStrategy(**LIMIT, checkpoint_format="deepspeed"))
+    trainer = train(1, {"checkpoint_format": "deepspeed"})
     with pytest.raises(MisconfigurationException, match=r"must be 'lightning'.* in memory://bucket/a\.ckpt"):
         trainer.save_checkpoint("memory://bucket/a.ckpt")
     trainer.save_checkpoint("memory://bucket/weights.ckpt", weights_only=True)
@@ -133,14 +129,13 @@ class Noting(TorchCheckpointIO):
 def test_a_plugin_saves_loads_and_removes(whole: list[Tensor], tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     first, second = Noting(), Noting()
-    _, trainer = fit(4, strategy=ZenFlowStrategy(**LIMIT), plugins=[first])
-    trainer.save_checkpoint(path, storage_options=7)
-    rest, trainer = fit(8, resume=str(path), strategy=ZenFlowStrategy(**LIMIT), plugins=[second])
-    torch.testing.assert_close(weights_of(rest), whole, rtol=0, atol=0)
+    train(4, plugins=[first]).save_checkpoint(path, storage_options=7)
+    trainer = train(8, resume=str(path), plugins=[second])
+    torch.testing.assert_close(weights_of(trainer.lightning_module), whole, rtol=0, atol=0)
     trainer.strategy.remove_checkpoint(path)
     assert first.calls == [("save", "a.ckpt 7")]
     assert second.calls == [("load", "a.ckpt"), ("remove", "a.ckpt")]
-    _, trainer = fit(1, strategy=ZenFlowStrategy(**LIMIT))
+    trainer = train(1)
     trainer.save_checkpoint(path)
     with pytest.raises(TypeError, match="storage_options must be None without a plugin"):
         trainer.save_checkpoint(path, storage_options=7)

@@ -12,13 +12,12 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
 from typing_extensions import override
 
 from callbacks import At, save
 from checkpoint_files import edit
 from fabric_runs import set_up, train_step
-from harness import EVERYTHING, Case, fit
+from harness import fit
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.checkpoint.files import CheckpointError
 from lightning_zenflow.checkpoint.single_file import FILE_KEY
@@ -26,12 +25,11 @@ from lightning_zenflow.core.saved_tensors import DiskCopies
 from models import LinearLossModule
 from networks import SmallNet
 from same_bits import assert_same_tensors
-from side_by_side import LATE as LATE_KEYS
+from side_by_side import LATE, NOTHING_LATE, Net
 
 STEPS, SAVED = 14, 6
-LIMIT: dict[str, Any] = {"topk_ratio": 0.0, "update_interval": 1, "publish_lag": 0}
-"""The settings at which training is AdamW's."""
-FILE = Case(topk_ratio=0.3).with_keys(**EVERYTHING, checkpoint_format="lightning")
+limit = partial(ZenFlowStrategy, **NOTHING_LATE)
+"""At the settings at which training is AdamW's."""
 
 
 def test_frozen_pieces_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,18 +55,16 @@ def test_frozen_weights_may_be_left_out(tmp_path: Path) -> None:
     assert [*torch.load(path, weights_only=True)["state_dict"]] == names[1:]
 
 
-class Noted(SmallNet):
-    """Keeps its losses."""
+class Noted(Net):
+    """Has an entry of its own in files, of a name that was ours."""
 
     @override
-    def on_train_start(self) -> None:
-        self.losses: list[float] = []
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["zenflow"] = {"note": 7}
 
     @override
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.losses.append(float(loss.detach()))
-        return loss
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert checkpoint["zenflow"] == {"note": 7}
 
 
 def train(
@@ -79,10 +75,6 @@ def train(
     if save is not None:
         trainer.save_checkpoint(save)
     return model
-
-
-def limit() -> ZenFlowStrategy:
-    return ZenFlowStrategy(**LIMIT, overlap_step=False, worker_cores=1)
 
 
 class Thawed(Noted):
@@ -97,7 +89,7 @@ class Thawed(Noted):
 
 @pytest.mark.parametrize("make", [Noted, Thawed])
 def test_adamw_continues_ours_and_we_continue_adamws(make: type[Noted], tmp_path: Path) -> None:
-    ours, theirs = tmp_path / "ours.ckpt", tmp_path / "theirs.ckpt"
+    ours, theirs = tmp_path / "a name with spaces, and ümlauts", tmp_path / "theirs.ckpt"
     whole = train("auto", STEPS, make=make)
     train("auto", SAVED, save=theirs, make=make)
     train(limit(), SAVED, save=ours, make=make)
@@ -132,19 +124,12 @@ class Validated(SmallNet):
     def validation_step(self, *_: Any) -> None:
         self.log("val_loss", abs(self.trainer.global_step - 4.0))
 
-    test_step = validation_step
-
-    def val_dataloader(self) -> Any:
-        return [torch.zeros(1)]
-
-    test_dataloader = val_dataloader
-
 
 def test_paths_of_model_checkpoint_are_files(tmp_path: Path) -> None:
     checkpoints = ModelCheckpoint(dirpath=tmp_path, monitor="val_loss", save_top_k=2, save_last=True)
     options = {"enable_checkpointing": True, "limit_val_batches": 1, "val_check_interval": 2}
     model, callbacks = Validated(), [checkpoints, At("on_train_end", open_best)]
-    trainer = fit(model, ZenFlowStrategy(**LATE_KEYS), steps=6, callbacks=callbacks, **options)
+    trainer = fit(model, ZenFlowStrategy(**LATE), steps=6, callbacks=callbacks, **options)
     best = checkpoints.best_model_path
     loaded = Validated.load_from_checkpoint(best)
     assert best.endswith("step=4.ckpt") and loaded.hparams == {"length": 6}
@@ -162,7 +147,7 @@ def test_paths_of_model_checkpoint_are_files(tmp_path: Path) -> None:
 
 def test_fabric(tmp_path: Path) -> None:
     """Our file, in a store, continues our loop and a plain one's, whose file continues ours."""
-    keys = {**LIMIT, "checkpoint_format": "lightning"}
+    keys = {**NOTHING_LATE, "checkpoint_format": "lightning"}
 
     def begin(ours: bool) -> tuple[Fabric, Any, Any]:
         model = SmallNet()
@@ -201,22 +186,3 @@ def test_fabric(tmp_path: Path) -> None:
         fabric.strategy.teardown()
     for end in ends.values():
         torch.testing.assert_close(end, ends[False, False], rtol=1e-5, atol=2e-6)
-
-
-class Keeps(Noted):
-    """Has an entry of its own, of a name that was ours."""
-
-    @override
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["zenflow"] = {"note": 7}
-
-    @override
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        assert checkpoint["zenflow"] == {"note": 7}
-
-
-def test_entries_of_the_users_stay(tmp_path: Path) -> None:
-    ours = tmp_path / "a name with spaces, and ümlauts"
-    losses = train(limit(), STEPS).losses
-    train(limit(), SAVED, save=ours, make=Keeps)
-    assert train(limit(), STEPS, resume=ours, make=Keeps).losses == losses[SAVED:]

@@ -24,13 +24,10 @@ from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.deepspeed.users_module import whole_shape
 from models import LinearLossModule
 from networks import Perceptron, SmallNet
-from side_by_side import LATE
+from side_by_side import HOW, LATE
 
 SAVED, STEPS = 4, 7
-
-
-def limit(**options: Any) -> ZenFlowStrategy:
-    return ZenFlowStrategy(topk_ratio=0, update_interval=1, publish_lag=0, worker_cores=1, **options)
+limit = partial(ZenFlowStrategy, **HOW["in backward"])
 
 
 def changed(weights: Mapping[str, Tensor], *, back: bool = False) -> dict[str, Tensor]:
@@ -54,10 +51,6 @@ class Net(Perceptron):
     @override
     def validation_step(self, *_: Any) -> None:
         self.log("validated", self.loss(0, 0, 0))
-
-    @override
-    def val_dataloader(self) -> Any:
-        return [torch.zeros(1)]
 
 
 def renamed(weights: Mapping[str, Tensor], *, back: bool = False) -> dict[str, Tensor]:
@@ -112,18 +105,24 @@ def with_change(place: type[Net], change: Callable[..., dict[str, Tensor]]) -> t
     return type(place.__name__, (place,), {"change": staticmethod(change)})
 
 
-def halves(make: Callable[[], Any], model: type[Net], path: Path, **options: Any) -> tuple[Any, list[Tensor]]:
-    """Weights in the file of the first half; and of the module after the second."""
-    fit(model(), make(), steps=SAVED, **options).save_checkpoint(path)
-    rest = model()
+def halves(
+    make: Callable[[], Any],
+    first: Callable[[], Any],
+    path: Path,
+    second: Callable[[], Any] | None = None,
+    **options: Any,
+) -> list[Tensor]:
+    """Weights after the second half of a training, which continues the checkpoint of the first one with a model of its own."""
+    fit(first(), make(), steps=SAVED, **options).save_checkpoint(path)
+    rest = (second or first)()
     fit(rest, make(), steps=STEPS, resume=path, **options)
-    return torch.load(path, weights_only=True)["state_dict"], weights_of(rest)
+    return weights_of(rest)
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], list[Tensor]]:
     """Weights of the resumed run without hooks."""
-    return cache(lambda precision: halves(limit, Net, tmp_path_factory.mktemp("a") / "a", precision=precision)[1])
+    return cache(lambda precision: halves(limit, Net, tmp_path_factory.mktemp("a") / "a", precision=precision))
 
 
 @pytest.mark.parametrize(
@@ -145,25 +144,25 @@ def test_what_hooks_make_of_weights(
     """The file is that of `strategy="auto"`; the resumed run has the bits of one without hooks, in 16 bits where an entry is
     the parameter, in its memory."""
     model = with_change(place, change)
-    file, rest = halves(limit, model, tmp_path / "ours", precision=precision)
+    rest = halves(limit, model, tmp_path / "ours", precision=precision)
+    file = torch.load(tmp_path / "ours", weights_only=True)["state_dict"]
     if change in (renamed, renamed_and_cast):
         assert all(name.startswith("net.") and weight.dtype == torch.float32 for name, weight in file.items())
     torch.testing.assert_close(rest, plain(precision), rtol=0, atol=atol)
     if precision == "32-true":
         theirs = halves(lambda: "auto", model, tmp_path / "theirs")
-        torch.testing.assert_close((dict(file), rest), (dict(theirs[0]), theirs[1]), rtol=1e-5, atol=2e-6)
-
-
-def zero_moments(checkpoint: dict[str, Any]) -> None:
-    for of_one in checkpoint["optimizer_states"][0]["state"].values():
-        for key in ("exp_avg", "exp_avg_sq"):
-            of_one[key].zero_()
+        of_theirs = torch.load(tmp_path / "theirs", weights_only=True)["state_dict"]
+        torch.testing.assert_close((dict(file), rest), (dict(of_theirs), theirs), rtol=1e-5, atol=2e-6)
 
 
 EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
     "nothing": lambda checkpoint: None,
     "emptied": lambda checkpoint: checkpoint.update(optimizer_states=[], lr_schedulers=[]),
-    "moments": zero_moments,
+    "moments": lambda checkpoint: [
+        of_one[key].zero_()
+        for of_one in checkpoint["optimizer_states"][0]["state"].values()
+        for key in ("exp_avg", "exp_avg_sq")
+    ],
     "learning rate": lambda checkpoint: checkpoint["optimizer_states"][0]["param_groups"][0].update(lr=0.5),
 }
 
@@ -175,15 +174,12 @@ EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
 def test_hooks_that_edit_states(edit: str, place: str, tmp_path: Path) -> None:
     """As under torch from a file; from a folder by name."""
 
+    edits = LambdaCallback(on_load_checkpoint=lambda trainer, module, checkpoint: EDITS[edit](checkpoint))
+
     def resume(make: Callable[[], Any], path: Path) -> list[Tensor]:
-        fit(Net(), make(), steps=SAVED).save_checkpoint(path)
-        rest = Net()
-        if place == "module":
-            rest.on_load_checkpoint = EDITS[edit]  # type: ignore[assignment]
-        edits = LambdaCallback(on_load_checkpoint=lambda trainer, module, checkpoint: EDITS[edit](checkpoint))
-        callbacks = [edits] if place == "callback" else []
-        fit(rest, make(), steps=STEPS, resume=path, callbacks=callbacks)
-        return weights_of(rest)
+        model = type("Edits", (Net,), {"on_load_checkpoint": lambda _, content: EDITS[edit](content)})
+        of_module = place == "module"
+        return halves(make, model if of_module else Net, path, callbacks=[] if of_module else [edits])
 
     plain = resume(lambda: "auto", tmp_path / "plain")
     torch.testing.assert_close(resume(limit, tmp_path / "file"), plain, rtol=0, atol=2e-6)
@@ -213,14 +209,10 @@ class Padded(Perceptron):
 
 @pytest.mark.parametrize("options", [{}, {"stage": 3}, {"stage": 3, "offload_parameters": True}])
 def test_a_hook_that_pads_the_head(options: dict[str, Any], tmp_path: Path) -> None:
-    def resume(make: Callable[[], Any], path: Path) -> list[Tensor]:
-        fit(Perceptron(widths=[12, 12, 5], length=STEPS), make(), steps=SAVED).save_checkpoint(path)
-        rest = Padded()
-        fit(rest, make(), steps=STEPS, resume=path)
-        return weights_of(rest)
-
-    plain = resume(lambda: "auto", tmp_path / "plain")
-    torch.testing.assert_close(resume(partial(limit, **options), tmp_path / "file"), plain, rtol=0, atol=2e-6)
+    smaller = partial(Perceptron, widths=[12, 12, 5], length=STEPS)
+    plain = halves(lambda: "auto", smaller, tmp_path / "plain", Padded)
+    ours = halves(partial(limit, **options), smaller, tmp_path / "file", Padded)
+    torch.testing.assert_close(ours, plain, rtol=0, atol=2e-6)
 
 
 def test_hooks_that_change_pieces_are_refused(tmp_path: Path) -> None:
@@ -233,32 +225,26 @@ def test_hooks_that_change_pieces_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-class Halves(pl.Callback):
-    """Trains on; validates half of each weight, as others do an average."""
-
-    @override
-    def on_validation_epoch_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
-        with torch.no_grad(), GatheredParameters(list(pl_module.parameters()), modifier_rank=0):
-            self._trained = [p.detach().clone() for p in pl_module.parameters()]
-            for p in pl_module.parameters():
-                p.mul_(0.5)
-
-    @override
-    def on_validation_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
-        with torch.no_grad(), GatheredParameters(list(pl_module.parameters()), modifier_rank=0):
-            for p, trained in zip(pl_module.parameters(), self._trained, strict=True):
-                p.copy_(trained)
+def scale(factor: float, trainer: pl.Trainer) -> None:
+    parameters = list(trainer.lightning_module.parameters())
+    with torch.no_grad(), GatheredParameters(parameters, modifier_rank=0):
+        for p in parameters:
+            p.mul_(factor)
 
 
 @pytest.mark.parametrize("options", [{}, {"stage": 3, "offload_parameters": True}], ids=str)
 def test_other_weights_in_a_validation(options: dict[str, Any], tmp_path: Path) -> None:
-    """The file has what was validated, as under `strategy="auto"`, and training goes on with its own weights."""
+    """As others put in an average: the file has what was validated, as under `strategy="auto"`, and training goes on with its own
+    weights.
+    """
+    halve = At("on_validation_epoch_start", partial(scale, 0.5))
+    double = At("on_train_batch_start", lambda trainer: trainer.global_step == SAVED and scale(2.0, trainer))
     results = []
     for strategy in (limit(**options), "auto"):
         files = ModelCheckpoint(dirpath=tmp_path, filename="a", enable_version_counter=False, monitor="validated")
         model = Net()
         limits = {"val_check_interval": SAVED, "limit_val_batches": 1, "num_sanity_val_steps": 0}
-        fit(model, strategy, steps=STEPS, enable_checkpointing=True, callbacks=[Halves(), files], **limits)
+        fit(model, strategy, steps=STEPS, enable_checkpointing=True, callbacks=[halve, double, files], **limits)
         saved = torch.load(tmp_path / "a.ckpt", weights_only=True)
         results.append((dict(saved["state_dict"]), dict(model.state_dict())))
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=2e-6)

@@ -79,15 +79,8 @@ def test_the_scripts_write_the_bundled_files_again(script: Any, bundled: Path, t
 
 
 def test_glue_is_trained_validated_tested_and_predicted(run: Run, tmp_path: Path) -> None:
-    small = [*SMALL, "--model.width=16", "--trainer.limit_val_batches=1"]
-    run(
-        "glue",
-        "fit",
-        *small,
-        "--trainer.max_steps=8",
-        "--trainer.val_check_interval=8",
-        "--trainer.log_every_n_steps=1",
-    )
+    small = [*SMALL, "--model.width=16", "--trainer.limit_val_batches=1", "--trainer.log_every_n_steps=1"]
+    run("glue", "fit", *small, "--trainer.max_steps=8", "--trainer.val_check_interval=8")
     (checkpoint,) = tmp_path.glob("logs/glue/version_*/checkpoints/last.ckpt")
     assert list(tmp_path.glob("logs/glue/version_0/events.out.tfevents.*"))
     for subcommand in ("validate", "test", "predict"):

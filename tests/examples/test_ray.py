@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 import torch
 from test_readme import RAY, ROOT, blocks
 
-from benchmarks.common.processes import fresh_environment
+from example_runs import run_python
 from processes import is_alive
 from ray_module import SAMPLES, STEPS, MyModule
 
@@ -68,19 +67,10 @@ class Recipe:
         program = self._folder / "train.py"
         assert f"max_epochs={EPOCHS}" in self._program
         program.write_text(self._program.replace(f"max_epochs={EPOCHS}", f"max_epochs={epochs}"))
-        places = map(str, (self._ray_folder, ROOT, ROOT / "tests" / "support", *sys.path))
-        environment = fresh_environment(
-            PYTHONPATH=os.pathsep.join(places),
-            RECORDS=str(self._folder),
-            RAY_USAGE_STATS_ENABLED="0",
-            # Of 60 seconds, after which Ray tries again: workers import DeepSpeed, on machines that are busy.
-            RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S="900",
-            **variables,
-        )
-        run = subprocess.run(
-            [sys.executable, program], cwd=self._folder, env=environment, capture_output=True, text=True, timeout=900
-        )
-        assert run.returncode == 0, run.stdout + run.stderr
+        # Of 60 seconds, after which Ray tries again: workers import DeepSpeed, on machines that are busy.
+        variables |= {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "900", "RAY_USAGE_STATS_ENABLED": "0"}
+        places = (self._ray_folder, ROOT / "tests" / "support", *sys.path)
+        run = run_python(self._folder, program, timeout=900, places=places, RECORDS=str(self._folder), **variables)
         (result,) = re.findall("^RESULT: (.*)$", run.stdout, re.MULTILINE)
         metrics, checkpoint = json.loads(result)
         return metrics, Path(checkpoint)

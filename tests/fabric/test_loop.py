@@ -29,8 +29,7 @@ from lightning_zenflow.step_meter import METRICS
 from models import OptimizerOptions
 from networks import SmallNet
 from same_bits import assert_same_run, assert_same_tensors
-
-LATE = {"topk_ratio": 0.3, "update_interval": 4, "publish_lag": 1}
+from side_by_side import LATE
 
 
 def copies(model: nn.Module) -> list[torch.Tensor]:
@@ -45,25 +44,6 @@ def loop(request: pytest.FixtureRequest) -> Any:
     for step in range(2):
         train_step(fabric, model, optimizer, step)
     return fabric, model, optimizer
-
-
-def test_clipping_returns_the_norm_and_acts_on_the_step() -> None:
-    fabric, model, optimizer, _ = set_up(SmallNet(), topk_ratio=0, update_interval=1, publish_lag=0)
-    plain = SmallNet()
-    for step in range(3):
-        plain.loss(step, 0, 0).backward()
-        theirs = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
-        fabric.backward(model.loss(step, 0, 0))
-        for max_norm in (1e-3, float("inf")):
-            torch.testing.assert_close(fabric.clip_gradients(model, optimizer, max_norm=max_norm), theirs)
-        weights = [p.detach().clone() for p in plain.parameters()]
-        optimizer.step()
-        assert optimizer.clip_grad == 1e-3
-        optimizer.zero_grad()
-        plain.zero_grad()
-        plain.load_state_dict(model.state_dict())
-        assert any(not torch.equal(a, b) for a, b in zip(weights, plain.parameters(), strict=True))
-    fabric.strategy.teardown()
 
 
 def test_steps_that_are_dropped_or_end_early_and_exact_weights(loop: Any) -> None:
@@ -83,9 +63,10 @@ def test_steps_that_are_dropped_or_end_early_and_exact_weights(loop: Any) -> Non
     # As at the end of an epoch whose last micro-batches are too few.
     with fabric.no_backward_sync(model):
         fabric.backward(model.loss(2, 0, 0))
-    assert float(fabric.clip_gradients(model, optimizer, max_norm=1.0)) > 0
+    norms = [float(fabric.clip_gradients(model, optimizer, max_norm=norm)) for norm in (1.0, float("inf"))]
+    assert norms[0] == norms[1] > 0
     optimizer.step()
-    # Not that of the dropped step.
+    # The smaller one, but not that of the dropped step.
     assert optimizer.clip_grad == 1.0
     optimizer.zero_grad()
     assert optimizer.training.steps.number == 3
@@ -120,22 +101,8 @@ def test_metrics(loop: Any, tmp_path: Path) -> None:
     strategy.teardown()
 
 
-def test_raw_weights_become_the_master_weights(loop: Any, tmp_path: Path) -> None:
-    fabric, model, optimizer = loop
-    other = SmallNet()
-    with torch.no_grad():
-        for p in other.parameters():
-            p.mul_(2)
-    torch.save(other.state_dict(), tmp_path / "raw.pt")
-    fabric.load_raw(tmp_path / "raw.pt", model)
-    assert_same_tensors(copies(model), copies(other))
-    train_step(fabric, model, optimizer, 2)
-    assert all((p - q).abs().max() < 0.1 for p, q in zip(copies(model), copies(other), strict=True))
-    with pytest.raises(MisconfigurationException, match="obj must be the model"):
-        fabric.load_raw(tmp_path / "raw.pt", optimizer)
-
-
 def test_weights_without_the_optimizer_and_other_objects(loop: Any, tmp_path: Path) -> None:
+    """Of a checkpoint, and raw ones, from which training goes on."""
     fabric, model, optimizer = loop
     fabric.save(tmp_path / "checkpoint", {"model": model, "optimizer": optimizer, "step": 2, "note": "two"})
     saved = copies(model)
@@ -149,6 +116,13 @@ def test_weights_without_the_optimizer_and_other_objects(loop: Any, tmp_path: Pa
     assert not torch.equal(safe_get_full_optimizer_state(weight, "exp_avg"), moments)
     with pytest.raises(ValueError, match="the path must be a file, or a folder of DeepSpeed"):
         fabric.load(tmp_path / "nowhere", {"model": model, "optimizer": optimizer})
+    raw = {name: 2 * value for name, value in model.state_dict().items()}
+    torch.save(raw, tmp_path / "raw.pt")
+    fabric.load_raw(tmp_path / "raw.pt", model)
+    train_step(fabric, model, optimizer, 3)
+    assert all((w - raw[name]).abs().max() < 0.1 for name, w in model.state_dict().items())
+    with pytest.raises(MisconfigurationException, match="obj must be the model"):
+        fabric.load_raw(tmp_path / "raw.pt", optimizer)
 
 
 @pytest.mark.parametrize("format_", ["deepspeed", "lightning"])

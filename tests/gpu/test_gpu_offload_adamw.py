@@ -1,7 +1,7 @@
 """`OffloadAdamW` in plain loops beside `torch.optim.AdamW`; on the CPU too."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plain_loops import Loop, Who, close, make_loop
+from plain_loops import Loop, Who, make_loop
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -18,16 +18,9 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def make(device: str) -> Iterator[Callable[..., Loop]]:
-    """Makes trainings, which are closed at the end."""
-    made: list[Loop] = []
-
-    def new(who: Who, **keys: Any) -> Loop:
-        made.append(make_loop(who, device=device, **keys))
-        return made[-1]
-
-    yield new
-    close(*made)
+def make(device: str) -> Callable[..., Loop]:
+    """Makes trainings."""
+    return partial(make_loop, device=device)
 
 
 def assert_near(ours: Loop, theirs: Loop, *, rtol: float = 3e-6) -> None:

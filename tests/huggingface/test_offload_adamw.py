@@ -1,4 +1,4 @@
-"""`OffloadAdamW` under the Trainer of transformers, TRL's trainers, PEFT and Accelerate, without a front of this package."""
+"""`OffloadAdamW` under the Trainer of transformers, by Accelerate, TRL's trainers and PEFT, without a front of this package."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -8,18 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig, TaskType, get_peft_model
 from torch.optim import AdamW
-from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from accelerate_loops import new_process
 from lightning_zenflow import OffloadAdamW
 from lightning_zenflow.core.errors import MisconfigurationException
-from plain_loops import Who, groups_of, loss_of, make_model, make_optimizer
+from plain_loops import Who, loss_of, make_model, make_optimizer
 from same_bits import assert_same_tensors
 from tiny_trainers import logged, tiny_llama, tokenizer_of, trainer
 
@@ -28,32 +26,14 @@ TEXTS = [f"{a} and {b} or {c}" for a in WORDS for b in WORDS for c in WORDS[:2]]
 PAIRS = [{"prompt": a, "chosen": f" {a}", "rejected": f" {b}"} for a, b in zip(TEXTS, TEXTS[::-1], strict=True)]
 LORA = LoraConfig(task_type=TaskType.CAUSAL_LM, r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
 
-Given = Callable[[LlamaForCausalLM], dict[str, Any]]
-"""Further arguments of a trainer."""
-
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process of Accelerate, whose optimizers are closed at the end."""
-    made: list[OffloadAdamW] = []
-    init = OffloadAdamW.__init__
-
-    def note(self: OffloadAdamW, *args: Any, **keys: Any) -> None:
-        init(self, *args, **keys)
-        made.append(self)
-
-    monkeypatch.setattr(OffloadAdamW, "__init__", note)
+def fresh() -> Iterator[None]:
     with new_process():
         yield
-    for optimizer in made:
-        optimizer.close()
 
 
-def of_transformers(folder: Path, given: Given, **options: Any) -> Any:
-    return trainer(folder, ours=False, given=given, eval_strategy="no", **options)
-
-
-def of_trl(kind: Any, settings: Any, rows: list[dict[str, str]], folder: Path, given: Given, **options: Any) -> Any:
+def of_trl(kind: Any, settings: Any, rows: list[dict[str, str]], folder: Path, *, given: Any, **options: Any) -> Any:
     """SFT, or DPO with a reference model, with TRL's defaults, such as activation checkpoints. LoRA: of the adapters only."""
     wrap, is_dpo = options.pop("wrap", lambda model: model), kind is DPOTrainer
     fixed = {"per_device_train_batch_size": 4, "num_train_epochs": 2, "logging_steps": 1, "report_to": []}
@@ -66,7 +46,7 @@ def of_trl(kind: Any, settings: Any, rows: list[dict[str, str]], folder: Path, g
 
 sft = partial(of_trl, SFTTrainer, SFTConfig, [{"text": text} for text in TEXTS])
 TRAINERS: dict[str, Callable[..., Any]] = {
-    "transformers": of_transformers,
+    "transformers": partial(trainer, ours=False, eval_strategy="no"),
     "SFT": sft,
     "DPO": partial(of_trl, DPOTrainer, DPOConfig, PAIRS),
     "LoRA": partial(sft, wrap=lambda model: get_peft_model(model, LORA)),
@@ -84,7 +64,7 @@ def test_trainers(which: str, options: dict[str, Any], tmp_path: Path) -> None:
         def given(model: LlamaForCausalLM) -> dict[str, Any]:
             return {"optimizers": (make_optimizer(who, model.parameters()), None)}
 
-        one = TRAINERS[which](tmp_path / folder, given, **options, **more)
+        one = TRAINERS[which](tmp_path / folder, given=given, **options, **more)
         one.train(resume_from_checkpoint=resume)
         return one
 
@@ -102,41 +82,12 @@ def test_a_trainer_makes_adapters_and_optimizer(tmp_path: Path) -> None:
 
     def train(kind: Any, **keys: Any) -> Any:
         given = {"peft_config": LORA, "optimizer_cls_and_kwargs": (kind, {"lr": 1e-2, **keys})}
-        one = sft(tmp_path, lambda _: given, save_strategy="no", weight_decay=0.1)
+        one = sft(tmp_path, given=lambda _: given, save_strategy="no", weight_decay=0.1)
         one.train()
         return one
 
     ours, theirs = train(OffloadAdamW, worker_cores=1), train(AdamW)
     torch.testing.assert_close(logged(ours, "loss"), logged(theirs, "loss"), rtol=3e-6, atol=0)
-
-
-def test_accelerate(tmp_path: Path) -> None:
-    """`accumulate`, with a step of fewer micro-batches, clipping, and a saved state."""
-
-    def train(who: Who) -> list[float]:
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
-        bare = make_model(layers=2)
-        # Eleven micro-batches: the last step has two.
-        loader = DataLoader(range(11), batch_size=1)  # type: ignore[arg-type]  # has a length, and can be indexed
-        model, optimizer, numbers = accelerator.prepare(bare, make_optimizer(who, groups_of(bare)), loader)
-        losses = []
-        for number in numbers:
-            with accelerator.accumulate(model):
-                loss = loss_of(model, int(number))
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-        accelerator.save_state(tmp_path / who)
-        accelerator.load_state(tmp_path / who)
-        return [*losses, float(loss_of(model, 1).detach())]
-
-    ours = train("ours")
-    with new_process():
-        theirs = train("torch")
-    torch.testing.assert_close(ours, theirs, rtol=3e-6, atol=0)
 
 
 @pytest.mark.parametrize("has_trained", [False, True])

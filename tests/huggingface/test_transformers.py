@@ -4,7 +4,7 @@ recipe's snippets."""
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,11 @@ def test_losses_are_adamws(
 ) -> None:
     with new_process():
         theirs = trainer(tmp_path, ours=False, **options)
+        theirs.evaluate()
         theirs.train()
     ours = trainer(tmp_path, **options, deepspeed=configuration(EXACT, stage=3, on_host=on_host))
+    ours.evaluate()
+    assert is_in_pieces(ours.model)
     ours.train()
     for name, tolerance in {"loss": 2e-5, "grad_norm": 2e-4, "eval_loss": 1e-4}.items():
         torch.testing.assert_close(logged(ours, name), logged(theirs, name), rtol=0, atol=tolerance)
@@ -70,14 +73,11 @@ def test_losses_are_adamws(
     assert len([record for record in caplog.records if " steps, median " in record.getMessage()]) == 1
 
 
-class Stop(TrainerCallback):
-    """Stops training after a step, as a time limit does."""
+class At(TrainerCallback):
+    """Calls a function at one of the Trainer's hooks, with the number of steps before and what the Trainer gives by name."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = state.global_step == self.step
+    def __init__(self, hook: str, act: Callable[..., object]) -> None:
+        setattr(self, hook, lambda args, state, control, **given: act(state.global_step, control=control, **given))
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,11 @@ class Stop(TrainerCallback):
     ids=["late", "weights on the host"],
 )
 def test_resumed_run_has_the_same_bits(of_deepspeed: dict[str, Any], tmp_path: Path) -> None:
+
+    def stop(step: int, control: Any, **_: Any) -> None:
+        """As a time limit does."""
+        control.should_training_stop = step == 5
+
     options = {"save_strategy": "steps", "save_steps": 5, "eval_strategy": "no", "deepspeed": of_deepspeed}
     whole = trainer(tmp_path / "whole", **options)
     whole.train()
@@ -93,7 +98,7 @@ def test_resumed_run_has_the_same_bits(of_deepspeed: dict[str, Any], tmp_path: P
     end(whole)
     with new_process():
         first = trainer(tmp_path / "rest", **options)
-        first.add_callback(Stop(5))
+        first.add_callback(At("on_step_end", stop))
         first.train()
         end(first)
     with new_process():
@@ -136,28 +141,14 @@ def test_the_trainer_says_which_epoch_it_is(tmp_path: Path) -> None:
     end(ours)
 
 
-class Interrupt(TrainerCallback):
-    """Ends a step between backward and update, as a user at the keyboard may."""
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 3:
+def test_evaluation_before_and_training_behind_an_interrupt(tmp_path: Path) -> None:
+    def interrupt(step: int, **_: Any) -> None:
+        if step == 3:
             raise KeyboardInterrupt
 
-
-class SaveBeforeStep(TrainerCallback):
-    """Saves between backward and update, as `enable_jit_checkpoint` does: behind the update, that is."""
-
-    trainer: Any
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 3:
-            self.trainer._save_checkpoint(self.trainer.model_wrapped, trial=None)
-
-
-def test_evaluation_before_and_training_behind_an_interrupt(tmp_path: Path) -> None:
     ours = trainer(tmp_path, deepspeed=configuration(LATE))
     before = ours.evaluate()["eval_loss"]
-    ours.add_callback(Interrupt())
+    ours.add_callback(At("on_pre_optimizer_step", interrupt))
     with pytest.raises(KeyboardInterrupt):
         ours.train()
     end(ours)
@@ -167,26 +158,22 @@ def test_evaluation_before_and_training_behind_an_interrupt(tmp_path: Path) -> N
 
 
 def test_save_between_backward_and_step_is_made_behind_it(tmp_path: Path) -> None:
+    """As of `enable_jit_checkpoint`."""
+
+    def save(step: int, **_: Any) -> None:
+        if step == 3:
+            ours._save_checkpoint(ours.model_wrapped, trial=None)
+
     options = {"deepspeed": configuration(EXACT, stage=3), "eval_strategy": "no", "max_steps": 6}
     with new_process():
         expected = trainer(tmp_path, **options)
         expected.train()
         end(expected)
-    ours, saves = trainer(tmp_path / "saved", **options), SaveBeforeStep()
-    saves.trainer = ours
-    ours.add_callback(saves)
+    ours = trainer(tmp_path / "saved", **options)
+    ours.add_callback(At("on_pre_optimizer_step", save))
     ours.train()
     assert logged(ours, "loss") == logged(expected, "loss")
     assert [*(tmp_path / "saved").glob("checkpoint-*")] == [tmp_path / "saved" / "checkpoint-4"]
-    end(ours)
-
-
-def test_evaluation_in_pieces_before_a_training(tmp_path: Path) -> None:
-    with new_process():
-        expected = trainer(tmp_path, ours=False).evaluate()["eval_loss"]
-    ours = trainer(tmp_path, deepspeed=configuration(EXACT, stage=3))
-    assert ours.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-6)
-    assert is_in_pieces(ours.model)
     end(ours)
 
 
@@ -201,16 +188,17 @@ def groups(model: Any) -> Any:
     return {"optimizers": (optimizer, StepLR(optimizer, 2, 0.5))}
 
 
-class Drops(TrainerCallback):
+def drop(step: int, **given: Any) -> None:
     """Leaves out every second step, as the errors of refused gradients advise; `model.zero_grad()` in others."""
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % 2:
-            kwargs["optimizer" if state.global_step % 4 == 1 else "model"].zero_grad()
+    if step % 2:
+        given["optimizer" if step % 4 == 1 else "model"].zero_grad()
 
 
 def test_given_things_train_as_in_the_plain_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    given, options = lambda model: {**groups(model), "callbacks": [Drops()]}, {"gradient_accumulation_steps": 2}
+    given, options = (
+        lambda model: {**groups(model), "callbacks": [At("on_pre_optimizer_step", drop)]},
+        {"gradient_accumulation_steps": 2},
+    )
     with new_process():
         theirs = trainer(tmp_path, ours=False, given=given, **SHORT, **options)
         theirs.train()
@@ -229,18 +217,20 @@ def block(name: str = "optimizer", kind: str = "AdamW", **params: Any) -> dict[s
 
 BEST = {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True}
 ADAMW = "block `optimizer` .* must be AdamW's, of lr, betas, eps and weight_decay, without an optimizer"
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"given": groups, **block()}, ADAMW),
-    ({"optim": "adafactor", **block()}, ADAMW),
-    (block(kind="Adam"), f"{ADAMW}.*'Adam'"),
-    (block(amsgrad=True), f"{ADAMW}.*amsgrad"),
-    (block("scheduler", "WarmupLR"), "no block `scheduler`: .*lr_scheduler_type"),
-    ({"given": lambda model: {"optimizers": (SGD(model.parameters()), None)}}, "exactly one of torch.optim.AdamW"),
-    ({"bf16_full_eval": True}, "bf16_full_eval must be False where bf16 is, got True"),
-]
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"given": groups, **block()}, ADAMW),
+        ({"optim": "adafactor", **block()}, ADAMW),
+        (block(kind="Adam"), f"{ADAMW}.*'Adam'"),
+        (block(amsgrad=True), f"{ADAMW}.*amsgrad"),
+        (block("scheduler", "WarmupLR"), "no block `scheduler`: .*lr_scheduler_type"),
+        ({"given": lambda model: {"optimizers": (SGD(model.parameters()), None)}}, "exactly one of torch.optim.AdamW"),
+        ({"bf16_full_eval": True}, "bf16_full_eval must be False where bf16 is, got True"),
+    ],
+)
 def test_what_cannot_be_kept_is_refused_by_name(
     options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,16 +240,14 @@ def test_what_cannot_be_kept_is_refused_by_name(
         trainer(tmp_path, **{**SHORT, **options}).train()
 
 
-class Uses(TrainerCallback):
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+def test_refused_gradients_are_in_the_words_of_the_front(tmp_path: Path) -> None:
+    def use(step: int, model: Any, **_: Any) -> None:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         # Behind the clipping.
         torch.testing.assert_close(torch.nn.utils.get_total_norm(gradients), torch.tensor(SHORT["max_grad_norm"]))
         gradients[0].zero_()
 
-
-def test_refused_gradients_are_in_the_words_of_the_front(tmp_path: Path) -> None:
-    ours = trainer(tmp_path, given=lambda _: {"callbacks": [Uses()]}, **SHORT)
+    ours = trainer(tmp_path, given=lambda _: {"callbacks": [At("on_pre_optimizer_step", use)]}, **SHORT)
     with pytest.raises(
         MisconfigurationException, match="ZenFlowTrainer: .*zero_.* `on_pre_optimizer_step`.*max_grad_norm"
     ) as refused:
@@ -275,8 +263,6 @@ def test_best_model(tmp_path: Path) -> None:
     losses = logged(ours, "eval_loss")
     assert ours.state.best_metric == losses[0] > losses[-1]
     assert ours.evaluate()["eval_loss"] == pytest.approx(losses[0], abs=1e-6)
-    with pytest.warns(UserWarning, match="moments and step count start at zero"):
-        ours.train()
     assert "ACCELERATE_USE_DEEPSPEED" not in os.environ or os.environ["ACCELERATE_USE_DEEPSPEED"] == "false"
     ours.accelerator.end_training()
     assert not trainer(tmp_path, ours=False).is_deepspeed_enabled
@@ -301,12 +287,11 @@ def test_reference_model(launcher: str, tmp_path: Path, monkeypatch: pytest.Monk
     end(ours)
 
 
-RECIPES = ROOT / "docs" / "recipes.md"
-
-
 def snippet(*texts: str) -> str:
     """The recipe's block that has these texts."""
-    blocks = [block.partition("```")[0] for block in RECIPES.read_text().split("```python\n")[1:]]
+    blocks = [
+        block.partition("```")[0] for block in (ROOT / "docs" / "recipes.md").read_text().split("```python\n")[1:]
+    ]
     (found,) = (block for block in blocks if all(text in block for text in texts))
     return found
 

@@ -1,25 +1,20 @@
 """`OffloadAdamW(clip_prediction=True)`: what the user's code clips to is learned, and clipped steps are updated in backward as well."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.utils import clip_grad_norm_
 
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
-from plain_loops import Loop, close, loss_of, make_loop, make_model, reading_of
+from plain_loops import Loop, make_loop, make_model, reading_of
 
 BOUND = 1e-2
 """Largest relative difference of a loss: docs/how_it_works.md has up to 6e-3 for most models."""
 
 
-@pytest.fixture
-def loops() -> Iterator[tuple[Loop, Loop]]:
-    made = make_loop("ours", clip_prediction=True), make_loop("torch")
-    yield made
-    close(*made)
+def make_loops() -> tuple[Loop, Loop]:
+    return make_loop("ours", clip_prediction=True), make_loop("torch")
 
 
 def learned(loop: Loop) -> tuple[float, float]:
@@ -45,8 +40,8 @@ def assert_near(ours: Loop, theirs: Loop, rtol: float) -> None:
     ],
     ids=["always", "micro-batches", "another limit", "none any more", "unclipped", "plain"],
 )
-def test_losses(loops: tuple[Loop, Loop], options: dict[str, Any], rtol: float, limit: float) -> None:
-    ours, theirs = loops
+def test_losses(options: dict[str, Any], rtol: float, limit: float) -> None:
+    ours, theirs = make_loops()
     assert_near(ours.train(**options), theirs.train(**options), rtol)
     reading = reading_of(ours.optimizer)
     # All blocks of all steps but the first.
@@ -57,46 +52,32 @@ def test_losses(loops: tuple[Loop, Loop], options: dict[str, Any], rtol: float, 
     assert learned(ours) == (pytest.approx(limit, rel=1e-6), 1.0)
 
 
-def test_steps_without_clipping(loops: tuple[Loop, Loop]) -> None:
+def test_steps_without_clipping() -> None:
     """Now and then the loop does not clip, which a step above the limit shows."""
-    for loop in loops:
-        for step in range(12):
-            loop.train(1, max_norm=lambda step: None if step in (5, 6, 10) else 0.5)
-    ours, theirs = loops
+    ours, theirs = (loop.train(12, max_norm=lambda step: None if step in (5, 6, 10) else 0.5) for loop in make_loops())
     assert_near(ours, theirs, 5e-2)
     assert reading_of(ours.optimizer).in_backward_jobs == 88
     assert learned(ours)[0] == pytest.approx(0.5, rel=1e-6)
 
 
-def test_loss_scaler(loops: tuple[Loop, Loop]) -> None:
+def test_loss_scaler() -> None:
     """The scale grows every three steps, and falls behind a step that is left out; the limit is that of unscaled gradients."""
-
-    def train(loop: Loop) -> float:
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    ours, theirs = make_loops()
+    for loop in (ours, theirs):
+        loop.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
         for step in range(9):
-            loss = loss_of(loop.model, step)
-            scaler.scale(loss * float("inf") if step == 5 else loss).backward()
-            scaler.unscale_(loop.optimizer)
-            norm = clip_grad_norm_(loop.model.parameters(), 0.5)
-            loop.norms += [float(norm)] if step != 5 else []
-            used = scaler.get_scale()
-            scaler.step(loop.optimizer)
-            scaler.update()
-            loop.optimizer.zero_grad()
-            loop.losses.append(float(loss.detach()))
-        return used
-
-    ours, theirs = loops
-    used = train(ours)
-    assert used == train(theirs) == 1024.0
+            loop.backward(step, factor=float("inf") if step == 5 else 1.0)
+            used = loop.scaler.get_scale()
+            loop.end_step(0.5)
+        assert used == 1024.0 and not loop.norms.pop(5).isfinite()
     assert_near(ours, theirs, 5e-2)
     assert reading_of(ours.optimizer).steps_in_backward == 7
     assert learned(ours) == (pytest.approx(0.5, rel=1e-5), used)
 
 
-def test_continued_with_equal_bits(loops: tuple[Loop, Loop]) -> None:
+def test_continued_with_equal_bits() -> None:
     """What has been learned is in the state, and so are weights with the true factor: the model's were saved before."""
-    loop, _ = loops
+    loop, _ = make_loops()
     loop.train(4, max_norm=lambda _: 0.5)
     shown = loop.weights()
     model = make_model()
@@ -113,4 +94,3 @@ def test_continued_with_equal_bits(loops: tuple[Loop, Loop]) -> None:
         other.losses.clear()
         other.train(4, max_norm=lambda _: 0.5)
     assert again.losses == loop.losses
-    close(again)

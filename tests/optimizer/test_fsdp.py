@@ -15,10 +15,9 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -89,40 +88,27 @@ def assert_as_torch(
     close(ours)
 
 
-def plain() -> None:
-    assert_as_torch(steps=24)
+@torch.no_grad()
+def halve(training: Loop) -> None:
+    if training.steps == 3:
+        training.model[0].weight.mul_(0.5)  # type: ignore[index]  # a Sequential
 
 
-def clipped() -> None:
-    assert_as_torch(max_norm=limit)
+AS_TORCH: dict[str, dict[str, Any]] = {
+    "plain": {"steps": 24},
+    "clipped": {"max_norm": limit},
+    # Every step, by a limit that is learned.
+    "predicted": {"max_norm": lambda _: 0.5, "keys": {"clip_prediction": True}, "rtol": 1e-2},
+    "accumulated": {"micro_batches": lambda _: 3, "max_norm": limit},
+    "not synchronised": {"micro_batches": lambda _: 3, "syncs": False, "max_norm": limit},
+    "not resharded": {"of_model": {"reshard_after_forward": False}},
+    # Weights that the user's code writes become master weights.
+    "written": {"begin": halve, "follows": True},
+}
 
 
-def predicted() -> None:
-    """Every step is clipped, by a limit that is learned."""
-    assert_as_torch(max_norm=lambda _: 0.5, keys={"clip_prediction": True}, rtol=1e-2)
-
-
-def accumulated() -> None:
-    assert_as_torch(micro_batches=lambda _: 3, max_norm=limit)
-
-
-def not_synchronised() -> None:
-    assert_as_torch(micro_batches=lambda _: 3, syncs=False, max_norm=limit)
-
-
-def not_resharded() -> None:
-    assert_as_torch(of_model={"reshard_after_forward": False})
-
-
-def written() -> None:
-    """Weights that the user's code writes become master weights."""
-
-    @torch.no_grad()
-    def halve(training: Loop) -> None:
-        if training.steps == 3:
-            training.model[0].weight.mul_(0.5)  # type: ignore[index]  # a Sequential
-
-    assert_as_torch(begin=halve, follows=True)
+def as_torch(name: str) -> None:
+    assert_as_torch(**AS_TORCH[name])
 
 
 def bfloat16() -> None:
@@ -218,16 +204,9 @@ def refused() -> None:
 
 def save(training: Loop, folder: str) -> None:
     """Sharded files of torch.distributed.checkpoint, and one file with all."""
-    model, optimizer = (
-        get_model_state_dict(training.model),
-        get_optimizer_state_dict(training.model, training.optimizer),
-    )
+    model, optimizer = get_state_dict(training.model, training.optimizer)
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-    options = StateDictOptions(full_state_dict=True)
-    whole = (
-        get_model_state_dict(training.model, options=options),
-        get_optimizer_state_dict(training.model, training.optimizer, options=options),
-    )
+    whole = get_state_dict(training.model, training.optimizer, options=StateDictOptions(full_state_dict=True))
     if dist.get_rank() == 0:
         torch.save(whole, f"{folder}.pt")
     dist.barrier()
@@ -240,11 +219,10 @@ def load(who: Who, folder: str, *, one_file: bool, dtype: torch.dtype = torch.fl
     if one_file:
         model, optimizer = torch.load(f"{folder}.pt")
     else:
-        model = get_model_state_dict(training.model)
-        optimizer = get_optimizer_state_dict(training.model, training.optimizer)
+        model, optimizer = get_state_dict(training.model, training.optimizer)
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-    set_model_state_dict(training.model, model, options=options)
-    set_optimizer_state_dict(training.model, training.optimizer, optimizer, options=options)
+    states = {"model_state_dict": model, "optim_state_dict": optimizer}
+    set_state_dict(training.model, training.optimizer, **states, options=options)
     training.steps = 4
     return training
 
@@ -315,33 +293,24 @@ def lightning() -> None:
             assert_close(rest, theirs[6:])
 
 
-CASES = [
-    *(
-        plain,
-        clipped,
-        predicted,
-        accumulated,
-        not_synchronised,
-        not_resharded,
-        written,
-        bfloat16,
-        gradients,
-        recipe,
-        checkpoints,
-    ),
-    *(checkpoints_of_bfloat16, refused, lightning),
-]
+CASES: dict[str, Callable[[], None]] = {
+    **{name: partial(as_torch, name) for name in AS_TORCH},
+    **{
+        case.__name__: case
+        for case in (bfloat16, gradients, recipe, checkpoints, checkpoints_of_bfloat16, refused, lightning)
+    },
+}
 
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """Of the cases on each rank; `on_one_rank` reads files of theirs."""
     folder = tmp_path_factory.mktemp("fsdp")
-    found = run_functions({case.__name__: case for case in CASES}, folder)
+    found = run_functions(CASES, folder)
     return found | run_functions({"on_one_rank": on_one_rank}, folder, ranks=1)
 
 
-@pytest.mark.parametrize("name", [case.__name__ for case in (*CASES, on_one_rank)])
+@pytest.mark.parametrize("name", [*CASES, "on_one_rank"])
 def test_fsdp(name: str, errors: dict[str, list[str]]) -> None:
     for error in errors[name]:
         assert not error, error

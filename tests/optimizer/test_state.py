@@ -1,23 +1,16 @@
-"""`state_dict` has the layout of `torch.optim.AdamW`'s, is exact at any moment between two steps, and continues with equal bits."""
+"""`state_dict` has the layout of `torch.optim.AdamW`'s, is exact at any moment between two steps, and continues with equal bits. That torch
+continues it, and the other way round: tests/gpu/test_gpu_offload_adamw, on the CPU too.
+"""
 
 import copy
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_zenflow import OffloadAdamW
-from plain_loops import Loop, Who, close, groups_of, loss_of, make_loop, make_model
-
-
-@pytest.fixture
-def loops() -> Iterator[list[Loop]]:
-    """Trainings that are closed at the end."""
-    made: list[Loop] = []
-    yield made
-    close(*made)
+from plain_loops import Loop, groups_of, loss_of, make_loop, make_model
 
 
 def saved(loop: Loop) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -29,11 +22,11 @@ def saved(loop: Loop) -> tuple[dict[str, Any], dict[str, Any]]:
     return model, optimizer
 
 
-def go_on(who: Who, files: tuple[dict[str, Any], dict[str, Any]], steps: int, **keys: Any) -> Loop:
+def go_on(files: tuple[dict[str, Any], dict[str, Any]], steps: int, **keys: Any) -> Loop:
     model_state, optimizer_state = copy.deepcopy(files)
     model = make_model(model_state["0.weight"].dtype)
     model.load_state_dict(model_state)
-    loop = make_loop(who, model=model, **{"lr": 1.0, **keys})
+    loop = make_loop("ours", model=model, lr=1.0, **keys)
     loop.optimizer.load_state_dict(optimizer_state)
     loop.scheduler = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda step: 1 / (1 + step / 10), last_epoch=-1)
     loop.scheduler.last_epoch = loop.steps = steps
@@ -45,39 +38,26 @@ def go_on(who: Who, files: tuple[dict[str, Any], dict[str, Any]], steps: int, **
     [{}, {"dtype": torch.bfloat16}, {"moments_dtype": "bfloat16"}, {"moments_dtype": "int8"}],
     ids=["float32", "bfloat16 weights", "bfloat16 moments", "int8 moments"],
 )
-def test_equal_bits(loops: list[Loop], keys: dict[str, Any]) -> None:
+def test_equal_bits(keys: dict[str, Any]) -> None:
     loop = make_loop("ours", accumulation_steps=1, **keys).train(5, max_norm=lambda step: 1.0 if step == 3 else 50.0)
     files = saved(loop)
-    again = go_on("ours", files, 5, accumulation_steps=1, **{k: v for k, v in keys.items() if k != "dtype"})
-    loops += [loop, again]
+    again = go_on(files, 5, accumulation_steps=1, **{k: v for k, v in keys.items() if k != "dtype"})
     loop.losses.clear()
     for one in (loop, again):
         one.scheduler = torch.optim.lr_scheduler.LambdaLR(one.optimizer, lambda step: 1 / (1 + step / 10))
     assert again.train(4).losses == loop.train(4).losses
     assert all(map(torch.equal, again.weights(), loop.weights()))
+    of_torch = make_loop("torch").train(1).optimizer.state_dict()["param_groups"]
+    assert [{*group} for group in files[1]["param_groups"]] == [{*group} for group in of_torch]
     of_first = files[1]["state"][0]
     assert {*of_first} == {"step", "exp_avg", "exp_avg_sq"} | ({"master"} if "dtype" in keys else set())
     assert of_first["exp_avg"].dtype == torch.float32
     assert of_first["exp_avg"].shape == next(iter(groups_of(loop.model)))["params"][0].shape
 
 
-@pytest.mark.parametrize(("first", "second"), [("ours", "torch"), ("torch", "ours")])
-def test_torchs_own(loops: list[Loop], first: Who, second: Who) -> None:
-    """torch continues a file of ours, and the other way round."""
-    loop = make_loop(first).train(4)
-    files = saved(loop)
-    assert [{*group} for group in files[1]["param_groups"]] == [
-        {*group} for group in make_loop("torch").train(1).optimizer.state_dict()["param_groups"]
-    ]
-    same, other = go_on(first, files, 4), go_on(second, files, 4)
-    loops += [loop, same, other]
-    torch.testing.assert_close(other.train(4).losses, same.train(4).losses, rtol=3e-6, atol=0)
-
-
-def test_between_micro_batches(loops: list[Loop]) -> None:
+def test_between_micro_batches() -> None:
     """It is that of the last step, and the gradients so far stay."""
     loop, other = make_loop("ours", accumulation_steps=2), make_loop("ours", accumulation_steps=2)
-    loops += [loop, other]
     for one in (loop, other):
         one.train(3, micro_batches=lambda _: 2)
         (loss_of(one.model, 1) / 2).backward()
@@ -91,9 +71,8 @@ def test_between_micro_batches(loops: list[Loop]) -> None:
     assert before[1]["state"][0]["step"] == 3
 
 
-def test_behind_the_last_backward_pass(loops: list[Loop]) -> None:
+def test_behind_the_last_backward_pass() -> None:
     loop = make_loop("ours", accumulation_steps=1)
-    loops.append(loop)
     loss_of(loop.model, 1).backward()
     with pytest.raises(RuntimeError, match=r"state_dict must be called between steps.*optimizer\.step\(\)"):
         loop.optimizer.state_dict()
@@ -101,17 +80,19 @@ def test_behind_the_last_backward_pass(loops: list[Loop]) -> None:
     assert loop.optimizer.state_dict()["state"][0]["step"] == 1
 
 
-def test_before_the_first_step(loops: list[Loop]) -> None:
+def test_before_the_first_step() -> None:
     loop = make_loop("ours")
-    loops.append(loop)
     empty = loop.optimizer.state_dict()
     assert empty["state"] == {}
     torch.optim.AdamW(groups_of(make_model())).load_state_dict(empty)
+    of_one_group = OffloadAdamW(make_model().parameters(), worker_cores=1).state_dict()
+    with pytest.raises(ValueError, match="must have parameter groups of"):
+        loop.optimizer.load_state_dict(of_one_group)
     loop.optimizer.load_state_dict(make_loop("torch").optimizer.state_dict())
     loop.train(1)
 
 
-def test_hooks(loops: list[Loop]) -> None:
+def test_hooks() -> None:
     """torch's own, around `state_dict` and `load_state_dict`; their results replace the state."""
     said = list[str]()
 
@@ -124,7 +105,6 @@ def test_hooks(loops: list[Loop]) -> None:
         return {**state, "more": 1}
 
     loop = make_loop("ours").train(1)
-    loops.append(loop)
     optimizer = loop.optimizer
     optimizer.register_state_dict_pre_hook(lambda _: said.append("before"))
     optimizer.register_state_dict_post_hook(behind)
@@ -136,11 +116,3 @@ def test_hooks(loops: list[Loop]) -> None:
     n = sum(p.requires_grad for p in loop.model.parameters())
     assert said == ["before", f"behind {n}", "before load", "behind load"]
     assert not optimizer.state_dict()["state"][0]["exp_avg"].any()
-
-
-def test_other_groups(loops: list[Loop]) -> None:
-    loop = make_loop("ours")
-    loops.append(loop)
-    other = OffloadAdamW(make_model().parameters(), worker_cores=1)
-    with pytest.raises(ValueError, match="must have parameter groups of"):
-        loop.optimizer.load_state_dict(other.state_dict())

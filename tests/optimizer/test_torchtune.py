@@ -1,6 +1,5 @@
 """Training code that nobody here wrote: torchtune's recipe for one device, from PyPI, with only its configuration's optimizer changed."""
 
-import os
 import re
 import subprocess
 import sys
@@ -8,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common.processes import fresh_environment
-from example_runs import ALPACA_SAMPLE, ROOT
+from example_runs import ALPACA_SAMPLE, run_python
 
 PACKAGES = "torchtune==0.6.1 torchao==0.10.0 torchdata==0.11.0 sentencepiece==0.2.3 tiktoken==0.14.0"
 """What the recipe imports and the tests' environment lacks. torchao is of its time: later ones have moved what it imports."""
@@ -91,13 +89,9 @@ class Recipe:
         found = re.findall(r"loss:(\S+) .*grad_norm:(\S+)", log.read_text())
         return [(float(loss), float(norm)) for loss, norm in found]
 
-    def _run(self, *arguments: str | Path) -> None:
-        places = map(str, (self._packages, ROOT))
-        cache = str(self._folder / "cache")
-        environment = fresh_environment(PYTHONPATH=os.pathsep.join(places), OMP_NUM_THREADS="1", HF_HOME=cache)
-        command = [sys.executable, "-W", "ignore", *map(str, arguments)]
-        done = subprocess.run(command, cwd=self._folder, env=environment, capture_output=True, text=True, timeout=900)
-        assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    def _run(self, *arguments: object) -> None:
+        variables = {"OMP_NUM_THREADS": "1", "HF_HOME": str(self._folder / "cache")}
+        run_python(self._folder, "-W", "ignore", *arguments, timeout=900, places=[self._packages], **variables)
 
 
 @pytest.mark.slow

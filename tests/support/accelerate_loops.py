@@ -115,10 +115,13 @@ def train_rank(folder: Path, stage: int) -> None:
     plugin, handler = DeepSpeedPlugin(zero_stage=stage, gradient_clipping=0), GradScalerKwargs()
     accelerator = ZenFlowAccelerator(plugin, **EXACT, kwargs_handlers=[handler])
     assert accelerator.scaler_handler is handler
-    loop, state = Loop(accelerator), str(folder / f"state{stage}")
-    loop.train(max_norm=0.5, after=lambda step: step == 5 and accelerator.save_state(state))
+    loop, state, saved = Loop(accelerator), str(folder / f"state{stage}"), dict[str, Tensor]()
+    loop.train(
+        max_norm=0.5, after=lambda step: step == 5 and (accelerator.save_state(state), saved.update(loop.weights()))
+    )
     weights = loop.weights()
     accelerator.load_state(state)
+    torch.testing.assert_close(loop.weights(), saved, rtol=0, atol=0)
     # The group of ZeRO's collectives has the limit of the ranks' own.
     assert groups._clone_world_group()._get_backend(torch.device("cpu")).options._timeout == LIMIT
     if accelerator.is_main_process:

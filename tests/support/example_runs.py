@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.common.processes import fresh_environment
@@ -15,19 +16,21 @@ GLUE_SAMPLE = EXAMPLES / "data" / "SST-2"
 ALPACA_SAMPLE = EXAMPLES / "data" / "alpaca"
 
 
-def run_example(folder: Path, script: str, *arguments: str, timeout: float) -> str:
-    """`python examples/SCRIPT ARGUMENTS` in a process of its own that works in `folder`; returns its standard output."""
-    environment = fresh_environment(PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / script), *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+def run_python(
+    folder: Path, *arguments: object, timeout: float, places: Iterable[Path | str] = (), **variables: str
+) -> "subprocess.CompletedProcess[str]":
+    """Python in a process of its own that works in `folder`, with modules of the repository and in `places`; it must succeed."""
+    path = os.pathsep.join([*map(str, places), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = fresh_environment(PYTHONPATH=path, **variables)
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done
+
+
+def run_example(folder: Path, script: str, *arguments: str, timeout: float) -> str:
+    """`python examples/SCRIPT ARGUMENTS`; returns its standard output."""
+    done = run_python(folder, EXAMPLES / script, *arguments, timeout=timeout)
     strange = re.findall(r".*(?:[Dd]eprecat|Warning|Failed to load).*", done.stderr)
     assert not strange, strange
     return done.stdout

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from lightning_zenflow import OffloadAdamW
 from plain_loops import Who, batch, groups_of, loss_of, make_model, make_optimizer
 
 
@@ -65,7 +64,4 @@ def fit(
         **options,
     )
     trainer.fit(module, data(batches), data(batches), ckpt_path=ckpt)
-    for optimizer in trainer.optimizers:
-        if isinstance(optimizer, OffloadAdamW):
-            optimizer.close()
     return module.losses

@@ -145,19 +145,18 @@ def test_schedules_to_choose_from(
     assert not fixed.measures and fixed.topk_ratio == 0.3 and fixed.without_measurements() == fixed
 
 
+NOTHING_LATE = {"update_interval": 1, "publish_lag": 0}
+
+
 def test_compensation_of_staleness() -> None:
     """None where nothing is late, unless it is asked for."""
-    nothing_late = {"update_interval": 1, "publish_lag": 0}
     for keys, weight_prediction, provisional_scale in (
         ({}, "auto", "auto"),
         ({"provisional_scale": 0.3}, "auto", 0.3),
-        ({**nothing_late, "weight_prediction": 2.5}, 2.5, 0.0),
+        ({**NOTHING_LATE, "weight_prediction": 2.5}, 2.5, 0.0),
     ):
         expected = StalenessCompensation(weight_prediction=weight_prediction, provisional_scale=provisional_scale)
         assert ZenFlowConfig(**keys).compensation == expected
-
-
-NOTHING_LATE = {"update_interval": 1, "publish_lag": 0}
 
 
 @pytest.mark.parametrize(

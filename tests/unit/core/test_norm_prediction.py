@@ -9,17 +9,6 @@ from torch import Tensor
 from lightning_zenflow.core.step_inputs import GradientNorms, StepScale
 
 
-def scalar(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
-
-
-def squared_norms(n_steps: int) -> Tensor:
-    """Of two blocks' gradients, each the product of the step's own scale, which is to be predicted, and noise."""
-    noise = torch.randn(n_steps, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    scale = torch.linspace(0, 3, n_steps, dtype=torch.float64)[:, None]
-    return (scale + 0.3 * noise).exp()
-
-
 def train(prediction: GradientNorms, norms: Tensor, *, loss_scale: float = 1.0, finite: bool = True) -> list[Tensor]:
     """Steps in which the second block's gradient arrives after the first one's; what was predicted in between."""
     predicted = []
@@ -27,7 +16,7 @@ def train(prediction: GradientNorms, norms: Tensor, *, loss_scale: float = 1.0, 
         prediction.open(1, max_norm=0.0, loss_scale=loss_scale)
         prediction.add([first.reshape(1)])
         prediction.up_to(0)
-        predicted.append(prediction.predict(0) if prediction.knows_last else scalar(0))
+        predicted.append(prediction.predict(0) if prediction.knows_last else torch.zeros((), dtype=torch.float64))
         prediction.add([second.reshape(1)])
         one = torch.ones((), dtype=torch.float32)
         scale = StepScale(factor=one, finite=torch.tensor(finite), norm=one, count=one.double())
@@ -36,7 +25,9 @@ def train(prediction: GradientNorms, norms: Tensor, *, loss_scale: float = 1.0, 
 
 
 def test_predictions_follow_the_scale_and_average_the_noise() -> None:
-    norms = squared_norms(400)
+    """Norms of two blocks' gradients, each the product of the step's own scale, which is to be predicted, and noise."""
+    noise = torch.randn(400, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    norms = (torch.linspace(0, 3, 400, dtype=torch.float64)[:, None] + 0.3 * noise).exp()
     found, scaled = (
         torch.stack(train(GradientNorms(2, torch.device("cpu")), norms, loss_scale=scale)[1:]) / scale**2
         for scale in (1.0, 1024.0)

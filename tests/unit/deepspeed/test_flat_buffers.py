@@ -12,12 +12,9 @@ from lightning_zenflow.deepspeed import flat_buffers
 from lightning_zenflow.deepspeed.flat_buffers import Layout, balanced_order, runs
 from processes import open_files
 
-Places = dict[tuple[str, int], tuple[int, int]]
-"""For each element, by parameter and number, its rank and its place there."""
 
-
-def layout(draw: random.Random, numels: dict[str, int]) -> tuple[Layout, Places]:
-    """A layout, and what it must be, element by element."""
+def layout(draw: random.Random, numels: dict[str, int]) -> tuple[Layout, dict[tuple[str, int], tuple[int, int]]]:
+    """A layout, and for each element, by parameter and number, what its rank and its place there must be."""
     names, ranks, padding = draw.sample(list(numels), len(numels)), draw.randint(1, 4), draw.choice((0, 3))
     of_order = {name: numels[name] for name in names}
     elements = [(name, i) for name, numel in of_order.items() for i in range(numel)]
@@ -33,13 +30,10 @@ def layout(draw: random.Random, numels: dict[str, int]) -> tuple[Layout, Places]
     return found, {(name, i): divmod(first[name] + i, numel) for name, i in elements}
 
 
-def test_runs_copy_every_element_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(40):
-        monkeypatch.setattr(flat_buffers, "_CHUNK", 1 + seed % 10)
-        check_runs(random.Random(seed))
-
-
-def check_runs(draw: random.Random) -> None:
+@pytest.mark.parametrize("seed", range(40))
+def test_runs_copy_every_element_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat_buffers, "_CHUNK", 1 + seed % 10)
+    draw = random.Random(seed)
     numels = {f"p{i}": draw.randint(0, 9) for i in range(draw.randint(1, 7))}
     (source, before), (target, after) = layout(draw, numels), layout(draw, numels)
     elements = {place: element for element, place in before.items()}
@@ -54,30 +48,23 @@ def check_runs(draw: random.Random) -> None:
     assert not list(runs(source, Layout.of_pieces({"other": 3}, n_ranks=2)))
 
 
-def llama(layers: int, width: int, hidden: int, words: int, kv: int) -> list[tuple[int, bool]]:
+def model(layers: int, of_layer: list[int], vectors: list[int], first: int, last: int) -> list[tuple[int, bool]]:
     """For each parameter its elements, and whether it has part in the time of backward; in the module's order."""
-    layer = [width**2, width * kv, width * kv, width**2, *[width * hidden] * 3]
-    norms = [(width, False)] * 2
-    matrices = [(n, True) for n in layer]
-    return [(words * width, False), *(matrices + norms) * layers, (width, False), (words * width, True)]
-
-
-def gpt(layers: int, width: int, words: int) -> list[tuple[int, bool]]:
-    layer = [(n * width**2, True) for n in (3, 1, 4, 4)] + [(n * width, False) for n in (1, 1, 3, 1, 1, 1, 4, 1)]
-    return [(words * width, False), (1024 * width, False), *layer * layers]
+    layer = [*((n, True) for n in of_layer), *((n, False) for n in vectors)]
+    return [(first, False), *layer * layers, *[(last, True)] * (last > 0)]
 
 
 MODELS = {
-    "Llama-3 8B": llama(32, 4096, 14336, 128256, 1024),
-    "Llama 1.1B": llama(22, 2048, 5632, 32000, 256),
-    "GPT-2 medium": gpt(24, 1024, 50257),
+    "Llama-3 8B": model(32, [4096**2] * 2 + [4096 * 1024] * 2 + [4096 * 14336] * 3, [4096] * 2, *[128256 * 4096] * 2),
+    # The head is the embedding.
+    "GPT-2 medium": model(24, [n * 1024**2 for n in (3, 1, 4, 4)], [1024] * 8, 50257 * 1024, 0),
 }
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize("model", MODELS)
-def test_every_rank_has_gradients_from_the_beginning_of_backward_to_its_end(model: str, ranks: int) -> None:
-    parameters = MODELS[model]
+@pytest.mark.parametrize("name", MODELS)
+def test_every_rank_has_gradients_from_the_beginning_of_backward_to_its_end(name: str, ranks: int) -> None:
+    parameters = MODELS[name]
     numels = [numel for numel, _ in parameters]
     order = balanced_order(numels, ranks)
     assert sorted(order) == list(range(len(numels))) == balanced_order(numels, 1)

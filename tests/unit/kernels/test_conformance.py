@@ -319,10 +319,7 @@ def test_each_device_has_its_own_and_the_variable_overrules_it(monkeypatch: pyte
         kernels_for(META)
 
 
-PASSES = ["route", "factored_step_", "provisional_update_", "column_writer", "adamw_"]
-
-
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", ["route", "factored_step_", "provisional_update_", "column_writer", "adamw_"])
 def test_where_a_kernel_cannot_be_compiled_torch_takes_over(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,7 +5,7 @@ the user is told when it is not there.
 import ctypes
 import re
 import subprocess
-from importlib.metadata import PackageNotFoundError, PathDistribution
+from importlib.metadata import PathDistribution
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,8 @@ def constants() -> dict[str, int]:
 
 
 def test_constants() -> None:
-    names = (
-        "MAGIC",
-        "VERSION",
-        "HEADER_BYTES",
-        "MAX_MESSAGE_BYTES",
-        "TILE_ELEMENTS",
-        "JOURNAL_ENTRY_BYTES",
-        "NO_BLOCK",
-    )
-    assert constants() == {f"k{name.title().replace('_', '')}": getattr(native, name) for name in names}
+    ours = {name: value for name, value in vars(native).items() if name.isupper() and type(value) is int}
+    assert constants() == {f"k{name.title().replace('_', '')}": value for name, value in ours.items()}
 
 
 def test_enumerations() -> None:
@@ -70,22 +62,21 @@ def test_structures() -> None:
         assert [(member, kind * n if n else kind) for member, kind, n in kinds] == ours[name]._fields_
 
 
-def output_of(option: str) -> str:
-    command = [str(worker_executable()), option]
+def version_line() -> str:
+    command = [str(worker_executable()), "--version"]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
 
 
-def test_the_version_on_the_command_line() -> None:
-    assert f"protocol {native.VERSION}" in output_of("--version")
-
-
-def test_the_instruction_set_is_the_machines_highest_or_a_lower_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_has_the_version_and_the_machines_highest_instruction_set_or_a_lower_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     names = ["baseline", "avx2", "avx512"]
     monkeypatch.delenv("ZENFLOW_MAX_CPU_ISA", raising=False)
-    highest = names.index(output_of("--version").split()[-1])
+    assert f"protocol {native.VERSION}" in version_line()
+    highest = names.index(version_line().split()[-1])
     for i, name in enumerate(names):
         monkeypatch.setenv("ZENFLOW_MAX_CPU_ISA", name)
-        assert output_of("--version").split()[-1] == names[min(i, highest)]
+        assert version_line().split()[-1] == names[min(i, highest)]
 
 
 def make_executable(path: Path) -> Path:
@@ -95,17 +86,9 @@ def make_executable(path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_distribution(name: str) -> PathDistribution:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(native, "distribution", no_distribution)
-    monkeypatch.delenv("LIGHTNING_ZENFLOW_WORKER", raising=False)
-
-
-def test_where_it_is_looked_for(not_installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every folder of the package, and beside the metadata of an editable install."""
+    monkeypatch.delenv("LIGHTNING_ZENFLOW_WORKER", raising=False)
     monkeypatch.setattr(lightning_zenflow, "__path__", [str(tmp_path / "sources"), str(tmp_path / "installed")])
     metadata = PathDistribution(tmp_path / "site" / "lightning_zenflow-0.1.0.dist-info")
     monkeypatch.setattr(native, "distribution", lambda name: metadata)
@@ -117,7 +100,7 @@ def test_where_it_is_looked_for(not_installed: None, tmp_path: Path, monkeypatch
     assert worker_executable() == installed
 
 
-def test_the_environment_variable_wins(not_installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = tmp_path / "mine"
     monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(mine))
     with pytest.raises(

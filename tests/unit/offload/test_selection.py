@@ -7,12 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_zenflow.core.partition import column_count
 from lightning_zenflow.offload.columns import Selector, select_columns
-
-WAITS = ("cpu", "tolist", "item", "numpy", "__bool__", "__int__", "__float__")
+from recorded_device.tensors import DEVICE
+from recorded_device.watch import recorded_device
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -27,53 +26,37 @@ def test_select_columns_with_ties(squared_norms: list[float], ratio: float) -> N
     assert chosen == sorted(best_first[: column_count(len(squared_norms), ratio)])
 
 
-class OnDevice(Tensor):
-    """Stands for a tensor on a device; so do the results of its operations. Notes how the host gets values from it."""
-
-    read: list[str]
-
-    @classmethod
-    @override
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_copied = func is Tensor.copy_ and not isinstance(args[0], cls)
-        if is_copied or (func.__name__ in WAITS and isinstance(args[0], cls)):
-            cls.read.append(func.__name__)
-        if is_copied:  # to the host
-            return args[0].copy_(args[1].as_subclass(Tensor))
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-def selector_of(columns: list[int], *, by_epoch: bool = False, interval: int = 1) -> Selector:
-    return Selector(columns, topk_ratio=0.5, by_epoch=by_epoch, interval=interval, device=torch.device("cpu"))
+def selector_of(columns: list[int], *, by_epoch: bool = False, interval: int = 1, device: Any = "cpu") -> Selector:
+    return Selector(columns, topk_ratio=0.5, by_epoch=by_epoch, interval=interval, device=torch.device(device))
 
 
 def test_one_copy_has_all_that_a_selection_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The columns of every matrix, and whether the gradient is finite. The share is of the columns that were selected before."""
-    columns = [12, 0, 20, 12, 1]
-    selector, norms, shares = selector_of(columns), selector_of(columns).new_column_norms(), list[Tensor]()
-    # Its copy is not waited for.
-    monkeypatch.setattr(selector.owned_norm_share, "copy", shares.append)
-    norms.flat = norms.flat.as_subclass(OnDevice)
+    columns, shares = [12, 0, 20, 12, 1], list[Tensor]()
     generator = torch.Generator().manual_seed(1)
     before: list[list[int]] | None = None
-    for step in range(1, 6):
-        with torch._C.DisableTorchFunctionSubclass():
+    with recorded_device() as device:
+        selector = selector_of(columns, device=DEVICE)
+        # Its copy is not waited for.
+        monkeypatch.setattr(selector.owned_norm_share, "copy", shares.append)
+        norms, operations = selector.new_column_norms(), device.order.operations
+        for step in range(1, 6):
             norms.flat.copy_(torch.rand(sum(columns), generator=generator))
-            of_parameters = [norms.of_parameter[i].clone() for i in range(len(columns))]
-        OnDevice.read = []
-        chosen = selector.select(norms, step, finite=torch.tensor(step != 3))
-        assert OnDevice.read == ["copy_"]
-        assert (chosen is None) == (step == 3)
-        if chosen is None:
-            continue
-        assert chosen[1] is None and chosen[4] is None  # without columns; one of one
-        best = [select_columns(of_one, 0.5).tolist() if len(of_one) else [] for of_one in of_parameters]
-        for of_one, expected in zip(chosen, best, strict=True):
-            assert of_one is None or of_one.tolist() == expected
-        owned = sum(float(of_parameters[i][c].sum()) for i, c in enumerate(before or best))
-        with torch._C.DisableTorchFunctionSubclass():
+            of_parameters = [norms.of_parameter[i].cpu() for i in range(len(columns))]
+            finite, n_before = torch.tensor(step != 3, device=DEVICE), len(operations)
+            chosen = selector.select(norms, step, finite=finite)
+            kinds = [operation.kind for operation in operations[n_before:]]
+            assert (kinds.count("d2h"), kinds.count("host wait")) == (1, 1)
+            assert (chosen is None) == (step == 3)
+            if chosen is None:
+                continue
+            assert chosen[1] is None and chosen[4] is None  # without columns; one of one
+            best = [select_columns(of_one, 0.5).tolist() if len(of_one) else [] for of_one in of_parameters]
+            for of_one, expected in zip(chosen, best, strict=True):
+                assert of_one is None or of_one.tolist() == expected
+            owned = sum(float(of_parameters[i][c].sum()) for i, c in enumerate(before or best))
             assert float(shares.pop()) == pytest.approx(owned / sum(float(of_one.sum()) for of_one in of_parameters))
-        before = best
+            before = best
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Metrics of an interval, the summary and its line of advice, by hand; waits are counted, and torch's profiler shows them."""
 
+import gc
 import re
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -144,19 +144,11 @@ def test_waits_are_counted_and_profiled() -> None:
     assert 1e-6 * wait.cpu_time_total <= stalls.host_s == stalls.device_s
 
 
-def test_events_of_waits_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_of_waits_do_not_pile_up() -> None:
     """On most ranks nobody reads the times."""
-    kept: weakref.WeakSet[RecordedEvent] = weakref.WeakSet()
-    record = RecordedEvent.record
-
-    def noted(event: RecordedEvent, *stream: object) -> None:
-        kept.add(event)
-        record(event, *stream)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(RecordedEvent, "record", noted)
     with recorded_device(events_are_reached=True):
         stalls = Telemetry(torch.device("cpu"))
         for _ in range(20):
             with stalls.measure("publish_wait"):
                 pass
-            assert len(kept) <= 2
+        assert len([kept for kept in gc.get_objects() if isinstance(kept, RecordedEvent)]) <= 2

@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -168,10 +169,7 @@ def test_cores_of_a_gpus_node_and_limits_of_cpu_time(
 
 
 def test_ranks_on_other_hosts_are_no_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    places = [
-        Place(host=host, allowed=(rank,), has_gpu=False, gpu_cores=(), cpu_limit=math.inf)
-        for rank, host in enumerate("abab")
-    ]
+    places = [replace(place([rank]), host=host) for rank, host in enumerate("abab")]
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "get_rank", lambda: 3)

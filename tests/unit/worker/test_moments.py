@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_zenflow.core.partition import Slice, Tile, build_partition
 from lightning_zenflow.native import TILE_ELEMENTS
 from lightning_zenflow.worker.moments import CodedMoment, CodedMoments, Moment, first_scales
+from oracle import slices_of_rank
 
 
 class Coded:
@@ -69,18 +70,15 @@ def test_what_is_read_gets_its_codes_again(fraction: float) -> None:
 
 def test_columns() -> None:
     """Of a matrix behind another tile, from some row on; as all elements are read."""
-    wholes = [
-        Slice.of(shape, parameter=number, param_group=0, begin=begin, start=0, numel=torch.Size(shape).numel())
-        for number, (shape, begin) in enumerate([((5, 41), 0), ((300, 37), 256)])
-    ]
-    partition = build_partition(wholes, [256 + 300 * 37], n_blocks=1)
-    coded, generator = Coded(partition.numel, partition.tiles), torch.Generator().manual_seed(1)
+    slices, sizes = slices_of_rank([[torch.empty(5, 41)], [torch.empty(300, 37)]], 0, 1)
+    partition = build_partition(slices, sizes, n_blocks=1)
+    coded, begin, generator = Coded(partition.numel, partition.tiles), slices[1].begin, torch.Generator().manual_seed(1)
     moments = torch.randn(2, partition.numel, generator=generator)
     coded.write(moments[0], moments[1].square())
     for moment in (coded.first, coded.second, Moment(moments[0].bfloat16())):
-        rows = moment.read(256, 300 * 37).view(300, 37)[7:207]
+        rows = moment.read(begin, 300 * 37).view(300, 37)[7:207]
         columns = torch.tensor([0, 3, 36])
-        assert torch.equal(moment.read_columns(256 + 7 * 37, 200, 37, columns), rows[:, columns])
+        assert torch.equal(moment.read_columns(begin + 7 * 37, 200, 37, columns), rows[:, columns])
 
 
 def test_what_is_written_is_near() -> None:
