@@ -226,7 +226,7 @@ def _of_worker(run: Reading, config: ZenFlowConfig, seconds: float, *, in_place:
     share = run.resident_share or 0.0
     if (more := hiding_share(load, run.publish_lag, share) - share) > 0 and run.movable_bytes:
         gb = more * run.movable_bytes / 1e9
-        remedy += f", or set offload_ratio={1 - share - more:.2f}, which takes {gb:.1f} GB more of the device's memory"
+        remedy += f", or set offload_ratio={1 - share - more:.2f} if the device has {gb:.1f} GB more"
     if not slow and not in_place and config.publish_lag == 0:
         remedy += ", or set publish_lag=1"
     return f"waiting for the CPU, which needs {load:.1f} steps per update: {remedy}"

@@ -74,7 +74,7 @@ FLUSHES = {"device_stall_s": {"publish_wait": 0.1, "flush": 0.2, "reserve": 0.3}
             {**SLOW_CPU, "resident_share": 0.5, "movable_bytes": 30e9},
             {},
             ZenFlowConfig(offload_ratio=0.5),
-            "more cores, or set offload_ratio=0.19, which takes 9.2 GB more of the device's memory",
+            "more cores, or set offload_ratio=0.19 if the device has 9.2 GB more",
         ),
         (
             FAST_CPU,
