@@ -137,17 +137,13 @@ def costs(setup: argparse.Namespace, config: ZenFlowConfig) -> dict[UpdateSchedu
 def as_text(by_ratio: Sequence[tuple[object, Mapping[UpdateSchedule, Cost]]]) -> str:
     """The costs, by `offload_ratio`, as a table, and what its columns mean."""
     rows = [
-        [
-            f"S = {s.update_interval}, d = {s.publish_lag}",
-            ratio,
-            *(f"{n / 1e9:.1f}" for n in c[:-1]),
-            f"{1e3 * c.cpu_s:.0f}",
-        ]
+        [f"S = {s.update_interval}, d = {s.publish_lag}", ratio, *(n / 1e9 for n in c[:-1]), 1e3 * c.cpu_s]
         for ratio, costs in by_ratio
         for s, c in costs.items()
     ]
     headers = ("schedule", "offload_ratio", "GPU GB", "host GB", "d2h GB", "h2d GB", "CPU ms")
-    table = tabulate(rows, headers=headers, colalign=("left", *["right"] * 6), disable_numparse=True)
+    formats = ("", "g", *[".1f"] * 4, ".0f")
+    table = tabulate(rows, headers=headers, colalign=("left", *["right"] * 6), floatfmt=formats)
     return (
         f"{table}\n\nGPU: one, without activations. Host: all ranks of one. d2h, h2d, CPU: one rank, a step.\n"
         "The CPU's work hides behind backward where d = 0, and behind the whole step where d > 0."

@@ -215,7 +215,8 @@ def _of_worker(run: Reading, config: ZenFlowConfig, seconds: float, *, in_place:
     """Why steps wait for the worker, and the remedy; empty if its work does not explain that."""
     at_end = 1.0 - (run.steps_in_backward - run.corrected_steps) / run.steps
     if speculates(run, config) and at_end > _MANY:
-        return f"waiting for the CPU, as {at_end:.0%} of the steps begin their update at their end: set clip_prediction=True"
+        why = f"waiting for the CPU, as {at_end:.0%} of the steps begin their update at their end"
+        return f"{why}: set clip_prediction=True{_or_residents(run, 1.0)}"
     load = run.worker_busy_s / max(seconds - sum(run.device_stall_s.values()), 1e-9)
     if load < _SHOWN:
         return ""
@@ -223,13 +224,18 @@ def _of_worker(run: Reading, config: ZenFlowConfig, seconds: float, *, in_place:
     remedy = "give the worker more cores" if slow else "keep other processes off the worker's cores"
     if slow and not in_place and (not is_auto or run.update_interval >= config.max_update_interval):
         remedy += f", or raise {'max_' * is_auto}update_interval"
-    share = run.resident_share or 0.0
-    if (more := hiding_share(load, run.publish_lag, share) - share) > 0 and run.movable_bytes:
-        gb = more * run.movable_bytes / 1e9
-        remedy += f", or set offload_ratio={1 - share - more:.2f}, which takes {gb:.1f} GB more of the device's memory"
+    remedy += _or_residents(run, hiding_share(load, run.publish_lag, run.resident_share or 0.0))
     if not slow and not in_place and config.publish_lag == 0:
         remedy += ", or set publish_lag=1"
     return f"waiting for the CPU, which needs {load:.1f} steps per update: {remedy}"
+
+
+def _or_residents(run: Reading, share: float) -> str:
+    """The remedy of such a share of resident blocks, if it is larger than now."""
+    n_bytes = (share - (run.resident_share or 0.0)) * run.movable_bytes
+    return (
+        f", or set offload_ratio={1 - share:.2g} if the device has {n_bytes / 1e9:.1f} GB more" if n_bytes > 0 else ""
+    )
 
 
 def _ms(seconds: float) -> str:

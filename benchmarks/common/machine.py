@@ -49,7 +49,7 @@ def summary(found: Mapping[str, Any]) -> str:
     words = [f"{found['cpu']}, {found['physical_cores']} physical cores, {found['memory_gib']:g} GiB"]
     # Former records have no such key.
     if "worker_gb_s" in found:
-        words.append(f"{found['worker_gb_s']:g} GB/s on the worker's {len(found['worker_cores'])} cores")
+        words.append(f"{found['worker_gb_s']:g} GB/s on the worker's cores")
     if "gpu" in found:
         gpu = found["gpu"]
         link = f"PCIe {gpu.get('pcie.link.gen.current')}.0 x{gpu.get('pcie.link.width.current')}"

@@ -45,7 +45,10 @@ class Fsdp2(SingleDeviceStrategy):
 
     @override
     def teardown(self) -> None:
-        super().teardown()
+        # As `ModelParallelStrategy`, which leaves the weights where they are: an optimizer may refer to them.
+        assert self.accelerator is not None
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
         dist.destroy_process_group()
 
 

@@ -35,7 +35,7 @@ from benchmarks.common.processes import run_process
 from benchmarks.common.provenance import with_origin
 from benchmarks.common.results import report
 from benchmarks.step_time.methods import DECIDING, DEVICES, METHODS, OF_RANKS, OF_STAGE_3
-from benchmarks.step_time.models import PART_OF_STEP
+from benchmarks.step_time.models import PART_OF_STEP, RESIDENT_BYTES
 from benchmarks.step_time.report import tables
 from benchmarks.step_time.run import StepResult, StepSpec, results_of, run
 
@@ -151,6 +151,11 @@ def describe(written: Mapping[str, Any]) -> str:
     # Results of former code have no such key.
     reasons = [f"{METHODS[name].title}: {reason}" for name, reason in written.get("unavailable", {}).items()]
     notes = [f"not on this device: {', '.join(reasons)}"] if reasons else []
+    specs = [r.spec for of_repeat in results for r in of_repeat if r.resident_share and r.spec.device == "simulated"]
+    if specs:
+        notes.append(
+            f"the device updates resident states at {specs[0].device_memory:g} GB/s, {RESIDENT_BYTES} bytes a parameter"
+        )
     return with_origin(tables(results), written, f"{len(results)} repeats of {n_steps} steps, interleaved", *notes)
 
 

@@ -70,9 +70,13 @@ def _zenflow(title: str, *, max_norm: float | None = 1.0, host_bytes: float | No
     )
 
 
+RATIO = "ratio_"
+"""In names of methods, before `offload_ratio` in percent."""
+
+
 def _of_ratios(name: str, title: str, **keys: Any) -> dict[str, StepMethod]:
     return {
-        f"zenflow_{name}_ratio_{100 * ratio:.0f}": _zenflow(
+        f"zenflow_{name}_{RATIO}{100 * ratio:.0f}": _zenflow(
             f"{title}, offload_ratio={ratio:g}", offload_ratio=ratio, **keys
         )
         for ratio in (1, 0.75, 0.5, 0.34, 0.25, 0)

@@ -29,8 +29,8 @@ HIDDEN, LIKELY_HIDDEN = 0.95, 0.85
 _FALLEN = 0.5
 """A less stale schedule is taken where the load is at most this part of what it was when the present one was taken."""
 
-_IN_BACKWARD = 0.55
-"""Part of a step that hides work where d = 0 and each gradient is submitted in backward, which is some 2/3 of a step. On several ranks the
+_HIDES = {0: 0.55, 1: 1.0}
+"""Part of a step that hides work, by d. With 0 each gradient is submitted in backward, which is some 2/3 of a step. On several ranks the
 gather at its end hides nothing; where it is long, the measured waits decide."""
 
 
@@ -56,11 +56,7 @@ def relative_cost(schedule: UpdateSchedule) -> float:
 
 def hiding_share(load: float, publish_lag: int, share: float) -> float:
     """Share of resident blocks beside which the rest of the worker's work likely hides, where `load` is that of the rest beside `share`."""
-    return 1 - (1 - share) * LIKELY_HIDDEN * _hides(publish_lag) / load
-
-
-def _hides(publish_lag: int) -> float:
-    return 1.0 if publish_lag > 0 else _IN_BACKWARD
+    return 1 - (1 - share) * LIKELY_HIDDEN * _HIDES[publish_lag] / load
 
 
 class SchedulePolicy:
@@ -96,7 +92,7 @@ class SchedulePolicy:
         present = self.schedule
         of_one = load / relative_cost(present)
         # For each schedule the worker's time / the part of the device's time that may hide it.
-        occupied = {c: of_one * relative_cost(c) / _hides(c.publish_lag) for c in self._candidates}
+        occupied = {c: of_one * relative_cost(c) / _HIDES[c.publish_lag] for c in self._candidates}
         hides = occupied[present] <= HIDDEN
         # Without a lag the last blocks are exposed even where the work hides.
         explained = stall <= load if present.publish_lag == 0 else not hides

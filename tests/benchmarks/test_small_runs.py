@@ -54,12 +54,30 @@ def test_step_time_of_stage_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.slow
-def test_fsdp2_with_its_optimizer_in_host_memory_is_adamw() -> None:
-    """Beside DeepSpeed's AdamW without offload, on text, with steps that clip."""
+def test_step_time_of_residents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The device's memory is slow enough for its updates to be seen."""
+    arguments = ["--device", "simulated", "--params", "17e6", "--asynchronous", "--compute-ms", "40", "--repeats", "1"]
+    arguments += ["--device-memory", "2", "--steps", "4", "--warm-up", "2", "--results", str(tmp_path), "--name", "it"]
+    methods = ["floor", "zenflow_exact_ratio_100", "zenflow_exact_ratio_50", "zenflow_adamw_ratio_0"]
+    assert step_time.main([*arguments, "--methods", ",".join(methods)]) == 0
+    text = capsys.readouterr().out
+    runs = json.loads((tmp_path / "it.json").read_text())["runs"][0]
+    assert [run["resident_share"] for run in runs] == [None, None, 0.5, 1.0]
+    for run in runs[2:]:
+        update_s = run["resident_share"] * 28 * run["n_params"] / 2e9
+        assert min(run["step_s"]) >= update_s > 3 * run["spec"]["compute_s"] * run["resident_share"]
+    assert "by formula ms" in text and "at 2 GB/s, 28 bytes a parameter" in text
+
+
+@pytest.mark.slow
+def test_fsdp2_is_adamw() -> None:
+    """With its optimizer in host memory, and with ours, beside DeepSpeed's AdamW without offload; on text, with steps that clip."""
     options: dict[str, Any] = {"params": 25e6, "batch": 2, "narrow": True, "text": True, "warm_up": 2, "steps": 6}
-    specs = [StepSpec(device="cpu", method=method, **options) for method in ("none", "fsdp2")]
-    without, fsdp2 = (run_process(step_time.run, spec, timeout=250).losses for spec in specs)
-    assert fsdp2 == pytest.approx(without, rel=1e-5) and len({*fsdp2}) == len(fsdp2) == 8
+    methods = ("none", "fsdp2", "offload_adamw_fsdp2")
+    specs = [StepSpec(device="cpu", method=method, **options) for method in methods]
+    without, *fsdp2 = (run_process(step_time.run, spec, timeout=250).losses for spec in specs)
+    for losses in fsdp2:
+        assert losses == pytest.approx(without, rel=1e-5) and len({*losses}) == len(losses) == 8
 
 
 def test_kernel() -> None:

@@ -163,7 +163,7 @@ def states() -> list[list[Tensor]]:
 
 
 def interrupted_moves(context: Interrupt) -> str:
-    """Interrupts a step that makes blocks resident, one with them, and a call that gives all of them back; returns how it ended."""
+    """Interrupts a step that makes blocks resident, calls that give back all but one and all, and a step between; how it ended."""
     keys = {**CASES["S=1, d=0"], "update_interval": "auto", "clip_prediction": False}
     with scripted(MOVES), direct_step([random(0)], loss_scale=4.0, **keys) as direct:
         while direct.step.number < 2 * BEFORE - 1:
@@ -171,6 +171,7 @@ def interrupted_moves(context: Interrupt) -> str:
         context.records = direct.parts.rank.records
         with context:
             train(direct)
+            direct.parts.moves.give_back(1, direct.step.count)
             train(direct)
             direct.training.give_back()
         try:

@@ -133,7 +133,7 @@ def test_ratios_beside_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     exact = ["update_interval=1", "publish_lag=0"]
     assert main(["estimate", "--params", "1e9", "--offload-ratio", "1,0.5,0", *exact]) == 0
     whole, half, none = (line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("S = "))
-    assert [row[-6] for row in (whole, half, none)] == ["1.0", "0.5", "0.0"]
+    assert [row[-6] for row in (whole, half, none)] == ["1", "0.5", "0"]
     # With the gradients 14 bytes a parameter.
     assert float(none[-5]) - float(half[-5]) == pytest.approx(7, abs=0.11)
     assert int(whole[-1]) > 0 and int(half[-1]) == pytest.approx(int(whole[-1]) / 2, abs=1) and none[-1] == "0"

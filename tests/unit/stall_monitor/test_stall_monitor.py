@@ -74,7 +74,7 @@ FLUSHES = {"device_stall_s": {"publish_wait": 0.1, "flush": 0.2, "reserve": 0.3}
             {**SLOW_CPU, "resident_share": 0.5, "movable_bytes": 30e9},
             {},
             ZenFlowConfig(offload_ratio=0.5),
-            "more cores, or set offload_ratio=0.19, which takes 9.2 GB more of the device's memory",
+            "more cores, or set offload_ratio=0.19 if the device has 9.2 GB more",
         ),
         (
             FAST_CPU,
@@ -89,6 +89,12 @@ FLUSHES = {"device_stall_s": {"publish_wait": 0.1, "flush": 0.2, "reserve": 0.3}
         # A worker that computes next to nothing does not lack cores.
         ({"device_stall_s": {"publish_wait": 0.2}, "worker_busy_s": 0.0004}, {}, FIXED, None),
         (CORRECTIONS, {}, TRUE_FACTORS, "40% of the steps begin their update at their end: set clip_prediction=True"),
+        (
+            {**CORRECTIONS, "resident_share": 0.5, "movable_bytes": 30e9},
+            {},
+            TRUE_FACTORS,
+            "at their end: set clip_prediction=True, or set offload_ratio=0 if the device has 15.0 GB more",
+        ),
         (SLOW_CPU, {"skipped": 0.5}, AUTO, "^50% of the steps were skipped: .* look for NaN"),
     ],
 )
