@@ -12,13 +12,15 @@ def looks(module: nn.Module) -> dict[str, Any]:
         # What Lightning adds, under every strategy, and what models here and their optimizers keep themselves.
         own = {key for key in vars(m) if key not in ("_fabric", "_hparams", "_optimizers", "_trainer", "_trained")}
         tables = {key: vars(m)[key] for key in own if "_hooks" in key and isinstance(vars(m)[key], dict)}
-        hooks = {key: {n: id(hook) for n, hook in table.items()} for key, table in tables.items()}
-        found[f"module {name}"] = (type(m), type(m._parameters), own, hooks)
+        n_hooks = {key: len(table) for key, table in tables.items()}
+        found[f"module {name}"] = type(m), type(m._parameters), own, n_hooks
+        found[f"identity of hooks of {name}"] = {key: [*map(id, table.values())] for key, table in tables.items()}
     for name, p in module.named_parameters(remove_duplicate=False):
         hooks = {key: len(getattr(p, key) or {}) for key in ("_backward_hooks", "_post_accumulate_grad_hooks")}
         # Those of torch's compiler are its own.
         own = {key for key in vars(p) if not key.startswith("_dynamo")}
-        found[f"parameter {name}"] = (id(p), type(p), p.shape, p.is_leaf, p.device, own, hooks)
+        found[f"parameter {name}"] = type(p), p.shape, p.is_leaf, p.device, own, hooks
+        found[f"identity of {name}"] = id(p)
         found[f"memory beside {name}"] = p.untyped_storage().nbytes() - p.numel() * p.element_size()
     return found
 

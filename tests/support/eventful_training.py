@@ -66,9 +66,3 @@ def train(direct: DirectStep, deaths: float = 0) -> list[list[Tensor]]:
         shown.append([flat.clone() for flat in direct.shown])
     direct.step.flush()
     return [*shown, direct.state()]
-
-
-def assert_same_training(ours: Sequence[Sequence[Tensor]], theirs: Sequence[Sequence[Tensor]]) -> None:
-    """What `train` has returned is the same, bit for bit."""
-    for event, a, b in zip([*EVENTS, "the end"], ours, theirs, strict=True):
-        assert all(map(torch.equal, a, b)), event

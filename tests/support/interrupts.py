@@ -3,9 +3,12 @@
 import functools
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+
+import pytest
 
 import lightning_zenflow
 from lightning_zenflow.offload.rank_state import Transaction
@@ -14,6 +17,8 @@ _PACKAGE = str(Path(lightning_zenflow.__file__).parent)
 
 Place = tuple[str, int, str]
 """File, line, and whether the line begins ("line") or a function returns from it ("return")."""
+MOST_LOST = 0.2
+"""Share of all places at which the state may be lost, those of changes of records, during which nothing waits: docs/reliability.md."""
 
 
 @functools.cache
@@ -74,3 +79,28 @@ class Interrupt:
         if not code.co_filename.startswith(_PACKAGE):
             return False
         return self._place is None or (code.co_filename.endswith(self._place[0]) and self._place[1] in _lines(code))
+
+
+def sweep(outcome_of: Callable[[Interrupt], str], *, stride: int) -> int:
+    """Interrupts runs at every stride'th place that one passes, each at one time; how many. Where no records are cut the state is whole."""
+    passed, counts = Interrupt(), Counter[str]()
+    assert outcome_of(passed) == "whole"
+    for place, time in passed.times(stride=stride):
+        context = Interrupt(place, time)
+        try:
+            outcome = outcome_of(context)
+            assert outcome == ("lost" if context.cut_records else "whole")
+        except Exception as error:
+            raise AssertionError(f"interrupted at {place}, time {time}") from error
+        counts[outcome] += 1
+    places = passed.times(stride=1)
+    share = len(passed.cuts.intersection(places)) / len(places)
+    print(f"lost at {share:.1%} of {len(places)} places; of those tried: {counts}")
+    assert stride > 1 or share < MOST_LOST
+    return counts.total()
+
+
+def strides(fast: int, slow: int) -> pytest.MarkDecorator:
+    """Of which places every stride'th is tried."""
+    thorough = pytest.param(slow, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])
+    return pytest.mark.parametrize("stride", [fast, thorough])

@@ -44,6 +44,50 @@ class Perceptron(TestModule):
         return x.float().square().mean()
 
 
+class Deep(TestModule):
+    """Equal layers, one after the other, which are made in pieces, so that they never are on a rank together; keeps the losses.
+
+    Args:
+        n_layers: their number.
+        width: of each.
+        used_again: whether the first layer's weight, by itself, is used in the end as well.
+        dtype: of the inputs, which is that of the weights.
+    """
+
+    lr = 3e-4
+
+    def __init__(
+        self, *, n_layers: int, width: int, used_again: bool = False, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        self.n_layers, self.width, self.used_again, self.of_inputs = n_layers, width, used_again, dtype
+        self.losses: list[Tensor] = []
+
+    @override
+    def configure_model(self) -> None:
+        # Lightning asks again before each run.
+        if hasattr(self, "layers"):
+            return
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(self.width, self.width, bias=False) for _ in range(self.n_layers))
+
+    @override
+    def optimized(self) -> list[list[nn.Parameter]]:
+        return [list(self.parameters())]
+
+    @override
+    def loss(self, step: int, micro: int, rank: int) -> Tensor:
+        data = torch.randn(4, self.width, generator=generator(9)).to(self.device, self.of_inputs)
+        x = data
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) / self.n_layers
+        if self.used_again:
+            x = functional.linear(x, self.layers[0].weight)
+        loss = (x - data.roll(1, 1)).float().square().mean()
+        self.losses.append(loss.detach())
+        return loss
+
+
 class _AllAtOnce(torch.autograd.Function):
     """A layer whose input, weight and bias get their gradients together."""
 

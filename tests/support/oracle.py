@@ -137,6 +137,7 @@ class Oracle:
             publish_lag=self.case.publish_lag,
             warm_up=self.case.warm_up,
             max_norm=self.case.max_norm or 0.0,
+            select_interval=select if isinstance(select := self.case.keys()["select_interval"], int) else 0,
         )
         self._frozen: list[int] = []
 
@@ -208,8 +209,8 @@ class Oracle:
                 (loss / self.case.accumulate).backward()
                 of_ranks.append([p.grad for p in self.parameters])
             for i, gradients in enumerate(zip(*of_ranks, strict=True)):
-                if gradients[0] is not None:
-                    mean = torch.stack([g / self.world_size for g in gradients]).sum(0)
+                if of_ranks_that_use_it := [g / self.world_size for g in gradients if g is not None]:
+                    mean = torch.stack(of_ranks_that_use_it).sum(0)
                     so_far = total[i]
                     total[i] = mean if so_far is None else so_far + mean
         filled = [torch.zeros_like(p) if g is None else g for g, p in zip(total, self.parameters, strict=True)]

@@ -195,3 +195,44 @@ def compare_with_oracle(
                 different += follows and int((ours != theirs).sum())
     total = len(runs) * case.steps * sum(p.numel() for p in oracle.parameters)
     assert different < 2e-3 * total, f"{different} of {total} rounded differently"
+
+
+def _is_predicted(case: Case) -> bool:
+    """Whether what is shown may have another clip factor than the step's."""
+    config, options = case.make_strategy().zenflow_config, case.model_options
+    hostile = case.max_norm or options.get("not_finite") or options.get("factors")
+    return config.submits_in_backward and config.predicts_clipping and bool(hostile)
+
+
+def _shows_adamw(case: Case) -> bool:
+    """Whether every forward pass sees AdamW's weights: what is in place is corrected where it was predicted, what is resident is exact."""
+    if case.strategy_options.get("in_place") or case.offload_parameters:
+        return True
+    config = case.make_strategy().zenflow_config
+    if config.moments_dtype != "float32" or case.schedules:
+        return False
+    immediate = config.is_immediate and config.weight_prediction != 1.0 and not _is_predicted(case)
+    return immediate or config.offload_ratio == 0
+
+
+def _knows_every_step(case: Case) -> bool:
+    """Whether the oracle has all that is shown."""
+    options = case.strategy_options
+    is_exact = not any(options.get(key, 0) for key in ("weight_prediction", "provisional_scale"))
+    is_exact = is_exact and options.get("select_interval") != "auto" and "moments_dtype" not in options
+    # Adam adds the decayed weights to the gradients: where these are next to nothing, their signs are those of rounding errors.
+    is_exact = is_exact and case.optimizer.kind == "AdamW"
+    # Nor does it know of squares that are not in float32, which `assert_is_adamw` does; losses that are large show rounding errors.
+    numbers = [*case.model_options.get("not_finite", {}).values(), *case.model_options.get("factors", {}).values()]
+    is_exact = is_exact and not any(1e3 < abs(number) < math.inf for number in numbers)
+    # Where nothing overlaps, the lag is none; the first blocks are resident where their gradients arrive last.
+    is_exact = is_exact and (options.get("overlap_step", True) or case.publish_lag == 0)
+    is_exact = is_exact and (case.loop == "direct" or "offload_ratio" not in options)
+    return is_exact and not (case.schedules or options.get("in_place") or _is_predicted(case))
+
+
+def assert_as_promised(case: Case, *runs: Run) -> None:
+    """What holds of a case's runs, of all ranks: the state is AdamW's, and so is what is shown, or it is the oracle's in every step."""
+    assert_is_adamw(case, *runs, shown=_shows_adamw(case))
+    if _knows_every_step(case):
+        compare_with_oracle(case, runs)

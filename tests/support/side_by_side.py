@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from harness import Case, Run, StockStrategy, fit, make_trainer, snapshot
+from harness import StockStrategy, fit, make_trainer, snapshot
 from lightning_zenflow import ZenFlowStrategy
 from models import OptimizerOptions, TestModule
 from networks import SmallNet
@@ -165,25 +165,3 @@ def compare_weights(
     fit(theirs, "auto", callbacks=make_callbacks(), **options)
     assert_near([p.float() for p in snapshot(ours)], snapshot(theirs), atol=atol)
     return ours
-
-
-def torch_alone(case: Case, *, ranks: int = 1) -> list[Run]:
-    """Losses and final weights of a case under torch's own optimizer, without clipping; one run a rank, on all data in this process.
-
-    What a step does not use has a gradient of zero, as under DeepSpeed.
-    """
-    model, runs = case.make_model(), [Run() for _ in range(ranks)]
-    optimizer, scheduler = model.optimizer_and_scheduler()
-    for step in range(case.steps):
-        losses = [model.loss(step, 0, rank) for rank in range(ranks)]
-        torch.stack(losses).mean().backward()
-        for p in (p for group in model.parameter_groups() for p in group if p.grad is None):
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
-        scheduler.step()
-        model.zero_grad()
-        for run, loss in zip(runs, losses, strict=True):
-            run.losses.append([float(loss.detach())])
-    for run in runs:
-        run.weights = snapshot(model)
-    return runs

@@ -15,13 +15,13 @@ every step, for each parameter group. Source: ZenFlow, arXiv 2505.12242, section
 * With d = 0, a job may begin during the backward pass, before N_t is known. Unless `clip_prediction` is false, the block then shows w_t
   with a *predicted* factor in the place of c_t. The exact state has c_t. Prediction: P_t is the sum of squares of the gradients that have
   arrived when the job begins, r_t the block's running geometric mean sqrt(r_(t-1) N_t^2 / P_t), and r_(t-1) P_t is taken for N_t^2.
-* In *synchronous* steps all elements show w_t. These are the warm-up, the step that selects the columns, and where weights
+* In *synchronous* steps all elements show w_t. These are the warm-up, the steps that select the columns, and where weights
   are late, the one behind a change of what is trained.
 
 With S = 1, d = 0 and true factors, every step shows w_t: the training is AdamW's.
 
-Left out are later selections of columns (`offload/columns.py`), weight prediction and provisional updates, which add an estimate of the
-missing updates to shown weights (`core/schedule.py`), the choice of S and d (`offload/plan.py`), short moments and loss scales.
+Left out are weight prediction and provisional updates, which add an estimate of the missing updates to shown weights
+(`core/schedule.py`), the choice of S and d (`offload/plan.py`), short moments and loss scales.
 """
 
 import math
@@ -130,6 +130,7 @@ class SynchronousZenFlow:
         topk_ratio: share of the columns that the device owns; 0: the host owns all elements.
         warm_up: applied steps at the start that are synchronous.
         max_norm: C; 0: no clipping.
+        select_interval: steps from one selection of columns to the next; 0: there is one only.
         resident: for each parameter, the elements of resident blocks, bool; empty: there are none.
 
     Attributes:
@@ -146,6 +147,7 @@ class SynchronousZenFlow:
     publish_lag: int
     warm_up: int = 0
     max_norm: float = 0.0
+    select_interval: int = 0
     resident: Sequence[Tensor] = ()
 
     def __post_init__(self, weights: Sequence[Tensor]) -> None:
@@ -159,8 +161,10 @@ class SynchronousZenFlow:
         self.owned: list[Tensor] = []
         # With S = 1, d = 0 no weight is late, and the device owns no columns.
         is_late = (self.update_interval, self.publish_lag) != (1, 0)
-        self._selects = self.topk_ratio > 0 and is_late
-        self._synchronous_until = self.number + max(self._selects, is_late and changed, self.warm_up - self.exact.count)
+        selects = self.topk_ratio > 0 and is_late
+        self._synchronous_until = self.number + max(selects, is_late and changed, self.warm_up - self.exact.count)
+        # The number of the step that selects; 0: none does.
+        self._selection = self._synchronous_until if selects else 0
 
     def flush(self) -> None:
         """Closes all windows and publishes all jobs: every element shows its exact weight."""
@@ -177,9 +181,9 @@ class SynchronousZenFlow:
         self.number += 1
         tentative = None if predicted is None else self._tentative(gradients, groups, predicted)
         factor = self.exact.step(gradients, groups, max_norm=self.max_norm)
-        if self.number <= self._synchronous_until:
+        if self.number <= self._synchronous_until or self.number == self._selection:
             self.flush()
-            if self._selects and self.number == self._synchronous_until:
+            if self.number == self._selection:
                 self._select(gradients, is_finite=not math.isnan(factor))
             return factor
         # submit
@@ -204,6 +208,7 @@ class SynchronousZenFlow:
         if is_finite:
             pairs = zip(gradients, self.exact.weights, strict=True)
             self.owned = [owned_elements(torch.zeros_like(w) if g is None else g, self.topk_ratio) for g, w in pairs]
+            self._selection = self.number + self.select_interval if self.select_interval else 0
         else:
             # The next step is synchronous too, and selects.
-            self._synchronous_until += 1
+            self._selection += 1

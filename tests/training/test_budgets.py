@@ -1,33 +1,37 @@
 """Budgets of a settled step without a clock: bytes copied and device memory, as recorded, as counted and by formulas; launches.
 
+The modules that a gradient enters on its way to the weights: few, and the ones that docs/architecture.md names.
 Models larger than the device: stage 3 with parameters in host memory on a recorded device of limited memory; what crosses its link.
 """
 
+import re
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
+import lightning_zenflow
 from direct_step import direct_step
 from eventful_training import random_tensors
 from gpu_cases import RACES
 from harness import AUTO, Case, make_trainer, optimizer_of, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.cli import Cost, costs
-from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import HostRuntime
 from lightning_zenflow.core.partition import STATE_BYTES, column_count, row_length
 from lightning_zenflow.core.schedule import UpdateSchedule, blocks_wanted, bucket_size
+from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.kernels.base import NOISE_NUMEL
 from lightning_zenflow.worker.arena import WORD_BYTES
-from models import generator
+from networks import Deep
 from recorded_device.clocks import HOST
 from recorded_device.device import RecordedDevice
 from recorded_device.tensors import DEVICE
@@ -97,12 +101,9 @@ class Sizes:
 
 def cost_of(case: Case, sizes: Sizes) -> Cost:
     """The formulas of `estimate`."""
-    config = ZenFlowConfig(
-        topk_ratio=case.topk_ratio, update_interval=case.update_interval, publish_lag=case.publish_lag
-    )
     machine = {"gpus": 1, "gpus_per_host": 1, "cpu_bw": 100.0, "stage": 2, "offload_parameters": False}
     model = {"params": sizes.numel, "frozen": 0.0, "dtype": "bf16", "accumulate_grad_batches": 1}
-    (cost,) = costs(Namespace(**machine, **model), config).values()
+    (cost,) = costs(Namespace(**machine, **model), case.make_strategy().zenflow_config).values()
     return cost
 
 
@@ -195,43 +196,12 @@ ZERO = {
 }
 
 
-class Deep(pl.LightningModule):
-    """Many equal layers, made in pieces, so that they never are on the device together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.losses: list[Tensor] = []
-
-    @override
-    def configure_model(self) -> None:
-        torch.manual_seed(3)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
-
-    @override
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x = batch
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x)) / LAYERS
-        loss = (x - batch.roll(1, 1)).float().square().mean()
-        self.losses.append(loss.detach())
-        return loss
-
-    @override
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-    @override
-    def train_dataloader(self) -> DataLoader[Tensor]:
-        batch = torch.randn(2, WIDTH, generator=generator(9)).bfloat16()
-        return DataLoader(batch.repeat(STEPS, 1), batch_size=2)  # type: ignore[arg-type]
-
-
 def train(place: str, *, memory_limit: float = torch.inf) -> tuple[Sequence[float], RecordedDevice]:
     """Losses of all steps with the parameters in a place, and the device."""
     config = {"zero_optimization": {**ZERO, "offload_param": {"device": place}}}
     strategy = ZenFlowStrategy(config, update_interval=1, publish_lag=0, worker_cores=1)
     with recorded_device(memory_limit=memory_limit) as device:
-        model = Deep()
+        model = Deep(n_layers=LAYERS, width=WIDTH, dtype=torch.bfloat16)
         options: dict[str, Any] = {"precision": "bf16-true", "max_steps": STEPS, "gradient_clip_val": 0.1}
         make_trainer(strategy, callbacks=[device.step_ends()], **options).fit(model)
         return torch.stack(model.losses).tolist(), device
@@ -255,3 +225,37 @@ def test_bytes_a_parameter_over_the_link() -> None:
     of_step = [o for o in operations[ends[-2] : ends[-1]] if o.place != "stage3.__avg_scatter_grads"]
     counted = [sum(o.n_bytes for o in of_step if o.kind == way) / (LAYERS * LAYER) for way in ("d2h", "h2d")]
     assert counted == pytest.approx([2, 4 - 2 / LAYERS], abs=0.01)
+
+
+PACKAGE = Path(lightning_zenflow.__file__).parent
+ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
+IN_THE_MIDDLE = 6
+"""A step in which nothing happens for the first time."""
+
+
+def test_a_gradients_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its reduction to the end of the step, with S = 1, d = 0 and clipping, on one rank."""
+    entered: set[str] = set()
+    receive, step = ZenFlowZeroOptimizer.copy_grads_in_partition, ZenFlowZeroOptimizer.step
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            entered.add(path.relative_to(PACKAGE).as_posix())
+
+    def recorded_receive(self: ZenFlowZeroOptimizer, *args: Any, **kwargs: Any) -> None:
+        if self.training.steps.number + 1 == IN_THE_MIDDLE:
+            sys.setprofile(note)
+        receive(self, *args, **kwargs)
+
+    def recorded_step(self: ZenFlowZeroOptimizer, *args: Any, **kwargs: Any) -> None:
+        step(self, *args, **kwargs)
+        sys.setprofile(None)
+
+    monkeypatch.setattr(ZenFlowZeroOptimizer, "copy_grads_in_partition", recorded_receive)
+    monkeypatch.setattr(ZenFlowZeroOptimizer, "step", recorded_step)
+    options = {"reduce_bucket_size": 200, "worker_cores": 1}
+    run_here(Case(model="TiedNet", steps=8, max_norm=1.0, update_interval=1, publish_lag=0, strategy_options=options))
+    section = ARCHITECTURE.read_text().partition("\n## A gradient's way\n")[2].partition("\n## ")[0]
+    assert entered == set(re.findall(r"`((?:[a-z_]+/)?[a-z0-9_]+\.py)`", section))
+    assert len(entered) <= 16

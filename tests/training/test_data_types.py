@@ -1,26 +1,34 @@
-"""Types that the user's program chooses: torch's default, those of batches."""
+"""Types that the user's program chooses: torch's default, those of batches; `moments_dtype: bfloat16` and `int8`, with which the state has
+the bits of the oracle, whose moments are rounded once a window.
+"""
 
+import math
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
 
-import lightning.pytorch as pl
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_optimizer_state
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 from typing_extensions import override
 
 from callbacks import At
+from checkpoint_files import zero_state
 from fabric_runs import set_up
-from harness import fit, weights_of
+from harness import UP_TO_TWO, Case, Run, fit, optimizer_of, run_here, weights_of
 from lightning_zenflow import ZenFlowStrategy
-from models import generator
+from lightning_zenflow.checkpoint.reader import SavedCheckpoint
+from models import SHAPES, TestModule, generator, hyperparameters
 from networks import SmallNet
+from same_bits import assert_is_adamw, assert_same_tensors
 from side_by_side import LATE, NOTHING_LATE
 from stage3_runs import PiecesNet
 
 
-class OwnTypes(pl.LightningModule):
+class OwnTypes(TestModule):
     """A module that names the type of all that it makes.
 
     Args:
@@ -42,14 +50,6 @@ class OwnTypes(pl.LightningModule):
             torch.set_default_dtype(self.default)
         x = torch.randn(8, 13, generator=generator(2, batch_idx), dtype=torch.float32)
         return self.layers(x).square().mean()
-
-    @override
-    def train_dataloader(self) -> DataLoader[int]:
-        return DataLoader(range(10))
-
-    @override
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
 @pytest.fixture(autouse=True)
@@ -99,10 +99,6 @@ class Bundle:
         return self
 
 
-def bundled(samples: list[dict[str, Tensor]]) -> dict[str, Any]:
-    return {**default_collate(samples), "rows": Bundle(samples)}
-
-
 class Sees(OwnTypes):
     """Keeps the batch that it gets, and trains on it."""
 
@@ -127,7 +123,9 @@ class Sees(OwnTypes):
             "time": torch.tensor(1764086400.123456, dtype=torch.float64),
             "number": torch.tensor(2**40 + 1, dtype=torch.int64),
         }
-        return DataLoader([sample] * 4, collate_fn=bundled)
+        return DataLoader(
+            [sample] * 4, collate_fn=lambda samples: {**default_collate(samples), "rows": Bundle(samples)}
+        )
 
     val_dataloader = train_dataloader
 
@@ -204,3 +202,86 @@ def test_types_of_what_is_trained_and_is_not(
     assert trains or {name: t.dtype for name, t in saved.items()} == types
     fit(resumed, ZenFlowStrategy(**NOTHING_LATE, stage=stage), steps=4, resume=tmp_path / "a.ckpt")
     assert {name: t.dtype for name, t in resumed.state_dict().items()} == types
+
+
+SHORT = ("bfloat16", "int8")
+CASE = Case(topk_ratio=0.0, steps=11, model_options={"shapes": SHAPES[:6]}, loop="direct")
+"""The gradients do not depend on the weights. The last parameter of the model, which has none in every second step, is left out: its block
+is then submitted at the end of the step, with another window."""
+
+
+ONE, TWO = (replace(CASE, update_interval=s, publish_lag=0) for s in (1, 2))
+NOT_FINITE = {**CASE.model_options, "not_finite": {(4, 0): math.nan, (6, 0): math.inf}}
+CASES = {
+    "S=2, d=0, columns on the device": replace(TWO, topk_ratio=0.3),
+    "flushes, one behind": replace(TWO, flush_after=(3, 4, 8), max_norm=0.5),
+    "not finite": replace(ONE, model_options=NOT_FINITE, max_norm=0.5),
+    "freezing": replace(ONE, model_options={**CASE.model_options, "frozen_in": {0: (2, 4), 3: (3, 100)}}),
+    "two threads": ONE.with_keys(worker_cores=UP_TO_TWO),
+    "slow first moments": replace(
+        TWO,
+        publish_lag=1,
+        optimizer=replace(CASE.optimizer, given=[hyperparameters(lr=1e-2, beta1=b) for b in (0.999, 0.9)]),
+    ),
+}
+"""What lies between these, tests/fuzz draws."""
+
+
+@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("name", CASES)
+def test_the_bits_of_the_oracle(name: str, dtype: str) -> None:
+    case = CASES[name].with_keys(moments_dtype=dtype)
+    assert_is_adamw(case, run_here(case))
+
+
+def assert_loaded(run: Run, saved: Run, dtype: str) -> None:
+    """The moments of `run`, which is of this type, are those of `saved`, rounded; how: tests/unit/worker/test_moments."""
+    for kind in ("exp_avg", "exp_avg_sq"):
+        for ours, theirs in zip(getattr(run, kind), getattr(saved, kind), strict=True):
+            if dtype == "int8":
+                torch.testing.assert_close(ours, theirs.float(), rtol=0, atol=float(theirs.abs().max()) / 100)
+            else:
+                assert torch.equal(ours, theirs.to(getattr(torch, dtype)).float())
+
+
+def test_checkpoints_hold_float32_and_runs_with_any_type_load_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that loads another type takes the exact state, or rounds it once to nearest.
+
+    What is saved is the arena's memory, or a file's; torch's loading, which would convert all moments at once, is not called.
+    """
+    saved: dict[str, Run] = {}
+
+    def refuse(*_: Any) -> NoReturn:
+        raise AssertionError("torch's loading was called")
+
+    monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", refuse)
+    found, short, dtypes = list[Tensor](), replace(CASE, steps=5, loop="trainer"), ("float32", *SHORT)
+
+    def find(trainer: Any) -> None:
+        """DeepSpeed's own way to the moments after a flush; those that a checkpoint would hold are the arena's memory."""
+        parameters = [p for group in trainer.lightning_module.parameter_groups() for p in group]
+        found[:] = [safe_get_full_optimizer_state(p, "exp_avg_sq") for p in parameters]
+        arena = optimizer_of(trainer).training.parts.rank.arena
+        states = optimizer_of(trainer).state_dict()["base_optimizer_state"]["state"].values()
+        for kind in ("exp_avg", "exp_avg_sq"):
+            of_arena = getattr(arena, kind).array
+            own = {state[kind].untyped_storage().data_ptr() for state in states}
+            assert (own == {of_arena.untyped_storage().data_ptr()}) != (of_arena.dtype in (torch.uint8, torch.int8))
+
+    for dtype in dtypes:
+        case = replace(short, save_at=5, checkpoint=str(tmp_path / dtype)).with_keys(moments_dtype=dtype)
+        saved[dtype] = run_here(case, callbacks=[At("on_train_end", find)])
+        for state in zero_state(tmp_path / dtype)["base_optimizer_state"]["state"].values():
+            assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
+        of_rank = SavedCheckpoint(tmp_path / dtype).optimizer_state(0)["base_optimizer_state"]["state"]
+        in_file = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+        assert all(of_group["exp_avg"].dtype == in_file for of_group in of_rank.values())
+        assert_same_tensors(found, [x.float() for x in saved[dtype].exp_avg_sq], "what DeepSpeed finds")
+    for ours, theirs in (("float32", "int8"), ("bfloat16", "float32"), ("int8", "bfloat16"), ("int8", "int8")):
+        run = run_here(replace(short, checkpoint=str(tmp_path / theirs)).with_keys(moments_dtype=ours))
+        assert_same_tensors(run.master, saved[theirs].master, "master")
+        assert_loaded(run, saved[theirs], ours)
+        for kind in ("exp_avg", "exp_avg_sq") if ours == theirs else ():
+            assert_same_tensors(getattr(run, kind), getattr(saved[theirs], kind), kind)

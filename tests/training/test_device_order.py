@@ -1,7 +1,9 @@
-"""A device that runs behind the host, recorded: nothing races, nothing waits, and planted errors are found."""
+"""A device that runs behind the host, recorded: nothing races, nothing waits, and planted errors are found; which operations the host
+waits for, as on a CUDA device, and which are errors there.
+"""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,16 +17,16 @@ from typing_extensions import override
 
 from callbacks import At
 from gpu_cases import RACES
-from harness import AUTO, EVERYTHING, Case, optimizer_of, run_here
+from harness import AUTO, Case, optimizer_of, run_here
 from lightning_zenflow.core.device import HostRuntime, SideStream, runtime_of
 from lightning_zenflow.deepspeed.fetch import FetchCoordinator
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
-from lightning_zenflow.offload.resident import Residents
 from lightning_zenflow.worker.process import SupervisedWorker
 from networks import TiedNet
 from rank_processes import run_on_ranks
 from recorded_device.clocks import HOST
 from recorded_device.device import RecordedDevice, RecordedEvent
+from recorded_device.tensors import DEVICE
 from recorded_device.watch import recorded_device
 from same_bits import assert_same_run
 
@@ -64,22 +66,12 @@ CASES = {
     "gradients at once": replace(NETWORK, model="PerceptronAtOnce"),
     "changes of schedule": replace(NETWORK, schedules=((3, 8, 1), (7, 1, 0), (9, 2, 1))).with_keys(**AUTO),
     "frozen layers": replace(
-        FIXED,
-        model="LinearLossModule",
-        model_options={"frozen_in": {0: (4, 8), 3: (2, 100)}},
-        strategy_options={**EVERYTHING, "overlap_comm": True, "reduce_bucket_size": 50},
-    ),
+        FIXED, model="LinearLossModule", model_options={"frozen_in": {0: (4, 8), 3: (2, 100)}}
+    ).with_keys(reduce_bucket_size=50),
     "fp16": replace(NETWORK, precision="16-true"),
-    "a layer used now and then": replace(
-        NETWORK, model="TiedNet", model_options={"used_every": 3}, steps=18, precision="bf16-true"
+    "a layer of the first micro-batch": replace(NETWORK, model=UsedEarly, model_options={}, accumulate=2).with_keys(
+        accumulate_on="device"
     ),
-    "a layer of the first micro-batch": replace(
-        NETWORK,
-        model=UsedEarly,
-        model_options={},
-        accumulate=2,
-        precision="bf16-true",
-    ).with_keys(accumulate_on="device"),
     "in host memory": replace(
         NETWORK,
         stage=3,
@@ -94,15 +86,13 @@ CASES = {
     "true factors": replace(FIXED, update_interval=1, publish_lag=0, max_norm=65.0, flush_after=(5,)).with_keys(
         clip_prediction=False
     ),
-    "stage 3": replace(NETWORK, stage=3).with_keys(overlap_comm=True),
-    "stage 3, submitted in backward": replace(
-        NETWORK, stage=3, update_interval=1, publish_lag=0, flush_after=(5,)
-    ).with_keys(overlap_comm=True),
+    "stage 3": replace(NETWORK, stage=3),
+    "stage 3, submitted in backward": replace(NETWORK, stage=3, update_interval=1, publish_lag=0, flush_after=(5,)),
     "half resident": replace(NETWORK, update_interval=1, publish_lag=0, flush_after=(5,)).with_keys(offload_ratio=0.5),
     "half resident, late, sums in slots": replace(NETWORK, accumulate=2).with_keys(
         offload_ratio=0.5, accumulate_on="host"
     ),
-    "all resident": replace(NETWORK, stage=3, flush_after=(5,)).with_keys(overlap_comm=True, offload_ratio=0),
+    "all resident": replace(NETWORK, stage=3, flush_after=(5,)).with_keys(offload_ratio=0),
 }
 
 
@@ -186,9 +176,8 @@ def test_frozen_weights_in_host_memory_are_page_locked_until_the_end() -> None:
     assert not any(map(device.is_page_locked, pieces))
 
 
-@pytest.fixture
-def late_fetches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Parameters whose gathers begin where they are needed, since the worker's answers are never seen before they are waited for."""
+def test_late_fetches_are_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They begin where the parameters are needed, since the worker's answers are never seen before they are waited for."""
     late: list[Any] = []
     begin = FetchCoordinator._begin
 
@@ -198,12 +187,8 @@ def late_fetches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(SupervisedWorker, "has_answered", lambda *_: False)
     monkeypatch.setattr(FetchCoordinator, "_begin", begins)
-    return late
-
-
-def test_late_fetches_are_ordered(late_fetches: list[Any]) -> None:
     assert not record(ON_HOST).order.races
-    assert len(late_fetches) > 25
+    assert len(late) > 25
 
 
 def test_whole_gradients_that_are_read_have_arrived() -> None:
@@ -217,9 +202,11 @@ def test_a_step_does_not_wait(name: str) -> None:
     assert not any(record(CASES[name].with_keys(select_interval=0)).waits())
 
 
-@pytest.fixture
-def reached_with_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device reaches an event when the host next waits for an answer of the worker."""
+def test_a_clipped_step_waits_for_the_worker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it submits more blocks at its end than there are publish buffers: 24 and 3.
+
+    The device reaches an event when the host next waits for an answer of the worker.
+    """
     record_event = RecordedEvent.record
     n_waited, await_worker = [0], SupervisedWorker.wait_for
 
@@ -239,12 +226,6 @@ def reached_with_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SupervisedWorker, "wait_for", wait_for)
     monkeypatch.setattr(RecordedEvent, "record", records)
     monkeypatch.setattr(RecordedEvent, "query", query)
-
-
-def test_a_clipped_step_waits_for_the_worker_alone(
-    reached_with_an_answer: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where it submits more blocks at its end than there are publish buffers: 24 and 3."""
     monkeypatch.setattr("lightning_zenflow.offload.build.blocks_wanted", lambda *_, **__: 24)
     case = replace(CASES["true factors"], max_norm=1e-2, flush_after=(), steps=6)
     device = record(case.with_keys(select_interval=0))
@@ -312,27 +293,8 @@ def test_fetches_of_stage_3_are_behind_what_was_published() -> None:
         assert any("_allgather_base_ in fetch." in race for race in run.races), run.races
 
 
-def memory_is_not_kept(patch: pytest.MonkeyPatch) -> None:
-    """Memory that another stream reads is freed without a word to the allocator."""
-    patch.setattr(RecordedDevice, "keep_for", lambda *_: None)
-    patch.setattr(SideStream, "join", lambda self: None)
-    patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-
-
 def without(owner: type, method: str) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setattr(owner, method, lambda *_: None)
-
-
-def updated_too_early(patch: pytest.MonkeyPatch) -> None:
-    """Resident blocks are updated without a wait for the copies of their gradients."""
-    step = Residents.step
-
-    def early(residents: Residents) -> None:
-        with pytest.MonkeyPatch.context() as unordered:
-            unordered.setattr(SideStream, "join", lambda self: None)
-            step(residents)
-
-    patch.setattr(Residents, "step", early)
 
 
 def event_elsewhere(patch: pytest.MonkeyPatch) -> None:
@@ -346,8 +308,6 @@ PLANTED = {
     # Its job's word does not wait for the copies from it.
     "a buffer reused too early in backward": (without(SideStream, "wait_for"), CASES["submitted in backward"]),
     "a buffer reused too early": (without(RecordedEvent, "synchronize"), replace(NETWORK, flush_after=(5, 6))),
-    "resident blocks updated too early": (updated_too_early, CASES["half resident"]),
-    "memory reused too early": (memory_is_not_kept, CASES["accumulated on the host"]),
 }
 
 
@@ -358,3 +318,83 @@ def test_planted_errors_are_found(error: str, monkeypatch: pytest.MonkeyPatch) -
     plant, case = PLANTED[error]
     plant(monkeypatch)
     assert record(case).order.races
+
+
+Operation = Callable[[Tensor, Tensor, Tensor], object]
+"""Of a tensor of the device, one in pageable and one in page-locked memory of the host: [3, 4] float32 each."""
+
+
+@pytest.fixture
+def device() -> Iterator[RecordedDevice]:
+    with recorded_device() as device:
+        yield device
+
+
+def tensors(device: RecordedDevice) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (3, 4)
+    return torch.ones(shape, device=DEVICE), torch.ones(shape), device.empty_on_host(shape, torch.float32).zero_()
+
+
+WAITS: list[Operation] = [
+    lambda device, _, __: device[0, 0].item(),
+    lambda device, _, __: bool(device[0, 0] > 0),
+    lambda device, _, __: device.tolist(),
+    lambda device, _, __: device.cpu(),
+    lambda device, _, __: device.nonzero(),
+    lambda device, _, __: torch.equal(device, device),
+    lambda device, _, __: torch.unique(device),
+    lambda device, _, __: device[device > 0],
+    lambda device, _, __: device.__setitem__(device > 0, torch.zeros(12, device=DEVICE)),
+    lambda device, _, __: device[torch.tensor([0, 1])],
+    lambda device, pageable, _: pageable.copy_(device, non_blocking=True),
+    lambda device, pageable, _: device.copy_(pageable, non_blocking=True),
+    lambda device, pageable, _: pageable.to(DEVICE, non_blocking=True),
+    lambda device, _, locked: locked.copy_(device),
+    lambda device, _, locked: device.copy_(locked),
+    # By way of pageable memory.
+    lambda device, _, locked: device.view(-1)[:3].copy_(locked[:, 0], non_blocking=True),
+    lambda device, _, locked: locked[:, 0].copy_(device.view(-1)[:3], non_blocking=True),
+    lambda device, _, locked: device.double().copy_(locked, non_blocking=True),
+]
+NO_WAITS: list[Operation] = [
+    lambda device, _, __: device[1:].add_(device[0]),
+    lambda device, _, __: device.mul_(torch.tensor(2.0)),
+    lambda device, _, __: device.__setitem__(device > 0, 2.0),
+    lambda device, _, __: torch.where(device > 0, device, 0.0),
+    lambda device, _, __: device[torch.arange(2, device=DEVICE)],
+    lambda device, _, locked: locked.copy_(device, non_blocking=True),
+    lambda device, _, locked: locked.copy_(device.double(), non_blocking=True),
+    lambda device, _, locked: locked[1:].to(DEVICE, non_blocking=True),
+    lambda _, pageable, __: pageable[pageable > 0].tolist(),
+]
+MIXED: list[Operation] = [
+    lambda device, pageable, _: device + pageable,
+    lambda device, _, locked: device.add_(locked),
+    lambda device, pageable, _: pageable.add_(device[0, 0]),
+    lambda device, pageable, _: torch.cat([device, pageable]),
+]
+
+
+@pytest.mark.parametrize("operation", WAITS + NO_WAITS + MIXED)
+def test_what_the_host_waits_for_and_what_is_an_error(operation: Operation, device: RecordedDevice) -> None:
+    of_both = tensors(device)
+    operation(*of_both)
+    if operation in MIXED:
+        (error,) = device.order.races
+        assert "mixes memory of host and device" in error
+    else:
+        assert [o.kind for o in device.order.operations].count("host wait") == (operation in WAITS)
+        assert not device.order.races
+
+
+def test_the_host_must_wait_before_it_reads(device: RecordedDevice) -> None:
+    on_device, _, locked = tensors(device)
+    locked.copy_(on_device, non_blocking=True)
+    copied = device.main.record_event()
+    copied.synchronize()
+    locked.sum()
+    assert not device.order.races
+    locked.copy_(on_device, non_blocking=True)
+    locked.sum()
+    (error,) = device.order.races
+    assert error.endswith(f"on {HOST}")

@@ -15,43 +15,18 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
-from torch.nn import functional
 from typing_extensions import override
 
 from callbacks import At
 from harness import make_trainer, optimizer_of, weights_of
-from interrupts import Interrupt
+from interrupts import Interrupt, strides, sweep
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.deepspeed.fetch import FetchCoordinator
 from lightning_zenflow.worker.process import JobMessage, Submission, SupervisedWorker
-from models import generator
+from networks import Deep
 
-N_LAYERS, WIDTH, STEPS = 5, 64, 5
-
-
-class Deep(pl.LightningModule):
-    """Layers that are used one after another, the first one again at the end, by its weight alone; keeps the losses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(N_LAYERS))
-        with torch.no_grad():
-            for index, layer in enumerate(self.layers):
-                layer.weight.copy_(torch.randn(WIDTH, WIDTH, generator=generator(3, index)) / 8)
-        self.losses: list[float] = []
-
-    @override
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x = torch.randn(8, WIDTH, generator=generator(5, batch_idx))
-        for layer in self.layers:
-            x = functional.gelu(layer(x))
-        loss = functional.linear(x, self.layers[0].weight).square().mean()
-        self.losses.append(loss.item())
-        return loss
-
-    @override
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+WIDTH, STEPS = 64, 5
+OPTIONS: dict[str, Any] = {"n_layers": 5, "width": WIDTH, "used_again": True}
 
 
 def fit(
@@ -66,9 +41,9 @@ def fit(
         "reduce_bucket_size": WIDTH * WIDTH,
     }
     keys = {"update_interval": 1, "publish_lag": 0, "topk_ratio": 0, "worker_cores": 1, "stall_monitor": False}
-    strategy, model = ZenFlowStrategy({"zero_optimization": zero}, **keys), model or Deep()
+    strategy, model = ZenFlowStrategy({"zero_optimization": zero}, **keys), model or Deep(**OPTIONS)
     trainer = make_trainer(strategy, max_steps=max_steps, callbacks=list(callbacks))
-    trainer.fit(model, torch.utils.data.DataLoader(range(max_steps)))
+    trainer.fit(model)
     return model
 
 
@@ -192,9 +167,7 @@ def test_stale_weights_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
 class Interrupted(Deep):
     """Interrupts a forward pass, in which answers are awaited."""
 
-    def __init__(self, context: Interrupt) -> None:
-        super().__init__()
-        self.context = context
+    context: Interrupt
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -213,24 +186,20 @@ def before_the_last_step() -> list[Tensor]:
     return weights_of(fit(max_steps=STEPS - 1))
 
 
-@pytest.mark.parametrize("stride", [30, pytest.param(5, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@strides(30, 5)
 def test_interrupted_forward_passes(stride: int) -> None:
     """The weights are then those of the steps before, wherever they are read, and the model trains on."""
     expected = before_the_last_step()
 
-    def interrupted(context: Interrupt) -> bool:
-        """Whether the state is whole, as it is but where records were cut."""
-        model = Interrupted(context)
+    def interrupted(context: Interrupt) -> str:
+        model = Interrupted(**OPTIONS)
+        model.context = context
         with pytest.raises(SystemExit):
             fit(model=model)
-        assert model.step.is_exact == (not context.cut_records)
-        assert all(map(torch.equal, weights_of(model), expected)) or context.cut_records
-        return not context.cut_records
+        assert not model.step.is_exact or all(map(torch.equal, weights_of(model), expected))
+        return "whole" if model.step.is_exact else "lost"
 
-    passed = Interrupt()
-    assert interrupted(passed)
-    whole = [interrupted(Interrupt(place, time)) for place, time in passed.times(stride=stride)]
-    assert len(whole) > 100 / stride
+    assert sweep(interrupted, stride=stride) > 100 / stride
 
 
 class Fails(Deep):
@@ -248,7 +217,7 @@ class Fails(Deep):
 @pytest.mark.parametrize("where", ["in host memory", "on the device"])
 def test_nothing_stays_gathered_after_an_error(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And weights in host memory are those of the last whole step, which the worker had not written all."""
-    expected, worker, model = before_the_last_step(), SleepingWorker(), Fails()
+    expected, worker, model = before_the_last_step(), SleepingWorker(), Fails(**OPTIONS)
     statuses: list[ZeroParamStatus] = []
 
     def ends(trainer: pl.Trainer) -> None:

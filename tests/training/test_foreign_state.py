@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from callbacks import At
-from harness import EVERYTHING, Case, Run, fit, optimizer_of, snapshot
+from harness import EVERYTHING, Case, Run, fit, snapshot
 from lightning_zenflow import ZenFlowStrategy
 from models import SHAPES, LinearLossModule, TestModule
 from rank_processes import run_each
@@ -31,10 +31,6 @@ KEYS: dict[str, dict[str, Any]] = {
     "in backward": {"update_interval": 1, "publish_lag": 0},
 }
 KINDS = ("exp_avg", "exp_avg_sq")
-
-
-def linear() -> LinearLossModule:
-    return LinearLossModule(length=200)
 
 
 def read(parameters: Sequence[Any]) -> list[list[Tensor]]:
@@ -124,31 +120,28 @@ def test_written_state_is_what_training_goes_on_with(name: str, accumulate: int)
     """Between steps, or before a step's last micro-batch: pending updates do not change it, and device-owned columns follow."""
     model = LinearLossModule(length=200, accumulate=accumulate)
     # In one block of columns of any size, and in a vector.
-    value = [torch.full_like(p, 0.25 * i) for i, p in enumerate(model.parameters(), 1)]
+    parameters = parameters_of(model)
+    value = [torch.full_like(p, 0.25 * i) for i, p in enumerate(parameters, 1)]
     batches = 0
 
     def write(_: pl.Trainer) -> None:
         nonlocal batches
         batches += 1
         if batches == 5 * accumulate + accumulate // 2:
-            for p, v in zip(model.parameters(), value, strict=True):
+            for p, v in zip(parameters, value, strict=True):
                 utils.safe_set_full_fp32_param(p, v)
                 utils.safe_set_full_optimizer_state(p, 0 * v, "exp_avg")
                 utils.safe_set_full_optimizer_state(p, v, "exp_avg_sq")
             written = [value, [0 * v for v in value], value]
-            torch.testing.assert_close(read([*model.parameters()]), written, rtol=0, atol=0)
+            torch.testing.assert_close(read(parameters), written, rtol=0, atol=0)
 
     states: list[list[Tensor]] = []
-    reads = At("on_train_end", lambda _: states.extend(read([*model.parameters()])))
+    reads = At("on_train_end", lambda _: states.extend(read(parameters)))
     options = {"callbacks": [At("on_train_batch_end", write), reads], "accumulate_grad_batches": accumulate}
     fit(model, ZenFlowStrategy(**KEYS[name]), steps=6, **options)
     exact = AdamWState(weights=value, exp_avg=[0 * v for v in value], exp_avg_sq=value, counts=[5] * len(value))
-    gradients = []
-    for i, v in enumerate(value):
-        of_micro = [model.gradient(i, 5, micro, 0) for micro in range(accumulate)]
-        gradients.append(torch.as_tensor(sum(g for g in of_micro if g is not None) / accumulate).expand_as(v))
-    groups = model.optimizer_options.groups(5)
-    exact.step(gradients, [groups[0 if v.dim() > 1 else 1] for v in value])
+    _, gradients, groups = Case(steps=6, accumulate=accumulate).fixed_gradients()
+    exact.step(gradients[5], groups[5])
     torch.testing.assert_close(states, [exact.weights, exact.exp_avg, exact.exp_avg_sq], rtol=1e-5, atol=1e-6)
 
 
@@ -180,77 +173,70 @@ def replace_gradient(p: Tensor) -> None:
 
 
 BETWEEN, BEFORE = "on_train_batch_end", "on_before_optimizer_step"
-REFUSED: list[tuple[str, Callable[[Tensor], object], str]] = [
+STAGE_3 = {**NOTHING_LATE, "stage": 3}
+REFUSED: list[tuple[dict[str, Any], str, Callable[[Tensor], object], str]] = [
     (
+        LATE,
         BETWEEN,
         lambda p: utils.safe_get_full_optimizer_state(p, "momentum"),
         "optim_state_key must be .* got 'momentum'",
     ),
-    (BETWEEN, lambda p: utils.safe_set_full_fp32_param(p, torch.zeros(3)), r"weights.0 must have the shape \[31, 29\]"),
-    (BETWEEN, utils.safe_get_full_grad, r"safe_get_full_grad\(weights.0\): .* call it in `on_before_optimizer_step`"),
-    (BEFORE, replace_gradient, "copy_.* would change it: .*`parameter.register_hook"),
-    (BEFORE, utils.safe_get_full_fp32_param, "have not been applied; call it between steps"),
+    (
+        LATE,
+        BETWEEN,
+        lambda p: utils.safe_set_full_fp32_param(p, torch.zeros(3)),
+        r"weights.0 must have the shape \[31, 29\]",
+    ),
+    (
+        LATE,
+        BETWEEN,
+        utils.safe_get_full_grad,
+        r"safe_get_full_grad\(weights.0\): .* call it in `on_before_optimizer_step`",
+    ),
+    (LATE, BEFORE, replace_gradient, "copy_.* would change it: .*`parameter.register_hook"),
+    (LATE, BEFORE, utils.safe_get_full_fp32_param, "have not been applied; call it between steps"),
+    # State of single pieces.
+    *(
+        (STAGE_3, BETWEEN, access, "safe_set_local_.*: use safe_get_full_")
+        for access in (
+            utils.safe_get_local_fp32_param,
+            utils.safe_get_local_grad,
+            lambda p: utils.safe_get_local_optimizer_state(p, "exp_avg"),
+            lambda p: utils.safe_set_local_fp32_param(p, torch.zeros(1)),
+            lambda p: utils.safe_set_local_optimizer_state(p, torch.zeros(1), "exp_avg"),
+        )
+    ),
+    # Another gradient between steps too, where DeepSpeed asks its optimizer, or writes to `parameter.grad`.
+    *(
+        (STAGE_3, BETWEEN, replaces, r"(safe_set_full_grad\(weights.0\)|must be used before).*`parameter.register_hook")
+        for replaces in (
+            replace_gradient,
+            lambda p: utils.safe_set_local_grad(p, torch.zeros_like(p)),
+            lambda p: utils.safe_update_full_grad_vectorized([p], lambda gradient, _: gradient),
+        )
+    ),
 ]
 
 
-@pytest.mark.parametrize(("hook", "action", "message"), REFUSED)
-def test_refused(hook: str, action: Callable[[Tensor], object], message: str) -> None:
+@pytest.mark.parametrize(("keys", "hook", "action", "message"), REFUSED)
+def test_refused(keys: dict[str, Any], hook: str, action: Callable[[Tensor], object], message: str) -> None:
     """In the first step already, when nothing is pending."""
     act = At(hook, lambda t: action(next(t.lightning_module.parameters())))
     with pytest.raises((ValueError, RuntimeError, MisconfigurationException), match=message):
-        fit(linear(), ZenFlowStrategy(**LATE), steps=1, callbacks=[act])
-
-
-REPLACED_IN_PIECES: dict[str, Callable[[Tensor], object]] = {
-    "whole": replace_gradient,
-    "a piece": lambda p: utils.safe_set_local_grad(p, torch.zeros_like(p)),
-    "several": lambda p: utils.safe_update_full_grad_vectorized([p], lambda gradient, _: gradient),
-}
-
-
-PIECES: list[Callable[[Tensor], object]] = [
-    utils.safe_get_local_fp32_param,
-    utils.safe_get_local_grad,
-    lambda p: utils.safe_get_local_optimizer_state(p, "exp_avg"),
-    lambda p: utils.safe_set_local_fp32_param(p, torch.zeros(1)),
-    lambda p: utils.safe_set_local_optimizer_state(p, torch.zeros(1), "exp_avg"),
-]
-
-
-def test_what_is_refused_under_stage_3() -> None:
-    """State of single pieces; and another gradient between steps too, where DeepSpeed asks its optimizer, or writes to `parameter.grad`."""
-    no_gradient = r"(safe_set_full_grad\(weights.0\)|`parameter.grad` must be used before).*`parameter.register_hook"
-
-    def tries(trainer: pl.Trainer) -> None:
-        parameter = next(trainer.lightning_module.parameters())
-        for access in PIECES:
-            with pytest.raises(MisconfigurationException, match="safe_set_local_.*: use safe_get_full_"):
-                access(parameter)
-        for replaces in REPLACED_IN_PIECES.values():
-            with pytest.raises((RuntimeError, MisconfigurationException), match=no_gradient):
-                replaces(parameter)
-
-    fit(linear(), ZenFlowStrategy(**NOTHING_LATE, stage=3), steps=1, callbacks=[At("on_train_batch_end", tries)])
+        fit(LinearLossModule(), ZenFlowStrategy(**keys), steps=1, callbacks=[act])
 
 
 CASE = Case(steps=11, topk_ratio=0.05, update_interval=4, publish_lag=1, max_norm=1.0, strategy_options=EVERYTHING)
 
 
 @pytest.mark.parametrize(("accumulate", "interval"), [(1, 3), (3, 2)])
-def test_in_mid_run(accumulate: int, interval: int, tmp_path: Path) -> None:
-    """Also between the micro-batches of a step; nothing of it disturbs what follows.
-
-    The optimizer's state is read after six steps without Lightning's hook, and other weights are written at the end of training.
-    """
+def test_in_mid_run(accumulate: int, interval: int) -> None:
+    """Also between the micro-batches of a step; nothing of it disturbs what follows. Other weights are written at the end of training."""
     case, seen = replace(CASE, accumulate=accumulate), dict[int, list[Tensor]]()
     model = case.make_model()
 
     def watch(trainer: pl.Trainer) -> None:
         seen[trainer.global_step] = snapshot(model)
-
-    def read_state(trainer: pl.Trainer) -> None:
-        if trainer.global_step == 6:
-            torch.save(optimizer_of(trainer).state_dict(), tmp_path / "state.pt")
 
     def overwrite(trainer: pl.Trainer) -> None:
         watch(trainer)
@@ -258,7 +244,7 @@ def test_in_mid_run(accumulate: int, interval: int, tmp_path: Path) -> None:
             for p in model.parameters():
                 p.fill_(7)
 
-    hooks = {"on_validation_start": watch, "on_train_batch_end": read_state, "on_train_end": overwrite}
+    hooks = {"on_validation_start": watch, "on_train_end": overwrite}
     fit(
         model,
         case.make_strategy(),
@@ -276,12 +262,3 @@ def test_in_mid_run(accumulate: int, interval: int, tmp_path: Path) -> None:
         exact = replace(case, steps=step).adamw().weights
         torch.testing.assert_close([w.double() for w in weights], list(exact), rtol=1e-6, atol=1e-6)
     assert all((p == 7).all() for p in model.parameters())
-    state, exact = torch.load(tmp_path / "state.pt", weights_only=False), replace(case, steps=6).adamw()
-    states = iter(zip(exact.weights, exact.exp_avg, exact.exp_avg_sq, strict=True))
-    for group, parameters in enumerate(model.parameter_groups()):
-        moments = state["base_optimizer_state"]["state"][group]
-        assert float(moments["step"]) == 6
-        flats = state["single_partition_of_fp32_groups"][group], moments["exp_avg"], moments["exp_avg_sq"]
-        for ours, of_kind in zip(flats, zip(*(next(states) for _ in parameters), strict=True), strict=True):
-            expected = torch.cat([t.flatten() for t in of_kind])
-            torch.testing.assert_close(ours[: len(expected)].detach().double(), expected, rtol=1e-6, atol=1e-6)

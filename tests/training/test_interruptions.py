@@ -1,8 +1,7 @@
 """An exception at any line of backward, step and flush: the exact state is whole, or said to be lost, and training can go on."""
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from direct_step import DirectStep, direct_step
 from eventful_training import random_tensors
 from fabric_runs import set_up, train_step
 from harness import Case, fit, run_here, state_of, workers
-from interrupts import Interrupt
+from interrupts import Interrupt, strides, sweep
 from lightning_zenflow.worker.process import SupervisedWorker, Worker, WorkerError
 from models import TINY, LinearLossModule
 from recorded_device.tensors import DEVICE
@@ -48,36 +47,7 @@ DIRECT: dict[str, dict[str, Any]] = {
 EXACT = {"update_interval": 1, "publish_lag": 0, "overlap_step": False, "topk_ratio": 0.0}
 BEFORE = 3
 """Steps before each interrupted one, so that windows are open and jobs in flight."""
-MOST_LOST = 0.2
-"""Share of all places at which the state may be lost, those of changes of records, during which nothing waits: docs/reliability.md."""
-
-
 random = functools.partial(random_tensors, shapes=SHAPES)
-
-
-def sweep(outcome_of: Callable[[Interrupt], str], *, stride: int) -> int:
-    """Interrupts runs at every stride'th place that one passes, each at one time; how many. Where no records are cut the state is whole."""
-    passed, counts = Interrupt(), Counter[str]()
-    assert outcome_of(passed) == "whole"
-    for place, time in passed.times(stride=stride):
-        context = Interrupt(place, time)
-        try:
-            outcome = outcome_of(context)
-            assert outcome == ("lost" if context.cut_records else "whole")
-        except Exception as error:
-            raise AssertionError(f"interrupted at {place}, time {time}") from error
-        counts[outcome] += 1
-    places = passed.times(stride=1)
-    share = len(passed.cuts.intersection(places)) / len(places)
-    print(f"lost at {share:.1%} of {len(places)} places; of those tried: {counts}")
-    assert stride > 1 or share < MOST_LOST
-    return counts.total()
-
-
-def strides(fast: int, slow: int) -> pytest.MarkDecorator:
-    """Of which places every stride'th is tried."""
-    thorough = pytest.param(slow, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])
-    return pytest.mark.parametrize("stride", [fast, thorough])
 
 
 def train(direct: DirectStep) -> None:
@@ -216,9 +186,10 @@ class Interrupted(LinearLossModule):
 
 
 @functools.cache
-def masters(name: str) -> list[list[Tensor]]:
-    """Master weights after each number of steps of `FIT`, uninterrupted; its gradients do not depend on the weights."""
-    return [run_here(replace(FIT, steps=n, loop="direct").with_keys(**CASES[name])).master for n in (STEP - 1, STEP)]
+def masters(name: str, steps: int) -> Tensor:
+    """Master weights after a number of steps of `FIT`, uninterrupted; its gradients do not depend on the weights."""
+    run = run_here(replace(FIT, steps=steps, loop="direct").with_keys(**CASES[name]))
+    return torch.cat([w.flatten() for w in run.master])
 
 
 def interrupted_fit(name: str, path: Path, context: Interrupt) -> str:
@@ -235,8 +206,9 @@ def interrupted_fit(name: str, path: Path, context: Interrupt) -> str:
         return "lost"
     state = zero_state(saved[0])
     count = int(state["base_optimizer_state"]["state"][0]["step"])
-    expected = torch.cat([w.flatten() for w in masters(name)[count - STEP + 1]])
-    assert torch.equal(torch.cat([flat.detach() for flat in state["single_partition_of_fp32_groups"]]), expected)
+    assert count in (STEP - 1, STEP)
+    saved_masters = torch.cat([flat.detach() for flat in state["single_partition_of_fp32_groups"]])
+    assert torch.equal(saved_masters, masters(name, count))
     return "whole"
 
 
@@ -247,7 +219,7 @@ def test_a_fit_that_saves_on_exceptions(name: str, stride: int, tmp_path: Path) 
     assert sweep(lambda context: interrupted_fit(name, next(folders), context), stride=stride) > 0
 
 
-def loop(name: str, context: Interrupt | None = None) -> Tensor | None:
+def loop(name: str, context: Interrupt | None) -> Tensor | None:
     """Interrupts `optimizer.step()` in a loop under Fabric, which goes on; returns the master weights, None where they are lost."""
     keys = FIT.with_keys(**CASES[name]).keys()
     fabric, model, optimizer, scheduler = set_up(LinearLossModule(shapes=TINY), **keys)
@@ -269,7 +241,8 @@ def loop(name: str, context: Interrupt | None = None) -> Tensor | None:
             context = None
             optimizer.zero_grad()
         fabric.strategy.flush()
-        return torch.cat([flat.detach().clone() for flat in optimizer.single_partition_of_fp32_groups])
+        flats = zip(optimizer.single_partition_of_fp32_groups, model.parameters(), strict=True)
+        return torch.cat([flat.detach()[: p.numel()] for flat, p in flats])
     except WorkerError as error:
         assert "the exact optimizer state is lost" in str(error)
         return None
@@ -280,13 +253,10 @@ def loop(name: str, context: Interrupt | None = None) -> Tensor | None:
 @pytest.mark.parametrize("name", CASES)
 @strides(120, 30)
 def test_a_loop_that_goes_on(name: str, stride: int) -> None:
-    expected = loop(name)
-    assert expected is not None
-
     def interrupted(context: Interrupt) -> str:
-        masters = loop(name, context)
-        assert masters is None or torch.equal(masters, expected)
-        return "lost" if masters is None else "whole"
+        found = loop(name, context)
+        assert found is None or torch.equal(found, masters(name, FIT.steps))
+        return "lost" if found is None else "whole"
 
     assert sweep(interrupted, stride=stride) > 0
 

@@ -1,67 +1,52 @@
-"""What users put into a LightningModule and a Trainer: with nothing late, the same numbers as plain Lightning's and DeepSpeed's offload's.
+"""What users put into a LightningModule and a Trainer: with nothing late, the same numbers as plain Lightning's and DeepSpeed's offload's;
+unusual callbacks, checkpoints and errors.
 
-Tied and unused weights, layers frozen in turn and activation checkpointing under weight prediction: see test_provisional_update.
+Tied and unused weights, layers frozen in turn and activation checkpointing under weight prediction: see test_equivalence.
 What is refused: see test_refused_at_setup.
 """
 
 import math
+import shutil
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelPruning
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    ModelPruning,
+    OnExceptionCheckpoint,
+)
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from harness import fit
+from callbacks import After, At
+from harness import Case, fit, make_trainer, run_here, weights_of
 from lightning_zenflow import ZenFlowStrategy
-from models import generator
-from networks import OddNet, TiedNet
+from lightning_zenflow.checkpoint.checkpoints import Checkpoints
+from lightning_zenflow.worker.process import WorkerError
+from models import TINY, LinearLossModule, OptimizerOptions, hyperparameters
+from networks import Deep, OddNet, TiedNet
+from same_bits import assert_is_adamw
 from side_by_side import NOTHING_LATE, Net, compare, train
 
-
-class Adapted(Net):
-    """A frozen network with an adapter of low rank beside one layer, made late; the optimizer gets the frozen parameters as well."""
-
-    @override
-    def configure_model(self) -> None:
-        if hasattr(self, "down"):
-            return
-        self.requires_grad_(False)
-        self.down = nn.Parameter(0.1 * torch.randn(2, 5 * 7 * 13, generator=generator(9)))
-        self.up = nn.Parameter(torch.zeros(11, 2))
-        self.hidden.register_forward_hook(lambda _, inputs, output: output + inputs[0] @ self.down.T @ self.up.T)
-
-    @override
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-class OwnLinear(nn.Linear):
-    """torch leaves `compile` of its own layers without effect."""
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+IN_PIECES = partial(Deep, n_layers=3, width=8)
 
 
 class Grouped(Net):
-    """A parameter group for each parameter, none like another, and a layer compiled by a backend that needs no compiler."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        hidden = OwnLinear(self.hidden.in_features, self.hidden.out_features)
-        hidden.load_state_dict(self.hidden.state_dict())
-        hidden.compile(backend="aot_eager")
-        self.hidden = hidden
+    """A parameter group for each parameter, none like another."""
 
     @override
     def configure_optimizers(self) -> Any:
@@ -76,26 +61,11 @@ class Grouped(Net):
         ]
         return torch.optim.AdamW(groups)
 
-    @override
-    def on_train_end(self) -> None:
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-
-
-class Partial(Net):
-    """Parameters that no group has, which stay as they are."""
-
-    @override
-    def configure_optimizers(self) -> Any:
-        self.embedding.requires_grad_(False)
-        groups = [list(self.hidden.parameters()), list(self.head.parameters())]
-        return torch.optim.AdamW([{"params": g, "lr": 1e-3 * (i + 1)} for i, g in enumerate(groups)])
-
 
 @pytest.mark.parametrize(
     ("make", "other"),
-    [(Adapted, "plain"), (Grouped, "plain"), (OddNet, "plain"), (TiedNet, "plain"), (TiedNet, "stock"),
-     (Partial, "stock")],
-)  # fmt: skip
+    [(IN_PIECES, "plain"), (Grouped, "plain"), (OddNet, "plain"), (TiedNet, "plain"), (TiedNet, "stock")],
+)
 def test_models(make: Any, other: Any) -> None:
     compare(make, lambda: {"max_steps": 5, "gradient_clip_val": 0.5}, others=(other,), atol=4e-6)
 
@@ -254,3 +224,149 @@ def test_two_schedulers_of_one_optimizer() -> None:
     options = {"max_epochs": 6, "limit_val_batches": 1}
     ours = compare(TwoSchedulers, lambda: deepcopy(options), others=("plain",))
     assert ours.learning_rates[-1][0] < ours.learning_rates[0][0] * 0.5**5
+
+
+def averaged(folder: Path) -> dict[str, Any]:
+    callbacks = [EMAWeightAveraging(decay=0.5), ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1)]
+    return {"callbacks": callbacks, "enable_checkpointing": True, "max_steps": 8, "limit_val_batches": 1}
+
+
+def test_averaged_weights_are_in_checkpoints(tmp_path: Path) -> None:
+    """A resumed run ends as the one that saved; evaluation of a checkpoint takes the averaged weights, as from Lightning's own."""
+    whole = train("zenflow", Net, lambda: averaged(tmp_path / "zenflow"))
+    plain = train("plain", Net, lambda: averaged(tmp_path / "plain"))
+    (saved,) = (tmp_path / "zenflow").glob("*step=4.ckpt")
+    (theirs,) = (tmp_path / "plain").glob("*step=4.ckpt")
+    resumed, evaluated, in_pieces = Net(), Net(), Net()
+    make_trainer(ZenFlowStrategy(**NOTHING_LATE), **averaged(tmp_path / "resumed")).fit(resumed, ckpt_path=saved)
+    for model, stage in ((evaluated, 2), (in_pieces, 3)):
+        trainer = make_trainer(ZenFlowStrategy(stage=stage), limit_val_batches=1)
+        trainer.validate(model, ckpt_path=saved, verbose=False)
+    torch.testing.assert_close(weights_of(in_pieces), weights_of(evaluated), rtol=0, atol=0)
+    torch.testing.assert_close(dict(resumed.named_parameters()), whole.weights, rtol=0, atol=0)
+    torch.testing.assert_close(whole.weights, plain.weights, rtol=0, atol=2e-6)
+    of_plain = dict(torch.load(theirs, weights_only=False)["state_dict"])
+    torch.testing.assert_close(dict(evaluated.named_parameters()), of_plain, rtol=0, atol=2e-6)
+
+
+def test_averaging_may_begin_with_a_resumed_run(tmp_path: Path) -> None:
+    fit(Net(), ZenFlowStrategy(**NOTHING_LATE), steps=1).save_checkpoint(tmp_path / "a.ckpt")
+    options = {"callbacks": [EMAWeightAveraging(decay=0.5)], "resume": tmp_path / "a.ckpt"}
+    fit(Net(), ZenFlowStrategy(**NOTHING_LATE), steps=2, **options)
+
+
+def test_a_checkpoint_without_a_training(tmp_path: Path) -> None:
+    trainer = make_trainer(ZenFlowStrategy())
+    trainer.strategy.connect(Net())
+    with pytest.raises(MisconfigurationException, match="must come after `fit`"):
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+
+class OnlyLast(LinearLossModule):
+    """Trains a matrix that has no gradient in every other step."""
+
+    @override
+    def optimized(self) -> list[list[nn.Parameter]]:
+        return [[self.weights[6]]]
+
+
+@pytest.mark.parametrize(("update_interval", "publish_lag"), [(1, 0), (4, 1)])
+def test_steps_without_any_gradient(update_interval: int, publish_lag: int) -> None:
+    """Count as steps with a gradient of zero."""
+    case = Case(model=OnlyLast, optimizer=OptimizerOptions(given=[hyperparameters(lr=0.1)]), steps=6)
+    case = replace(case, update_interval=update_interval, publish_lag=publish_lag)
+    assert_is_adamw(case, run_here(case))
+
+
+def test_the_users_error_is_raised_if_the_last_checkpoint_fails(tmp_path: Path) -> None:
+    """Its folder becomes a file."""
+    folder = tmp_path / "checkpoints"
+
+    def fails(trainer: pl.Trainer) -> None:
+        if trainer.global_step == 2:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.write_text("")
+            raise KeyError("the user's own mistake")
+
+    callbacks = [At("on_before_backward", fails), ModelCheckpoint(folder, save_on_exception=True)]
+    trainer = make_trainer(ZenFlowStrategy(), max_steps=4, callbacks=callbacks, enable_checkpointing=True)
+    with (
+        pytest.warns(UserWarning, match="no checkpoint at .* of the training that ends with an error"),
+        pytest.raises(KeyError, match="the user's own mistake"),
+    ):
+        trainer.fit(LinearLossModule(shapes=TINY))
+    # Not a rule for saves after it.
+    with pytest.raises((OSError, RuntimeError), match="training ended before|could not be saved"):
+        trainer.save_checkpoint(folder / "a.ckpt")
+
+
+@pytest.mark.parametrize("hook", ["setup", "configure_optimizers"])
+def test_the_users_error_is_raised_before_there_is_anything_to_save(hook: str, tmp_path: Path) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise KeyError("the user's own mistake")
+
+    model = LinearLossModule(shapes=TINY)
+    setattr(model, hook, fails)
+    trainer = make_trainer(ZenFlowStrategy(), callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="no checkpoint at"), pytest.raises(KeyError, match="own mistake"):
+            trainer.fit(model)
+
+
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_train_batch_end"])
+@pytest.mark.parametrize(("fails", "save_last"), [(False, True), (True, True), (False, "link")])
+def test_the_last_checkpoint_stays_until_another_one_is_complete(
+    hook: str, fails: bool, save_last: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a save for an exception has to wait, and where it need not."""
+
+    def raises(trainer: pl.Trainer) -> None:
+        if trainer.global_step == 3:
+            if fails:
+                monkeypatch.setattr(Checkpoints, "_save_together", mock.Mock(side_effect=OSError("no space")))
+            raise KeyError("the user's own mistake")
+
+    class Raises(LinearLossModule):
+        pass
+
+    setattr(Raises, hook, lambda self, *_: raises(self.trainer))
+    callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_last=save_last, save_on_exception=True)
+    if save_last is True:
+        monkeypatch.setattr(callback, "CHECKPOINT_NAME_LAST", "last-{step}")
+    with pytest.raises(KeyError, match="the user's own mistake"):
+        fit(Raises(shapes=TINY), steps=5, callbacks=[callback], enable_checkpointing=True)
+    last, *others = sorted(path.name for path in tmp_path.iterdir())
+    assert others == ["step=2.ckpt", "step=3.ckpt"][: 1 if fails else 2]
+    assert last == ("last.ckpt" if save_last == "link" else "last-step=2.ckpt" if fails else "last-step=3.ckpt")
+    if save_last == "link":
+        assert (tmp_path / last).resolve().name == others[-1]
+
+
+def test_what_a_failed_save_of_several_was_to_replace_stays(tmp_path: Path) -> None:
+    """All wait until their batch is over."""
+    old, new, kept, failed = (tmp_path / f"{name}.ckpt" for name in ("old", "new", "kept", "failed"))
+
+    def replace(trainer: pl.Trainer) -> None:
+        if trainer.global_step == 0:
+            return
+        (failed / "no checkpoint").mkdir(parents=True)
+        for before, path in ((old, new), (kept, failed)):
+            trainer.save_checkpoint(path)
+            trainer.strategy.remove_checkpoint(before)
+
+    def save(trainer: pl.Trainer) -> None:
+        for path in (old, kept):
+            trainer.save_checkpoint(path)
+
+    with pytest.raises(IsADirectoryError):
+        callbacks = [After([1], save), At("on_after_backward", replace)]
+        fit(LinearLossModule(shapes=TINY), steps=3, callbacks=callbacks)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["failed.ckpt", "kept.ckpt", "new.ckpt"]
+
+
+def test_a_step_after_the_end_of_training() -> None:
+    model = Net()
+    trainer = fit(model)
+    model.loss(0, 0, 0).backward()
+    with pytest.raises(WorkerError, match="worker of this training has been ended"):
+        trainer.optimizers[0].step()

@@ -3,6 +3,7 @@
 import csv
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,18 +84,10 @@ def clipped(module: Manual, batch: Tensor, number: int) -> None:
 
 
 def accumulated(module: Manual, batch: Tensor, number: int) -> None:
-    """By steps that are left out, after three backward passes or two."""
+    """By steps that are left out, after three backward passes or two; in the end by what Lightning has for it."""
     optimizer = module.optimizers()
-    module.manual_backward(module.loss(batch) / 3)
-    if number % 5 in (2, 4):
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def toggled(module: Manual, batch: Tensor, number: int) -> None:
-    optimizer = module.optimizers()
-    is_last = number % 3 == 2
-    with optimizer.toggle_model(sync_grad=is_last):
+    is_last = number % 5 in (2, 4)
+    with optimizer.toggle_model(sync_grad=is_last) if number > 4 else nullcontext():
         module.manual_backward(module.loss(batch) / 3)
         if is_last:
             optimizer.step()
@@ -127,15 +120,14 @@ def several_in_closure(module: Manual, batch: Tensor, number: int) -> None:
 
 def retained(module: Manual, batch: Tensor, number: int) -> None:
     """Two backward passes of one forward pass, in a closure."""
-    optimizer = module.optimizers()
 
     def closure() -> None:
         loss = module.loss(batch)
         module.manual_backward(loss, retain_graph=True)
         module.manual_backward(loss)
 
-    optimizer.step(closure)
-    optimizer.zero_grad()
+    module.optimizers().step(closure)
+    module.zero_grad()
 
 
 def twice(module: Manual, batch: Tensor, number: int) -> None:
@@ -144,20 +136,10 @@ def twice(module: Manual, batch: Tensor, number: int) -> None:
     optimizer = module.optimizers()
     optimizer.zero_grad()
     module.manual_backward(module.loss(batch[:2]))
-    optimizer.zero_grad()
+    (module if number % 2 else optimizer).zero_grad()
     for part in (batch[2:4], batch[4:]):
         module.manual_backward(module.loss(part))
     optimizer.step()
-
-
-def dropped(module: Manual, batch: Tensor, number: int) -> None:
-    """By `module.zero_grad()`, in the middle of an accumulation."""
-    module.manual_backward(module.loss(batch) / 3)
-    if number % 5 == 1:
-        module.zero_grad()
-    if number % 5 == 4:
-        module.optimizers().step()
-        module.optimizers().zero_grad()
 
 
 def in_turn(module: Manual, batch: Tensor, number: int) -> None:
@@ -178,9 +160,8 @@ def scheduled(module: Manual, batch: Tensor, number: int) -> None:
     module.lr_schedulers().step()
 
 
-IN_CLOSURES = (in_closure, several_in_closure, retained)
 LOOPS = {
-    f.__name__: f for f in (plain, clipped, accumulated, toggled, *IN_CLOSURES, twice, dropped, scheduled, in_turn)
+    f.__name__: f for f in (clipped, accumulated, in_closure, several_in_closure, retained, twice, scheduled, in_turn)
 }
 
 

@@ -76,18 +76,17 @@ def torchrun(*, nodes: int, node: int, port: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["Lightning", "torchrun", "SLURM"])
+@pytest.mark.parametrize("launcher", ["Lightning", "SLURM"])
 def test_a_script_on_two_ranks(launcher: str, tasks: Tasks) -> None:
     """Slurm itself is not here, but the variables that `srun` sets for each task are; its tasks are on two nodes."""
     port, nodes = free_port(), 2 if launcher == "SLURM" else 1
-    command = torchrun(nodes=1, node=0, port=port) if launcher == "torchrun" else [sys.executable]
     for node in range(nodes):
         variables = {"MASTER_PORT": str(port), "NODES": str(nodes), "DEVICES": str(2 // nodes)}
         if launcher == "SLURM":
             names = {"JOB_ID": 1234, "JOB_NAME": "train", "NODELIST": "127.0.0.1", "NNODES": 2, "NTASKS": 2}
             names |= {"NTASKS_PER_NODE": 1, "NODEID": node, "LOCALID": 0, "PROCID": node}
             variables |= {f"SLURM_{name}": str(value) for name, value in names.items()}
-        tasks.start(command, str(CASE.steps), "", **variables)
+        tasks.start([sys.executable], str(CASE.steps), "", **variables)
     assert [process.wait(240) for process in tasks.processes] == [0] * nodes, tasks.output(0)
     _, ranks, steps, weights = torch.load(tasks.folder / "result.pt")
     assert (ranks, steps) == (2, CASE.steps)

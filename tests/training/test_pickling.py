@@ -16,6 +16,7 @@ from test_module_after_fit import STAGES, Owned
 from torch import nn
 from typing_extensions import override
 
+from as_before import looks
 from callbacks import After, At
 from harness import Case, fit, make_trainer
 from lightning_zenflow import ZenFlowStrategy
@@ -44,15 +45,10 @@ def read(content: bytes) -> Any:
     return torch.load(io.BytesIO(content), weights_only=False)
 
 
-def facts(module: nn.Module) -> list[Any]:
+def facts(module: nn.Module) -> dict[str, Any]:
     """What can be seen of a module besides weights; the same under all strategies."""
-    seen: list[Any] = []
-    for name, m in module.named_modules(remove_duplicate=False):
-        tables = {key: len(table) for key, table in vars(m).items() if "_hooks" in key and isinstance(table, dict)}
-        seen.append((name, type(m), type(m._parameters), sorted(vars(m)), tables))
-    for name, p in module.named_parameters(remove_duplicate=False):
-        seen.append((name, type(p), p.shape, p.stride(), p.requires_grad, vars(p), p.untyped_storage().nbytes()))
-    return seen
+    found = {name: seen for name, seen in looks(module).items() if not name.startswith("identity")}
+    return {**found, "trained": [p.requires_grad for p in module.parameters()]}
 
 
 class Pickles(pl.Callback):

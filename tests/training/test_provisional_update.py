@@ -1,23 +1,27 @@
 """Weight prediction and provisional updates: where and how large they are, and that they never change what is exact, in models that are
-harder than a stack of layers and where layers are frozen."""
+harder than a stack of layers and where layers are frozen. Columns change owners while training goes on.
+"""
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from callbacks import At
 from direct_step import direct_step
-from harness import APPROXIMATE, AUTO, Case, Run, fit, run_here
+from eventful_training import random_tensors
+from harness import APPROXIMATE, AUTO, Case, Run, make_trainer, optimizer_of, run_here
+from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.schedule import StalenessCompensation, UpdateSchedule
 from lightning_zenflow.kernels.base import Kernels, SecondMoment
 from models import SHAPES
 from networks import TIED_NETS, SmallNet
-from same_bits import assert_is_adamw, assert_same_tensors
+from same_bits import assert_as_promised, assert_is_adamw, assert_same_tensors
 from zenflow_reference import AdamWState, owned_elements
 
 
@@ -57,21 +61,7 @@ CASES = {
     "a layer used now and then, bf16": case_of("a layer used now and then", precision="bf16-true"),
     **{f"freezing: {name}": case for name, case in FREEZING_CASES.items()},
 }
-"""What lies between these, tests/fuzz draws."""
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_flush_leaves_adamw_on_the_runs_own_gradients(name: str) -> None:
-    """What is frozen in mid-run stays as it is, whatever momentum it had."""
-    assert_is_adamw(CASES[name], run_here(CASES[name]))
-
-
-def test_what_was_frozen_at_setup_cannot_be_unfrozen() -> None:
-    model = SmallNet(length=2)
-    model.hidden.weight.requires_grad_(False)
-    unfreeze = At("on_train_epoch_start", lambda t: model.hidden.weight.requires_grad_(t.current_epoch == 1))
-    with pytest.raises(MisconfigurationException, match=r"hidden.weight.requires_grad must be False, got True"):
-        fit(model, steps=5, callbacks=[unfreeze])
+"""For test_equivalence and test_ranks. What is frozen in mid-run stays as it is, whatever momentum it had."""
 
 
 PLAIN = Case(steps=10, topk_ratio=0.3, loop="direct")
@@ -95,10 +85,6 @@ def check_updated_entries(updated: Run, plain: Run, *, world_size: int) -> None:
             # All but the rows that a partition cuts, one on each side of it.
             assert (d | mask).flatten(1).all(1).sum() >= d.shape[0] - world_size
     assert_same_tensors(updated.master, plain.master)
-
-
-def test_it_updates_host_owned_matrices_only() -> None:
-    check_updated_entries(run_here(UPDATED), run_here(PLAIN), world_size=1)
 
 
 def test_the_second_moment_is_of_clipped_gradients() -> None:
@@ -183,3 +169,74 @@ def test_shown_weights_are_near_adamws() -> None:
     assert auto < 0.75 * distance(s, d, 0, 0)
     assert auto < 0.75 * distance(s, d, s + d - 1, 0.5)
     assert auto < distance(s, d, "auto", 0)
+
+
+@pytest.mark.parametrize(("s", "d", "select_interval"), [(4, 1, 3), (2, 0, 1), (1, 1, 2)])
+def test_other_columns_in_turn(s: int, d: int, select_interval: int) -> None:
+    """What the device owns shows AdamW's weights of the step before, and all weights do behind a step that selects."""
+    case = Case(model="SmallNet", steps=14, topk_ratio=0.3, update_interval=s, publish_lag=d, loop="direct")
+    case = case.with_keys(select_interval=select_interval)
+    assert_as_promised(case, run_here(case))
+
+
+def test_columns_are_selected_and_released_with_the_lag() -> None:
+    is_owned, shows_exact = list[bool](), list[bool]()
+
+    def look(trainer: pl.Trainer) -> None:
+        parts = optimizer_of(trainer).training.parts
+        is_owned.append(parts.ownership.numel > 0)
+        shows_exact.append(parts.jobs.shows_exact)
+
+    case = Case(steps=14, max_norm=1.0, topk_ratio=0.3, schedules=((3, 4, 1), (8, 1, 0), (12, 2, 0))).with_keys(**AUTO)
+    assert_is_adamw(case, run_here(case, callbacks=[At("on_train_batch_end", look)]))
+    # S and d change after steps 3, 8 and 12; the next step selects or releases.
+    assert is_owned == [False] * 3 + [True] * 5 + [False] * 4 + [True] * 2
+    assert shows_exact == [True] * 4 + [False] * 4 + [True] * 5 + [False]
+
+
+def test_the_strategy_says_which_epoch_it_is() -> None:
+    trainer = make_trainer(ZenFlowStrategy(update_interval=2, select_strategy="epoch", select_interval=2), max_epochs=5)
+    trainer.fit(SmallNet(length=3))
+    assert trainer.global_step == 15
+    assert optimizer_of(trainer).training.parts.selector.state_dict()["next"] == 6  # after epochs 0, 2 and 4
+
+
+def test_the_state_of_selected_columns_counts_as_copied() -> None:
+    """In the step that selects, which publishes all weights as well."""
+    with direct_step([random_tensors(50)], update_interval=4, publish_lag=1, topk_ratio=0.3) as direct:
+        direct.backward(random_tensors(0))
+        direct.step.step()
+        numel, telemetry = sum(s.numel for s in direct.parts.rank.partition.slices), direct.parts.rank.telemetry
+        assert direct.parts.ownership.numel > 0
+        assert telemetry.h2d_bytes == 4 * numel + 12 * direct.parts.ownership.numel
+
+
+def test_a_change_of_columns_in_a_checkpoint_of_an_earlier_version(tmp_path: Path) -> None:
+    """Which changed them block by block: here the first block has still to follow. All follow at once."""
+    path, options = str(tmp_path / "saved.pt"), {"update_interval": 4, "publish_lag": 1, "topk_ratio": 0.3}
+    with (
+        direct_step([random_tensors(50)], **options) as first,
+        direct_step([random_tensors(51)], **options) as resumed,
+    ):
+        for step in range(3):
+            first.backward(random_tensors(step))
+            first.step.step()
+        first.save(path)
+        states, shown, run, count = torch.load(path, weights_only=False)
+        ownership = run["ownership"]
+        ((number, columns),) = ownership["selections"].items()
+        ownership["selections"] = {number: [None] * len(columns), number + 1: columns}
+        ownership["of_block"] = [number] + [number + 1] * (len(ownership["of_block"]) - 1)
+        ownership["wanted"] = [number + 1] * len(ownership["of_block"])
+        run["planner"]["changing_until"] = 9
+        torch.save((states, shown, run, count), path)
+        resumed.load(path)
+        assert resumed.parts.ownership.numel == first.parts.ownership.numel > 0
+        for direct in (first, resumed):
+            for step in range(3, 6):
+                direct.backward(random_tensors(step))
+                direct.step.step()
+        assert_same_tensors(resumed.shown, first.shown)
+        first.step.flush()
+        resumed.step.flush()
+        assert_same_tensors(resumed.state(), first.state())

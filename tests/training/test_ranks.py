@@ -18,6 +18,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from test_data_types import CASES as SHORT_MOMENTS
 from test_equivalence import ACCUMULATED, BF16, FLUSHES, case_of
 from test_equivalence import STEP_BY_STEP as LATE
 from test_foreign_state import State, assert_found
@@ -25,7 +26,6 @@ from test_optimizer_in_backward import CORRECTS, PREDICTED
 from test_optimizer_in_backward import NOTHING_LATE as VERIFIED
 from test_provisional_update import CASES as PROVISIONAL
 from test_provisional_update import PLAIN, UPDATED, check_updated_entries
-from test_short_moments import CASES as SHORT_MOMENTS
 from torch import Tensor
 
 from between_steps import clip
@@ -36,14 +36,7 @@ from lightning_zenflow.worker.arena import StepWords
 from models import OptimizerOptions
 from processes import wait_for
 from rank_processes import Runs, run_each, run_on_ranks
-from same_bits import (
-    assert_close_to_adamw,
-    assert_is_adamw,
-    assert_same_run,
-    assert_same_state,
-    assert_same_tensors,
-    compare_with_oracle,
-)
+from same_bits import assert_as_promised, assert_close_to_adamw, assert_same_run, assert_same_state, assert_same_tensors
 from worker_killer import KillsWorker
 
 FIXED = Case(steps=11)
@@ -103,18 +96,6 @@ def on_host(case: Case) -> Case:
     return replace(case, offload_parameters=True)
 
 
-BY_TORCH = {
-    "device: clipped, synchronous": ON_DEVICE["clipped, synchronous"],
-    "host: clipped": on_host(CLIPPED_3),
-}
-"""Which are compared with what torch's function clips."""
-
-PLAIN_3 = {
-    "clipped, synchronous": ON_DEVICE["clipped, synchronous"],
-    "convolution, embedding": replace(NETWORK, model="SmallNet"),
-}
-"""Which are compared with plain ZeRO-3."""
-
 OF_ADAMW = {
     "S=7": replace(FIXED, topk_ratio=0.5, update_interval=7),
     "S=1, d=0, clipped": replace(CLIPPED, update_interval=1, publish_lag=0),
@@ -145,6 +126,7 @@ OF_ADAMW = {
         f"true factors: {name}": replace(VERIFIED[name], callbacks=(CORRECTS,))
         for name in ("half", "accumulated", "not finite in the end")
     },
+    "true factors, stage 3": replace(VERIFIED["half"], stage=3, callbacks=(CORRECTS,)),
     "true factors: a network": replace(VERIFIED["a network"], max_norm=0.0275, callbacks=(CORRECTS,)),
     **{f"in a closure: {name}": by_hand(case) for name, case in BY_HAND.items()},
     "in a closure: predicted clip factors": by_hand(
@@ -154,10 +136,9 @@ OF_ADAMW = {
         accumulate_on="host"
     ),
     **{f"stage 3: {name}": replace(case, stage=3) for name, case in OF_STAGE_3.items()},
-    "half resident": replace(CLIPPED, update_interval=1, publish_lag=0).with_keys(offload_ratio=0.5),
-    "half resident, stage 3, everything": replace(OF_STAGE_3["everything"], stage=3).with_keys(offload_ratio=0.5),
-}
-STEP_BY_STEP = {
+    "device: clipped, synchronous": ON_DEVICE["clipped, synchronous"],
+    "device: convolution, embedding": replace(NETWORK, model="SmallNet"),
+    **{f"host: {name}": on_host(ON_DEVICE[name]) for name in NOT_CLIPPED},
     **{
         name: LATE[name]
         for name in ("long windows", "flushes", "accumulated, clipped", "in backward", "defaults, bf16-true")
@@ -165,8 +146,9 @@ STEP_BY_STEP = {
     **{f"stage 3: {name}": replace(LATE[name], stage=3) for name in ("flushes", "in backward")},
     # Ranks begin with the weights of the first one.
     "odd layouts": Case(model="OddNet", steps=6, topk_ratio=0.3, update_interval=4, publish_lag=1),
+    "half resident": replace(CLIPPED, update_interval=1, publish_lag=0).with_keys(offload_ratio=0.5),
+    "half resident, stage 3, everything": replace(OF_STAGE_3["everything"], stage=3).with_keys(offload_ratio=0.5),
 }
-
 
 SAME_RUNS = {
     **{f"{how}: {name}": name for how in ("in a closure", "fabric") for name in BY_HAND},
@@ -174,6 +156,8 @@ SAME_RUNS = {
     **{f"host: {name}": f"device: {name}" for name in ON_DEVICE},
     # Every forward pass sees the true clip factor, although blocks are submitted in backward, and workers die.
     **dict.fromkeys(("host: clipped", "host: killed"), "device: clipped, synchronous"),
+    # Nothing but the model reads the weights: the worker's answers are awaited where its layers are fetched.
+    "not watched": "device: accumulated on the host",
 }
 RESUMED = {"device to host": (NETWORK, True), "host to device": (on_host(NETWORK), False)}
 """What is saved, and whether it goes on in host memory."""
@@ -188,7 +172,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cases(folder: Path) -> dict[str, Case]:
     found = {
         **OF_ADAMW,
-        **STEP_BY_STEP,
         **BY_HAND,
         "updated": UPDATED,
         "plain": PLAIN,
@@ -200,17 +183,14 @@ def cases(folder: Path) -> dict[str, Case]:
             max_worker_restarts=1000
         ),
         "host: clipped": on_host(CLIPPED_3),
-        **{
-            f"by torch, {name}": replace(
-                case, max_norm=None, callbacks=(At("on_before_optimizer_step", functools.partial(clip, case.max_norm)),)
-            )
-            for name, case in BY_TORCH.items()
-        },
-        # Nothing but the model reads the weights: the worker's answers are awaited where its layers are fetched.
+        "host: clipped by torch": replace(
+            on_host(CLIPPED_3),
+            max_norm=None,
+            callbacks=(At("on_before_optimizer_step", functools.partial(clip, CLIPPED_3.max_norm)),),
+        ),
         "not watched": replace(on_host(ON_DEVICE["accumulated on the host"]), watched=False),
         **{f"host: {name}": on_host(case) for name, case in ON_DEVICE.items()},
-        **{f"device: {name}": case for name, case in (ON_DEVICE | PLAIN_3).items()},
-        **{f"plain: {name}": replace(case, stock=True) for name, case in PLAIN_3.items()},
+        **{f"device: {name}": case for name, case in ON_DEVICE.items()},
     }
     for name, (case, to) in RESUMED.items():
         saved = replace(case, save_at=5, checkpoint=str(folder / name))
@@ -227,31 +207,15 @@ def runs(folder: Path) -> Runs:
 
 
 @pytest.mark.parametrize("name", OF_ADAMW)
-def test_the_state_is_adamws(name: str, runs: Runs) -> None:
-    """And all ranks show the same weights in all steps, where clip factors are verified AdamW's."""
-    assert_is_adamw(OF_ADAMW[name], *runs[name], shown="true factors" in name)
-
-
-@pytest.mark.parametrize("name", NOT_CLIPPED)
-def test_every_forward_pass_sees_adamws_weights(name: str, runs: Runs) -> None:
-    """In host memory."""
-    assert_is_adamw(ON_DEVICE[name], *runs[f"host: {name}"], shown=True)
-
-
-@pytest.mark.parametrize("name", STEP_BY_STEP)
-def test_every_step_is_the_oracles(name: str, runs: Runs) -> None:
-    compare_with_oracle(STEP_BY_STEP[name], runs[name])
+def test_state_and_shown_weights(name: str, runs: Runs) -> None:
+    """And all ranks show the same weights in all steps."""
+    assert_as_promised(OF_ADAMW[name], *runs[name])
 
 
 @pytest.mark.parametrize("name", SAME_RUNS)
 def test_the_same_bits(name: str, runs: Runs) -> None:
     for ours, expected in zip(runs[name], runs[SAME_RUNS[name]], strict=True):
-        assert_same_run(ours, expected)
-
-
-def test_nothing_but_the_model_reads_the_weights(runs: Runs) -> None:
-    for ours, theirs in zip(runs["not watched"], runs["device: accumulated on the host"], strict=True):
-        assert_same_run(ours, replace(theirs, shown=[]))
+        assert_same_run(ours, replace(expected, shown=[]) if name == "not watched" else expected)
 
 
 def test_fp16_with_a_dynamic_loss_scale_has_the_state_of_stage_2(runs: Runs) -> None:
@@ -264,17 +228,9 @@ def test_states_and_gradients_of_whole_parameters(runs: Runs, folder: Path) -> N
     assert_found(LATE_3, runs["states"], runs["states in the middle"][0], folder)
 
 
-@pytest.mark.parametrize("name", PLAIN_3)
-def test_weights_are_those_of_plain_zero_3(name: str, runs: Runs) -> None:
-    for ours, plain in zip(runs[f"device: {name}"], runs[f"plain: {name}"], strict=True):
-        torch.testing.assert_close(ours.weights, plain.weights, rtol=0, atol=2e-6)
-        torch.testing.assert_close(ours.losses, plain.losses, rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("name", BY_TORCH)
-def test_clipped_by_torch(name: str, runs: Runs) -> None:
+def test_clipped_by_torch(runs: Runs) -> None:
     """On all ranks, each of which has a part of the gradients."""
-    for ours, by_torch in zip(runs[name], runs[f"by torch, {name}"], strict=True):
+    for ours, by_torch in zip(runs["host: clipped"], runs["host: clipped by torch"], strict=True):
         torch.testing.assert_close(ours.weights, by_torch.weights, rtol=0, atol=2e-6)
         torch.testing.assert_close(ours.losses, by_torch.losses, rtol=0, atol=2e-6)
 

@@ -64,18 +64,9 @@ def with_a_complex_buffer() -> Model:
     return Model(part)
 
 
-def replace_memory(trainer: pl.Trainer) -> None:
-    weight = next(trainer.lightning_module.parameters())
-    weight.data = weight.data.clone()
-
-
 def free_memory(trainer: pl.Trainer) -> None:
     weight = next(trainer.lightning_module.parameters())
     weight.data = torch.empty(0, dtype=torch.float32)
-
-
-def flush(trainer: pl.Trainer) -> None:
-    trainer.strategy.flush()
 
 
 def with_frozen_weight_in_the_same_memory() -> Model:
@@ -136,6 +127,17 @@ def pruned() -> None:
     fit(Model(nn.Linear(3, 2)), steps=102, callbacks=[callback])
 
 
+def unfrozen() -> None:
+    """What was frozen at set-up."""
+    model = LinearLossModule(length=2)
+    model.weights[0].requires_grad_(False)
+    fit(
+        model,
+        steps=5,
+        callbacks=[At("on_train_epoch_start", lambda t: model.weights[0].requires_grad_(t.current_epoch == 1))],
+    )
+
+
 OURS: Refused = [
     (lambda: ZenFlowStrategy(stage=0), "zero_optimization.stage must be 1, 2 or 3, got 0"),
     (lambda: ZenFlowStrategy(zero_optimization=False), "zero_optimization must be True or absent"),
@@ -148,13 +150,22 @@ OURS: Refused = [
         lambda: make_trainer(ZenFlowStrategy(), plugins=[HalfPrecision("bf16-true")]),
         "a precision plugin must be a DeepSpeedPrecision",
     ),
-    (lambda: fit(Model(), callbacks=[At("on_before_optimizer_step", flush)]), "flush must be called between two steps"),
+    (
+        lambda: fit(Model(), callbacks=[At("on_before_optimizer_step", lambda t: t.strategy.flush())]),
+        "flush must be called between two steps",
+    ),
     (lambda: fit(Model(), callbacks=[Finetuning()]), "Finetuning must be absent: it adds parameter groups"),
     (lambda: fit(Model(), callbacks=[StochasticWeightAveraging(swa_lrs=0.1)]), "StochasticWeightAveraging must be"),
+    # Its last matrix has no gradient in every other step.
+    (
+        lambda: fit(LinearLossModule(), with_config(zero_optimization={"ignore_unused_parameters": False})),
+        "every trained parameter, got none of weights.6: freeze them",
+    ),
+    (unfrozen, "weights.0.requires_grad must be False, got True"),
     (lambda: fit(WithoutLoss(shapes=TINY), accumulate_grad_batches=4), "training_step must return a loss, got None"),
-    *(
-        (partial(fit, Model(), callbacks=[At(hook, act)]), "weights.0 must keep its memory, got another one since")
-        for hook, act in (("on_train_batch_end", replace_memory), ("on_before_optimizer_step", free_memory))
+    (
+        lambda: fit(Model(), callbacks=[At("on_before_optimizer_step", free_memory)]),
+        "weights.0 must keep its memory, got another one since",
     ),
     (lambda: fit(Model(optimizers=lambda ps: None)), "configure_optimizers must return an optimizer, got None"),
     (lambda: fit(Model(optimizers=lambda ps: [adamw()(ps)] * 2)), "must return one optimizer, got several"),

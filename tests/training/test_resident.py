@@ -16,7 +16,7 @@ from typing_extensions import override
 from callbacks import At
 from direct_step import direct_step
 from eventful_training import random_tensors
-from harness import APPROXIMATE, AUTO, EVERYTHING, Case, Run, fit, optimizer_of, run_here
+from harness import AUTO, EVERYTHING, Case, Run, fit, optimizer_of, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.device import HostRuntime
 from lightning_zenflow.core.errors import MisconfigurationException
@@ -27,61 +27,33 @@ from lightning_zenflow.offload.step import ZenFlowStep
 from networks import Perceptron
 from rank_processes import run_on_ranks
 from recorded_device.watch import recorded_device
-from same_bits import assert_is_adamw, assert_same_run, assert_same_state, assert_same_tensors, compare_with_oracle
+from same_bits import assert_as_promised, assert_is_adamw, assert_same_run, assert_same_state, assert_same_tensors
 
 NETWORK = Case(model="SmallNet", update_interval=1, publish_lag=0, steps=6, loop="direct")
-IMMEDIATE = {
+LATE = Case(steps=11, topk_ratio=0.3, max_norm=1.0, precision="bf16-true", loop="direct")
+FREEZING = replace(NETWORK, model="LinearLossModule", model_options={"frozen_in": {0: (3, 6), 2: (0, 5), 3: (4, 9)}})
+CASES = {
     "nothing clips": NETWORK,
     "bf16": replace(NETWORK, precision="bf16-true"),
     "true factors": replace(NETWORK, max_norm=0.5).with_keys(clip_prediction=False),
     "sums in slots, flushes": replace(NETWORK, accumulate=3, flush_after=(2, 3)).with_keys(accumulate_on="host"),
-    "freezing": replace(
-        NETWORK, model="LinearLossModule", steps=9, model_options={"frozen_in": {0: (3, 6), 3: (4, 9)}}
-    ),
+    "freezing": replace(FREEZING, steps=9),
     "Trainer": replace(NETWORK, loop="trainer", flush_after=(3,)),
     "stage 3": replace(NETWORK, loop="trainer", stage=3),
-}
-
-
-@pytest.mark.parametrize("name", IMMEDIATE)
-def test_no_bit_depends_on_the_owner(name: str) -> None:
-    case = IMMEDIATE[name]
-    alone = run_here(case)
-    for ratio in (0.6, 0.0):
-        assert_same_run(run_here(case.with_keys(offload_ratio=ratio)), alone)
-
-
-LATE = Case(steps=11, topk_ratio=0.3, max_norm=1.0, precision="bf16-true", loop="direct")
-STATES: dict[str, Case] = {
     "S=4, d=1, everything": replace(LATE, flush_after=(5,)).with_keys(**EVERYTHING),
-    "S=2, d=0": replace(LATE, update_interval=2, publish_lag=0).with_keys(**APPROXIMATE),
     "S=1, d=0, predicted factors": replace(LATE, update_interval=1, publish_lag=0),
+    "S=7, d=1": replace(NETWORK, topk_ratio=0.5, update_interval=7, publish_lag=1, steps=14, flush_after=(9,)),
+    "in backward": replace(NETWORK, topk_ratio=0.3, update_interval=2, steps=14),
+    "freezing, S=4, d=1": replace(FREEZING, update_interval=4, publish_lag=1, steps=14),
 }
 
 
 @pytest.mark.parametrize("ratio", [0.6, 0.3, 0.0])
-@pytest.mark.parametrize("name", STATES)
-def test_the_state_is_adamws(name: str, ratio: float) -> None:
-    case = STATES[name].with_keys(offload_ratio=ratio)
-    assert_is_adamw(case, run_here(case), shown=ratio == 0)
-
-
-FROZEN = {"frozen_in": {0: (4, 8), 2: (0, 5), 3: (6, 12), 4: (6, 20)}}
-STEP_BY_STEP = {
-    "S=7, d=1": replace(NETWORK, topk_ratio=0.5, update_interval=7, publish_lag=1, steps=14, flush_after=(9,)),
-    "in backward": replace(NETWORK, topk_ratio=0.3, update_interval=2, steps=14),
-    "frozen and thawed": replace(
-        NETWORK, model="LinearLossModule", model_options=FROZEN, update_interval=4, publish_lag=1, steps=14
-    ),
-}
-
-
-@pytest.mark.parametrize("ratio", [0.6, 0.3])
-@pytest.mark.parametrize("name", STEP_BY_STEP)
-def test_every_step_is_the_oracles(name: str, ratio: float) -> None:
-    """What is resident is never late, whatever the schedule of the rest."""
-    case = STEP_BY_STEP[name].with_keys(offload_ratio=ratio)
-    compare_with_oracle(case, [run_here(case)])
+@pytest.mark.parametrize("name", CASES)
+def test_state_and_shown_weights(name: str, ratio: float) -> None:
+    """What is resident is never late, whatever the schedule of the rest. Where nothing is late, no bit depends on the owner."""
+    case = CASES[name].with_keys(offload_ratio=ratio)
+    assert_as_promised(case, run_here(case))
 
 
 TRUE = replace(NETWORK, loop="trainer", max_norm=0.5, steps=6).with_keys(clip_prediction=False)
@@ -139,16 +111,6 @@ def test_the_state_stays_readable_and_its_device_memory_is_freed() -> None:
     assert not device.order.races
 
 
-def test_moments_in_8_bits_are_rounded_where_they_are_laid_down(tmp_path: Path) -> None:
-    """So that a resumed run has the bits of the one that saved."""
-    case = replace(TRUE, save_at=3, checkpoint=str(tmp_path / "saved")).with_keys(
-        moments_dtype="int8", offload_ratio=0.5
-    )
-    saved, resumed = run_here(case), run_here(replace(case, save_at=0))
-    assert_same_tensors(resumed.weights, saved.weights)
-    assert_same_state(resumed, saved)
-
-
 def test_a_share_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # Of 8 blocks of about 470 elements with 16 bytes two fit.
     monkeypatch.setattr(HostRuntime, "room", lambda _: 2.5 * 470 * 16)
@@ -166,9 +128,6 @@ def test_what_is_refused() -> None:
     on_host = {"stage": 3, "offload_parameters": True}
     with pytest.raises(ValueError, match=r"offload_ratio must be 1 where parameters are in host memory, got 0\.5"):
         ZenFlowStrategy(offload_ratio=0.5, **on_host)
-    for ratio in (-0.1, 1.5, "all"):
-        with pytest.raises(ValueError, match="offload_ratio must be a number from 0 to 1 or 'auto', got"):
-            ZenFlowStrategy(offload_ratio=ratio)  # type: ignore[arg-type]
 
 
 def test_deepspeeds_own_key_is_read() -> None:
@@ -218,15 +177,9 @@ def test_memory_is_given_back_between_two_steps() -> None:
             direct.training.give_back()
 
 
-class GivesBack(pl.Callback):
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            trainer.strategy.give_back()  # type: ignore[attr-defined]
-
-
 def test_the_trainer_gives_memory_back() -> None:
-    run = run_here(replace(TRUE, callbacks=(GivesBack(),)).with_keys(offload_ratio=0.25))
+    gives = At("on_train_batch_end", lambda trainer: trainer.global_step == 3 and trainer.strategy.give_back())
+    run = run_here(replace(TRUE, callbacks=(gives,)).with_keys(offload_ratio=0.25))
     assert_same_run(run, run_here(TRUE))
 
 
@@ -284,7 +237,9 @@ def test_blocks_are_given_back_before_a_backward_pass_that_would_not_fit(
 
 
 def test_a_resumed_run_has_the_residents_of_the_saver(tmp_path: Path) -> None:
-    case = replace(TRUE, schedules=MOVES[:2], steps=7, checkpoint=str(tmp_path / "saved")).with_keys(**AUTO)
+    """And its bits: moments in 8 bits are rounded where they are laid down."""
+    case = replace(TRUE, schedules=MOVES[:2], steps=7, checkpoint=str(tmp_path / "saved"))
+    case = case.with_keys(**AUTO, moments_dtype="int8")
     sizes: list[int] = []
     look = At("on_train_batch_end", lambda t: sizes.append(optimizer_of(t).training.parts.residents.n_blocks))
     with recorded_device():

@@ -177,10 +177,7 @@ def test_a_save_is_the_state_after_a_step(name: str, every: bool, tmp_path: Path
 @pytest.mark.parametrize("name", ["S = 4, stage 3"])
 @all_calls
 def test_a_stop(name: str, every: bool, tmp_path: Path) -> None:
-    """By the flag, after the batch; or by an exception, with a save before it."""
-
-    def stop(trainer: pl.Trainer) -> None:
-        trainer.should_stop = True
+    """By an exception, with a save before it."""
 
     def leave(trainer: pl.Trainer) -> None:
         cut.append(trainer.strategy.zenflow_optimizer.training.parts.rank.records.is_broken)
@@ -191,8 +188,6 @@ def test_a_stop(name: str, every: bool, tmp_path: Path) -> None:
         fit(name, saves(tmp_path, step), max_epochs=None, max_steps=step)
     for point in calls_of(name, every, sample=2):
         cut: list[bool] = []
-        rings = Rings({FIRST: point}, stop)
-        assert fit(name, rings).global_step == (FIRST + 1 if rings.n_rung else BATCHES)
         rings = Rings({FIRST: point}, leave)
         with suppress(SystemExit):
             fit(name, rings)
@@ -227,28 +222,18 @@ def test_hooks_run_for_the_call_and_for_the_file(tmp_path: Path) -> None:
 def test_a_save_during_a_save(every: bool, tmp_path: Path) -> None:
     """Or a validation's flush, or the end of training."""
 
-    class Busy(Rings):
-        def __init__(self, at: int) -> None:
-            super().__init__({FIRST: at}, lambda trainer: trainer.save_checkpoint(tmp_path / "handler.ckpt"))
+    def flush_and_save(trainer: pl.Trainer) -> None:
+        if trainer.global_step == FIRST + 1:
+            trainer.strategy.flush()
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
 
-        on_train_batch_start = pl.Callback.on_train_batch_start
-
-        @override
-        def on_train_batch_end(
-            self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-        ) -> None:
-            if batch_idx == FIRST:
-                super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-                trainer.strategy.flush()
-                trainer.save_checkpoint(tmp_path / "saved.ckpt")
-                sys.setprofile(None)
-
-    watch, short = Busy(-1), {"max_epochs": None, "max_steps": FIRST + 2}
-    fit("S = 4", watch, **short)
-    for point in chosen(watch.n_calls, every, sample=6):
-        busy = Busy(point)
-        fit("S = 4", busy, **short)
-        if busy.n_rung:
+    # Before `Rings` is at the batch's end.
+    busy, watch, short = At("on_train_batch_end", flush_and_save), Rings({FIRST: -1}), {**SHORT, "max_steps": FIRST + 2}
+    fit("S = 4", busy, watch, **short)
+    for point in chosen(watch.n_calls, every, sample=12):
+        rings = Rings({FIRST: point}, lambda trainer: trainer.save_checkpoint(tmp_path / "handler.ckpt"))
+        fit("S = 4", busy, rings, **short)
+        if rings.n_rung:
             handler, saved = (state_of(tmp_path / f"{name}.ckpt") for name in ("handler", "saved"))
             torch.testing.assert_close(handler, saved, rtol=0, atol=0)
             (tmp_path / "handler.ckpt").unlink()

@@ -63,13 +63,9 @@ def test_memory_leaves_and_all_is_ordered(name: str) -> None:
     assert len(asleep) == 2 and max(asleep) < noise + weights / 8
 
 
-Loop = tuple[Any, Any, Any, Any]
-"""Fabric, model, optimizer, and DeepSpeed's engine."""
-
-
 @pytest.fixture(params=[2, 3], ids=["stage 2", "stage 3"])
-def loop(request: pytest.FixtureRequest) -> Loop:
-    """After two steps with late weights."""
+def loop(request: pytest.FixtureRequest) -> tuple[Any, Any, Any, Any]:
+    """Fabric, model, optimizer, and DeepSpeed's engine, after two steps with late weights."""
     fabric, model, optimizer, _ = set_up(SmallNet(), **{**LATE.keys(), "stage": request.param})
     request.addfinalizer(fabric.strategy.teardown)
     for step in range(2):
@@ -77,7 +73,7 @@ def loop(request: pytest.FixtureRequest) -> Loop:
     return fabric, model, optimizer, fabric.strategy.model
 
 
-def test_no_training_goes_on(loop: Loop, tmp_path: Path) -> None:
+def test_no_training_goes_on(loop: Any, tmp_path: Path) -> None:
     """And it may not begin between backward and step."""
     fabric, model, optimizer, engine = loop
     fabric.backward(model.loss(2, 0, 0))
@@ -101,7 +97,7 @@ def test_no_training_goes_on(loop: Loop, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("in_reload", [False, True], ids=["offload", "reload"])
 @pytest.mark.parametrize("name", ["resize_", "copy_"])
-def test_an_interrupted_call_is_undone(loop: Loop, name: str, in_reload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_call_is_undone(loop: Any, name: str, in_reload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the first storage that it has to do with."""
     fabric, model, optimizer, engine = loop
     fabric.strategy.flush()
@@ -123,7 +119,7 @@ def test_an_interrupted_call_is_undone(loop: Loop, name: str, in_reload: bool, m
     train_step(fabric, model, optimizer, 2)
 
 
-def test_what_is_included_leaves(loop: Loop) -> None:
+def test_what_is_included_leaves(loop: Any) -> None:
     _, _, _, engine = loop
     (weights, *_) = engine.optimizer.training.parts.rank.weights
     engine.offload_states(include=[OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states])
@@ -138,7 +134,7 @@ def test_what_is_included_leaves(loop: Loop) -> None:
     train_step(*loop[:3], 3)
 
 
-def test_weights_in_host_memory(loop: Loop) -> None:
+def test_weights_in_host_memory(loop: Any) -> None:
     """They are read and written there, and what is written counts from then on, as between two steps; a training may end so.
 
     Files have no more than before.

@@ -5,6 +5,7 @@ Some under stage 2 as well.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ from typing_extensions import override
 
 from callbacks import At
 from fabric_runs import launch
-from harness import Case, Run, fit, make_trainer, optimizer_of, run_here, weights_of
+from harness import Case, fit, make_trainer, optimizer_of, run_here, weights_of
 from lightning_zenflow import ZenFlowStrategy
 from models import TestModule, generator
-from networks import TiedNet
-from rank_processes import Runs, run_each
-from same_bits import assert_same_run, assert_same_tensors
-from side_by_side import NOTHING_LATE, Net, torch_alone
+from networks import Deep, TiedNet
+from rank_processes import run_each
+from same_bits import assert_same_tensors, compare_with_oracle
+from side_by_side import NOTHING_LATE, Net, compare_weights
 
 
 class Lora(nn.Module):
@@ -57,7 +58,8 @@ class LoraNet(TiedNet):
 
     @override
     def optimized(self) -> list[list[nn.Parameter]]:
-        return [[p for p in self.parameters() if p.requires_grad]]
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return [trained[::2], trained[1::2]]
 
 
 class CompiledLlama(TestModule):
@@ -113,40 +115,26 @@ CASES = {
 PLACES: dict[str, Callable[[Case], Case]] = {"device": lambda case: case, "host": on_host}
 
 
-@pytest.fixture(scope="module")
-def on_two_ranks() -> Runs:
-    cases = {
-        f"{name}, {place}": change(case) for name, case in RANKS_MATTER.items() for place, change in PLACES.items()
-    }
-    return run_each(cases)
-
-
-def compare(name: str, on_device: list[Run], in_host_memory: list[Run]) -> None:
-    for ours, theirs in zip(on_device, in_host_memory, strict=True):
-        assert_same_run(theirs, ours)
-    compare_with_torch(on_device, torch_alone(CASES[name], ranks=len(on_device)))
-
-
-def compare_with_torch(runs: list[Run], expected: list[Run]) -> None:
-    for ours, plain in zip(runs, expected, strict=True):
-        torch.testing.assert_close(ours.weights, plain.weights, rtol=0, atol=2e-6)
-        torch.testing.assert_close(ours.losses, plain.losses, rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "compiled" else ()) for n in CASES])
-def test_numbers_are_those_of_torchs_adamw(name: str) -> None:
-    compare(name, *([run_here(change(CASES[name]))] for change in PLACES.values()))
-
-
-def test_numbers_under_stage_2() -> None:
-    case = CASES["saved in host memory"]
-    compare_with_torch([run_here(replace(case, stage=2))], torch_alone(case))
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        pytest.param(name, place, marks=pytest.mark.slow if name == "compiled" else ())
+        for name in CASES
+        for place in (*PLACES, *(["stage 2"] if name in ("saved in host memory", "compiled") else []))
+    ],
+)
+def test_numbers_are_those_of_adamw(name: str, place: str) -> None:
+    case = replace(CASES[name], stage=2) if place == "stage 2" else PLACES[place](CASES[name])
+    compare_with_oracle(case, [run_here(case)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RANKS_MATTER)
-def test_numbers_on_two_ranks(name: str, on_two_ranks: Runs) -> None:
-    compare(name, *(on_two_ranks[f"{name}, {place}"] for place in PLACES))
+def test_numbers_on_two_ranks() -> None:
+    cases = {
+        f"{name}, {place}": change(case) for name, case in RANKS_MATTER.items() for place, change in PLACES.items()
+    }
+    for name, runs in run_each(cases).items():
+        compare_with_oracle(cases[name], runs)
 
 
 REENTRANT = {"checkpoint": "reentrant"}
@@ -164,25 +152,6 @@ def test_what_deepspeed_would_train_wrongly_is_refused(case: Case, message: str)
         run_here(on_host(case))
 
 
-class Sharded(TestModule):
-    """Layers that are divided over the ranks as they are made, so that no rank has ever the whole model."""
-
-    lr = 3e-4
-
-    @override
-    def configure_model(self) -> None:
-        # Lightning asks again before each run.
-        if hasattr(self, "layers"):
-            return
-        torch.manual_seed(7)
-        self.layers = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 3, bias=False))
-
-    @override
-    def loss(self, step: int, micro: int, rank: int) -> Tensor:
-        x = torch.randn(4, 24, generator=generator(9, step))
-        return functional.cross_entropy(self.layers(x), x[:, :3].argmax(1))
-
-
 def assert_in_place(trainer: pl.Trainer) -> None:
     """Weights are in the arena in a fit."""
     optimizer: Any = optimizer_of(trainer)
@@ -196,9 +165,16 @@ def assert_in_place(trainer: pl.Trainer) -> None:
 def test_a_model_that_is_made_in_pieces(tmp_path: Path) -> None:
     """Its weights outlive the training, are saved, validated and tested; those in host memory have the same bits."""
     results, linear, file = [], torch.nn.functional.linear, tmp_path / "a.ckpt"
-    limits = {"max_epochs": 2, "val_check_interval": 3, "limit_val_batches": 2, "limit_test_batches": 3}
+    make = partial(Deep, n_layers=3, width=24)
+    limits = {
+        "max_epochs": 2,
+        "limit_train_batches": 10,
+        "val_check_interval": 3,
+        "limit_val_batches": 2,
+        "limit_test_batches": 3,
+    }
     for case in (NETWORK, on_host(NETWORK), replace(NETWORK, stock=True)):
-        model = Sharded(length=10)
+        model = make()
         callbacks = [At("on_train_batch_end", assert_in_place)] if case.offload_parameters else []
         trainer = fit(model, case.make_strategy(), steps=-1, callbacks=callbacks, **limits)
         assert torch.nn.functional.linear is linear or case.stock
@@ -212,14 +188,14 @@ def test_a_model_that_is_made_in_pieces(tmp_path: Path) -> None:
     assert in_host_memory[0] == ours[0]
     assert_same_tensors(in_host_memory[1], ours[1])
     torch.testing.assert_close(ours[1], plain, rtol=0, atol=2e-6)
-    evaluated, resumed = Sharded(length=10), Sharded(length=10)
+    evaluated, resumed = make(), make()
     make_trainer(NETWORK.make_strategy(), limit_test_batches=1).test(evaluated, ckpt_path=file, verbose=False)
-    fit(resumed, NETWORK.make_strategy(), steps=-1, max_epochs=2, resume=file)
+    fit(resumed, NETWORK.make_strategy(), steps=-1, resume=file, **limits)
     for model in (evaluated, resumed):
         assert_same_tensors(weights_of(model), ours[1])
 
 
-class GroupedByShape(Sharded):
+class GroupedByShape(Deep):
     @override
     def configure_optimizers(self) -> Any:
         groups = [[p for p in self.parameters() if (p.ndim > 1) == is_matrix] for is_matrix in (True, False)]
@@ -228,12 +204,7 @@ class GroupedByShape(Sharded):
 
 def test_parameter_groups_by_the_shapes_of_divided_parameters_are_refused() -> None:
     with pytest.raises(MisconfigurationException, match="group 0: params must .* choose groups by `p.ds_shape`"):
-        fit(GroupedByShape(), NETWORK.make_strategy())
-
-
-def test_fabric_gives_the_same_bits() -> None:
-    case = on_host(CASES["experts"])
-    assert_same_run(run_here(replace(case, loop="fabric")), run_here(case))
+        fit(GroupedByShape(n_layers=2, width=8), NETWORK.make_strategy())
 
 
 def test_a_teacher_that_fabric_makes_in_pieces() -> None:
@@ -295,29 +266,22 @@ def add_probe(trainer: pl.Trainer) -> None:
     trainer.lightning_module.probe = nn.Linear(11, 3).requires_grad_(False)
 
 
-def trained(model: Net, strategy: Any) -> dict[str, Tensor]:
-    make_trainer(strategy, max_steps=10, callbacks=[At("on_fit_start", add_probe)]).fit(model)
-    return {name: p.detach().clone() for name, p in model.named_parameters() if "probe" not in name}
-
-
-def in_stage_3(*, offload_parameters: bool, threshold: int = 100_000) -> ZenFlowStrategy:
-    place = {"device": "cpu" if offload_parameters else "none"}
-    zero = {"stage": 3, "offload_param": place, "stage3_param_persistence_threshold": threshold}
-    return ZenFlowStrategy({"zero_optimization": zero}, **NOTHING_LATE)
-
-
 @pytest.mark.parametrize("offload_parameters", [False, True])
 @pytest.mark.parametrize("make", [lambda: ReadsLate(), lambda: Penalized(length=10)], ids=["late", "penalty"])
 def test_what_plain_torch_trains(make: Callable[[], Any], offload_parameters: bool) -> None:
-    ours, theirs = make(), make()
-    weights = trained(ours, in_stage_3(offload_parameters=offload_parameters, threshold=20))
-    torch.testing.assert_close(weights, trained(theirs, "auto"), rtol=0, atol=2e-6)
-    assert getattr(ours, "norms", []) == pytest.approx(getattr(theirs, "norms", []), abs=2e-6)
+    made: list[Net] = []
+    place = {"device": "cpu" if offload_parameters else "none"}
+    zero = {"stage": 3, "offload_param": place, "stage3_param_persistence_threshold": 20}
+    keys = {"config": {"zero_optimization": zero}, **NOTHING_LATE}
+    probes = lambda: [At("on_fit_start", add_probe)]  # noqa: E731
+    compare_weights(keys, probes, lambda: made.append(make()) or made[-1], steps=10)
+    ours, theirs = (getattr(model, "norms", []) for model in made)
+    assert ours == pytest.approx(theirs, abs=2e-6)
 
 
 def test_small_parameters_are_whole_between_steps() -> None:
     """On the device, as under plain DeepSpeed."""
     sizes = list[int]()
     read = At("on_train_batch_end", lambda trainer: sizes.append(trainer.lightning_module.head.bias.numel()))
-    make_trainer(in_stage_3(offload_parameters=False), max_steps=2, callbacks=[read]).fit(Net())
+    fit(Net(), ZenFlowStrategy(**NOTHING_LATE, stage=3), steps=2, callbacks=[read])
     assert sizes == [3, 3]

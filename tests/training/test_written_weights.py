@@ -1,7 +1,6 @@
 """Weights that users write or read between two steps, or between backward and step: what `USES` has no row for."""
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,8 +28,6 @@ from side_by_side import HOW, NOTHING_LATE, assert_near, compare_weights
 
 class Perturbs(SmallNet):
     """Adversarial training (FGM, AWP): moves a weight between the two backward passes of a step, and puts it back before the step."""
-
-    automatic_optimization = False
 
     def __init__(self, how: str, first: int, factor: float = 1.0) -> None:
         super().__init__(length=24)
@@ -69,63 +66,34 @@ class TestPerturbedWeights:
         fit(left_alone, ZenFlowStrategy(**HOW["late"]), steps=8)
         assert all(map(torch.equal, snapshot(perturbed), snapshot(left_alone)))
 
-    def test_under_fabric_what_is_put_back_behind_the_last_pass_is_refused(self) -> None:
-        """Its updates are under way."""
-        fabric, model, *_ = set_up(SmallNet(), **HOW["in backward"])
-        weight = model.module.hidden.weight
-        with fabric.no_backward_sync(model):
-            fabric.backward(model.loss(0, 0, 0))
-        kept = weight.detach().clone()
-        with torch.no_grad():
-            weight.add_(0.1)
-        fabric.backward(model.loss(0, 0, 0))
-        with (
-            pytest.raises(MisconfigurationException, match="hidden.weight must not be written between"),
-            torch.no_grad(),
-        ):
-            weight.copy_(kept)
-        fabric.strategy.teardown()
 
-
-class TestBetweenBackwardAndStep:
-    """Uses of weights under Fabric; those under the Trainer are in `USES`."""
+class TestModesOfTorch:
+    """Of the user's, beside the one that notices uses of weights between backward and step."""
 
     def test_under_fabric(self) -> None:
-        """The bits are those of a loop without them."""
-        runs = [self._run(tries=tries) for tries in (True, False)]
+        """One ends between backward and step, and another begins there. Refused uses change nothing."""
+        runs = []
+        for tries in (True, False):
+            fabric, model, optimizer, _ = set_up(SmallNet(), **HOW["in backward"])
+            uses = [partial(model.loss, 0, 1, 0), model.module.head.weight.clone] if tries else []
+            for step in range(3):
+                with FlopCounterMode(display=False) as counted:
+                    fabric.backward(model.loss(step, 0, 0))
+                assert counted.get_total_flops() > 0
+                with FlopCounterMode(display=False):
+                    for use in uses:
+                        with pytest.raises(MisconfigurationException, match="must not be read between backward and"):
+                            use()
+                    optimizer.step()
+                    model.module.head.weight.clone()
+                optimizer.zero_grad()
+            runs.append(snapshot(model.module))
+            fabric.strategy.teardown()
         assert all(map(torch.equal, *runs))
         assert not _get_current_dispatch_mode_stack()
 
-    def _run(self, *, tries: bool) -> list[Tensor]:
-        fabric, model, optimizer, _ = set_up(SmallNet(), **HOW["in backward"])
-        # Modes of the user's, of which one ends between backward and step and the other begins there.
-        for step in range(3):
-            with FlopCounterMode(display=False) as counted:
-                fabric.backward(model.loss(step, 0, 0))
-            assert counted.get_total_flops() > 0
-            if tries:
-                self._refused(partial(model.loss, step, 1, 0))
-                self._refused(model.module.head.weight.clone)
-            fabric.clip_gradients(model, optimizer, max_norm=1.0)
-            other = FlopCounterMode(display=False)
-            with other:
-                if tries:
-                    self._refused(torch.no_grad()(partial(model.loss, step, 1, 0)))
-                optimizer.step()
-                model.module.head.weight.clone()
-            optimizer.zero_grad()
-        weights = snapshot(model.module)
-        fabric.strategy.teardown()
-        return weights
-
-    def _refused(self, use: Callable[[], object]) -> None:
-        with pytest.raises(MisconfigurationException, match="weight must not be read between backward and step"):
-            use()
-
-    def test_nothing_stays_on_torchs_stack(self) -> None:
-        """Below a mode of the user's that is entered for all of it."""
+    def test_one_around_a_fit(self) -> None:
         with FlopCounterMode(display=False):
-            self._run(tries=False)
             fit(SmallNet(), ZenFlowStrategy(**HOW["in backward"]))
             assert len(_get_current_dispatch_mode_stack()) == 1
         assert not _get_current_dispatch_mode_stack()
