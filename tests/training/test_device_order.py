@@ -21,6 +21,7 @@ from harness import AUTO, Case, optimizer_of, run_here
 from lightning_zenflow.core.device import HostRuntime, SideStream, runtime_of
 from lightning_zenflow.deepspeed.fetch import FetchCoordinator
 from lightning_zenflow.deepspeed.stage_3 import ZenFlowZero3Optimizer
+from lightning_zenflow.offload.resident import Residents
 from lightning_zenflow.worker.process import SupervisedWorker
 from networks import TiedNet
 from rank_processes import run_on_ranks
@@ -297,6 +298,18 @@ def without(owner: type, method: str) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setattr(owner, method, lambda *_: None)
 
 
+def updated_too_early(patch: pytest.MonkeyPatch) -> None:
+    """Resident blocks are updated without a wait for the copies of their gradients."""
+    step = Residents.step
+
+    def early(residents: Residents) -> None:
+        with pytest.MonkeyPatch.context() as unordered:
+            unordered.setattr(SideStream, "join", lambda self: None)
+            step(residents)
+
+    patch.setattr(Residents, "step", early)
+
+
 def event_elsewhere(patch: pytest.MonkeyPatch) -> None:
     """Events of the stream of copies to the host are recorded on the current stream."""
     patch.setattr(SideStream, "record_event", lambda self: self._runtime.record_event())
@@ -304,6 +317,7 @@ def event_elsewhere(patch: pytest.MonkeyPatch) -> None:
 
 PLANTED = {
     "no wait for copies": (without(SideStream, "join"), CASES["a layer of the first micro-batch"]),
+    "residents updated too early": (updated_too_early, CASES["half resident"]),
     "a bucket filled again too early": (event_elsewhere, FIXED),
     # Its job's word does not wait for the copies from it.
     "a buffer reused too early in backward": (without(SideStream, "wait_for"), CASES["submitted in backward"]),
