@@ -4,6 +4,7 @@ import atexit
 import functools
 import gc
 import importlib
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -135,6 +136,8 @@ def untrained(model: TestModule) -> dict[str, Tensor]:
 
 def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:
     """A Trainer on the CPU, or on another `accelerator`, that writes nothing."""
+    # Advice about workers of data loaders and the like, and of a save that an error has cut; an error is an error all the same.
+    warnings.filterwarnings("ignore", module="lightning")
     quiet = {
         "accelerator": "cpu",
         "devices": 1,

@@ -1,6 +1,6 @@
 """Models that are networks, whose gradients depend on their weights. Data as in `models`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -334,29 +334,18 @@ class SparseNet(TestModule):
         return x.square().mean()
 
 
-class _Returns(nn.Module):
-    """A parameter as a module's output."""
+class _Calls(nn.Module):
+    """A module with some parts, whose forward pass is a function of it and its inputs."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Callable[..., Tensor], **parts: nn.Module | nn.Parameter) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(8, 8))
+        self._function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
 
     @override
-    def forward(self) -> Tensor:
-        return self.scale
-
-
-class _Uses(nn.Module):
-    """A layer that also uses the weight of another one, which is not its child."""
-
-    def __init__(self, other: nn.Linear) -> None:
-        super().__init__()
-        self.own = nn.Linear(8, 8)
-        self._others = [other]
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(functional.linear(self.own(x), self._others[0].weight))
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self._function(self, *inputs)
 
 
 class OutsideNet(TestModule):
@@ -368,8 +357,9 @@ class OutsideNet(TestModule):
             torch.manual_seed(5)
             self.root = nn.Parameter(torch.randn(8, 8))
             self.child = nn.Linear(8, 8)
-            self.returns = _Returns()
-            self.uses = _Uses(self.child)
+            self.returns = _Calls(lambda m: m.scale, scale=nn.Parameter(torch.ones(8, 8)))
+            outside = lambda m, x: torch.tanh(functional.linear(m.own(x), self.child.weight))  # noqa: E731
+            self.uses = _Calls(outside, own=nn.Linear(8, 8))
 
     @override
     def loss(self, step: int, micro: int, rank: int) -> Tensor:

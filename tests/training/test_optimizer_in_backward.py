@@ -293,8 +293,8 @@ def test_weights_in_place_are_written_behind_their_last_reads(keys: dict[str, An
                 s = direct.parts.rank.partition.slices[index]
                 with device.on(fetches):
                     weights = direct.shown[0].narrow(0, s.begin, s.numel).to(DEVICE, non_blocking=True)
-                device.current.wait_stream(fetches)
-                device.order.keep_for(weights.untyped_storage().data_ptr(), device.current.name)
+                device.current_stream().wait_stream(fetches)
+                device.order.keep_for(weights.untyped_storage().data_ptr(), device.current_stream().name)
                 return weights.mul_(inputs[index].flatten())
 
             for event in ["", "", "flush", "interrupted", "", "flush", "interrupted", ""]:
