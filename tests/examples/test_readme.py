@@ -17,7 +17,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero import GatheredParameters
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typing_extensions import override
 
 from benchmarks.common.processes import fresh_environment
@@ -190,6 +190,15 @@ def test_readme_is_short_and_quoted_tables_are_new() -> None:
     )
     for document in (README, quote_tables.CONVERGENCE):
         assert quote_tables.with_quotes(document) == document.read_text(), "run `python -m docs.quote_tables`"
+
+
+def test_traffic_of_a_selection() -> None:
+    """Of Llama-2-7B: a float32 norm for each column, beside gradients of 16 bits."""
+    with torch.device("meta"):
+        parameters = [*LlamaForCausalLM(LlamaConfig()).parameters()]
+    columns = sum(p.shape[1] for p in parameters if p.ndim == 2)
+    times = sum(2 * p.numel() for p in parameters) / (4 * columns)
+    assert round(times, -2) == 2900 and f"4 bytes for each of {columns / 1e6:.2f}e6 columns" in README.read_text()
 
 
 def test_numbers_of_a_gpu_have_the_commit_of_their_record() -> None:
