@@ -1,11 +1,12 @@
-"""Draws the pictures of how_it_works.md: `python -m docs.draw_pictures` writes them to docs/images, or to the given folder.
+"""Draws the pictures of README.md and how_it_works.md: `python -m docs.draw_pictures` writes them to docs/images, or to the given folder.
 
-They show order and overlap, not measured times: durations are chosen to be legible. `docs/performance.md` has the measurements.
+`speed` has measured times. The others show order and overlap: their durations are chosen to be legible.
 """
 
 import random
 import sys
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import matplotlib
@@ -17,9 +18,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from docs.first_page import FUSED_S, on_gpu
 from lightning_zenflow.core.schedule import StaggeredSchedule, UpdateSchedule, gradient_steps, momentum_steps
 
 TRAIN, STEP, COPY, HOST, WAIT, LIGHT = "#4c78a8", "#f58518", "#72b7b2", "#54a24b", "#e45756", "#d9dee5"
+PEER = "#8a929c"
 STYLE: dict[Any, Any] = {
     "font.size": 9,
     "font.family": "DejaVu Sans",
@@ -60,13 +63,37 @@ def draw_zero_offload(axes: Axes, length: float) -> None:
         bar(axes, 0, begin + 1, 2, TRAIN, f"backward {step}")
         bar(axes, 0, begin + 3, 4.5, WAIT, "idle")
         bar(axes, 1, begin + 1.3, 2.2, COPY, "gradients, 2")
-        bar(axes, 2, begin + 3.5, 3, HOST, f"AdamW {step}")
+        bar(axes, 2, begin + 3.5, 3, HOST, f"AdamW of step {step}")
         bar(axes, 1, begin + 6.5, 1, COPY, "weights, 1")
         begin += 7.5
     axes.set_title("ZeRO-Offload", loc="left", fontsize=10, fontweight="bold")
 
 
-def draw_zenflow(axes: Axes, length: float) -> None:
+def draw_exact(axes: Axes, length: float) -> None:
+    """Three steps: the CPU updates layers in backward; the GPU waits for the last ones, or has their states itself."""
+    lanes(axes, ["GPU", "PCIe", "CPU"], length)
+    begin = 0.0
+    for number, wait in enumerate((1.7, 1.7, 0.35)):
+        step = "t" if number == 0 else f"t+{number}"
+        bar(axes, 0, begin, 1, TRAIN, f"forw. {step}")
+        bar(axes, 0, begin + 1, 2, TRAIN, f"backward {step}")
+        if wait > 1:
+            bar(axes, 0, begin + 3, wait, WAIT, "waits for the last")
+        else:
+            bar(axes, 0, begin + 3, 0.5, STEP, "step")
+        bar(axes, 0.8, begin + 1.2, 1.8, COPY, "gradients, 1" if wait > 1 else "gradients, ½", 0.36)
+        bar(axes, 1.2, begin + 1.9, wait + 1.1, COPY, "weights, 1" if wait > 1 else "weights, ½", 0.36)
+        bar(axes, 2, begin + 1.4, wait + 1.4, HOST, f"AdamW of {step}, by layers" if wait > 1 else "AdamW of half")
+        begin += 3 + wait
+    axes.set_title(
+        "Here, exact (S = 1, d = 0): AdamW begins in backward; in the last step drawn, the GPU has half of the states",
+        loc="left",
+        fontsize=10,
+        fontweight="bold",
+    )
+
+
+def draw_late(axes: Axes, length: float) -> None:
     """The same time holds four steps: the CPU works beside them."""
     lanes(axes, ["GPU", "PCIe", "CPU"], length)
     begin, duration = 0.0, 3.65
@@ -77,10 +104,10 @@ def draw_zenflow(axes: Axes, length: float) -> None:
         bar(axes, 0, begin + 3, 0.65, STEP, "step")
         bar(axes, 1, begin + 1.3, 1.5, COPY, "gradients, 1")
         bar(axes, 1, begin + 3.2, 0.45, COPY, "¼")
-        bar(axes, 2, begin + 3.0 - (duration if number else 3.0), 2.4 if number else 2.0, HOST, "replays a quarter")
+        bar(axes, 2, begin + 3.0 - (duration if number else 3.0), 2.4 if number else 2.0, HOST, "AdamW, 4 steps of ¼")
         begin += duration
     axes.set_title(
-        "ZenFlowStrategy, S = 4, d = 1 (a job is published one step after its submission)",
+        "Here, late (S = 4, d = 1): each step the CPU applies the gradients of four steps to a quarter of the layers",
         loc="left",
         fontsize=10,
         fontweight="bold",
@@ -88,13 +115,45 @@ def draw_zenflow(axes: Axes, length: float) -> None:
 
 
 def steps_side_by_side() -> Figure:
-    """Two steps of ZeRO-Offload above four of `ZenFlowStrategy`."""
+    """Two steps of ZeRO-Offload above those of `ZenFlowStrategy` in the same time, exact and late."""
     length = 15.1
-    figure, (above, below) = plt.subplots(2, 1, figsize=(9.6, 3.7), layout="constrained")
-    draw_zero_offload(above, length)
-    draw_zenflow(below, length)
-    below.set_xlabel(
+    figure, (first, second, third) = plt.subplots(3, 1, figsize=(9.6, 5.4), layout="constrained")
+    draw_zero_offload(first, length)
+    draw_exact(second, length)
+    draw_late(third, length)
+    third.set_xlabel(
         "time, not to scale; numbers beside copies are bytes in sizes of the bf16 model", loc="left", fontsize=8
+    )
+    return figure
+
+
+_ON_GPU = {
+    "none": ("no offload", LIGHT),
+    "zenflow": ("this: weights late, S = 4, d = 1", STEP),
+    "zenflow_auto": ('this: "zenflow", as late as it chose', STEP),
+    "zenflow_exact_cores": ("this: no weight late", TRAIN),
+    "deepspeed_zenflow": ("DeepSpeed ZenFlow, S = 4", PEER),
+    "zero_offload": ("DeepSpeed ZeRO-Offload", PEER),
+}
+"""Methods of the record -> name and colour, the fastest first."""
+
+
+def speed() -> Figure:
+    """Measured: mean times of a step on the H200, from their record."""
+    runs = on_gpu()
+    step_s = {method: mean(runs[method]["step_s"]) for method in _ON_GPU}
+    figure, axes = plt.subplots(figsize=(9.6, 2.6), layout="constrained")
+    lanes(axes, [name for name, _ in _ON_GPU.values()], 1.3 * max(step_s.values()))
+    for lane, (method, (_, color)) in enumerate(_ON_GPU.items()):
+        seconds = step_s[method]
+        bar(axes, lane, 0, seconds, color, f"{1e3 * seconds:.0f} ms")
+        shares = f"{step_s['none'] / seconds:.0%} (of fused: {FUSED_S / seconds:.0%})"
+        axes.text(seconds + 0.01, lane, shares, va="center", fontsize=9)
+    axes.set_title("A step on an H200, and speed in % of no offload", loc="left", fontsize=10, fontweight="bold")
+    axes.set_xlabel(
+        "1.45e9 parameters in bf16, 8 x 1024 tokens, 16 CPU cores; of fused: of a fused AdamW without offload, estimated",
+        loc="left",
+        fontsize=8,
     )
     return figure
 
@@ -207,6 +266,7 @@ def one_weight() -> Figure:
 
 
 PICTURES = {
+    "speed": speed,
     "steps_side_by_side": steps_side_by_side,
     "columns": columns,
     "windows": windows,

@@ -33,19 +33,6 @@ class Quote:
 
 
 QUOTES = (
-    Quote(
-        document=README,
-        table="step_time",
-        record="step_time_simulated_151M_asynchronous_1x16.json",
-        columns=("method", "mean ms", "p99/p50", "time / zero_offload", "waiting", "host GB"),
-        rows=(
-            "floor: gradients dropped, no step",
-            "DeepSpeed ZeRO-Offload (DeepSpeedCPUAdam)",
-            "DeepSpeed ZenFlow, S=4, overlap",
-            "ZenFlowStrategy, S=4, d=1",
-            "ZenFlowStrategy, S=1, d=0",
-        ),
-    ),
     Quote(document=CONVERGENCE, table="delay", record="convergence.jsonl"),
     *(
         Quote(

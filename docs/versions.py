@@ -1,4 +1,4 @@
-"""Writes the table of tested versions to README.md, from what CI installs: `python -m docs.versions`."""
+"""Writes the table of tested versions to CONTRIBUTING.md, from what CI installs: `python -m docs.versions`."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,8 @@ from pathlib import Path
 from tabulate import tabulate
 
 ROOT = Path(__file__).parents[1]
+
+DOCUMENT = ROOT / "CONTRIBUTING.md"
 
 _FILES = {"tested": "constraints.txt", "lowest": "constraints-lowest.txt"}
 
@@ -44,10 +46,9 @@ def table() -> str:
 
 
 def with_table(text: str) -> str:
-    """The README with the current table."""
+    """The document with the current table."""
     return _TABLE.sub(lambda match: f"{match.group(1)}{table()}\n{match.group(2)}", text)
 
 
 if __name__ == "__main__":
-    path = ROOT / "README.md"
-    path.write_text(with_table(path.read_text()))
+    DOCUMENT.write_text(with_table(DOCUMENT.read_text()))

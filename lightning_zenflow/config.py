@@ -74,29 +74,29 @@ class ZenFlowConfig(BaseModel):
 
     update_interval: _Interval | _Auto = _key("auto", unit="steps")
     """S, the number of steps whose gradients the CPU applies in one pass over the state. "auto" takes a power of two: with
-    publish_lag, the least stale pair whose work hides behind training; see `lightning_zenflow.offload.plan`."""
+    publish_lag, the least late pair whose work hides behind training; see `lightning_zenflow.offload.plan`."""
 
     max_update_interval: _Interval = _key(16, unit="steps")
     """Upper bound of `update_interval: auto`, hence of the gradients held in host memory."""
 
     publish_lag: _Lag | _Auto = _key("auto", unit="steps")
     """d, the number of further steps until the model has the result of the CPU's pass. "auto" takes,
-    with update_interval, the least stale pair whose work hides behind training."""
+    with update_interval, the least late pair whose work hides behind training."""
 
     clip_prediction: bool | _Auto = _key("auto")
-    """Lets forward passes see weights with a predicted clip factor where d = 0. If false, forward passes see AdamW's own weights: blocks
-    with another factor than the true one are published again. With parameters on the device, no block is submitted in backward behind two
-    clipped steps. "auto" is false with parameters in host memory, otherwise true."""
+    """Lets forward passes see weights with a predicted clip factor where d = 0. If false, forward passes see AdamW's own weights: a clipped
+    step waits until they are updated again with the true factor. Behind two clipped steps, with parameters on the device, updates begin at
+    the end of the step. "auto" is false with parameters in host memory, otherwise true."""
 
     full_warm_up_rounds: int = _key(0, ge=0, unit="steps")
     """Synchronous steps at the start, in which the worker updates every weight before columns are selected."""
 
     overlap_step: bool = _key(True)
-    """Runs the worker's updates concurrently with training: where d = 0, each block's behind the backward pass, as soon as its gradient
-    arrives; with a lag, behind the next steps. If false, d is 0, and each step waits for the worker at its end; S is 1 if it is "auto"."""
+    """Runs the worker's updates beside training: where d = 0 in the backward pass, those of each layer as soon as its gradients arrive;
+    where d = 1 beside the next step. If false, d is 0, and each step waits for the worker at its end; S is 1 if it is "auto"."""
 
     weight_prediction: _Factor | _Auto = _key("auto", unit="steps")
-    """Steps along the momentum by which published weights are extrapolated from the exact ones; 0 disables it. "auto" takes the mean
+    """Steps along the momentum by which late weights are extrapolated from the exact ones; 0 disables it. "auto" takes the mean
     number that AdamW would have made by the steps that use them; see `lightning_zenflow.core.schedule`."""
 
     provisional_scale: _Factor | _Auto = _key("auto", unit="learning rates")
@@ -113,8 +113,8 @@ class ZenFlowConfig(BaseModel):
 
     moments_dtype: Literal["float32", "bfloat16", "int8"] = _key("float32")
     """Element type of AdamW's moments in host memory. "bfloat16" takes 8 bytes a parameter for the optimizer states instead of 12, "int8"
-    6.1; they are rounded once a window, stochastically (bfloat16's first moment to nearest if beta1 <= 0.996). Checkpoints hold float32;
-    runs with any of them read all."""
+    6.1; they are rounded once in S steps, stochastically (bfloat16's first moment to nearest if beta1 <= 0.996). Checkpoints hold
+    float32; runs with any of them read all."""
 
     offload: Annotated[bool, AfterValidator(_without_effect)] = _key(False, changes_numbers=False)
     """A key of DeepSpeed's ZenFlow without effect: the states of device-owned columns stay on the device."""

@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import ClassVar
 
 import pytorch_lightning as pl
-from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.plugins import DeepSpeedPrecision
 from pytorch_lightning.strategies import DeepSpeedStrategy, StrategyRegistry
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -25,8 +24,6 @@ __all__ = ["StallMonitor", "ZenFlowConfig", "ZenFlowStrategy"]
 # The mixins' annotations name the classes of `lightning.pytorch`.
 class StallMonitor(StallMonitoring, pl.Callback):  # type: ignore[misc]  # noqa: D101
     __doc__ = StallMonitoring.__doc__
-
-    tensorboard_logger = TensorBoardLogger
 
 
 class ZenFlowPrecision(TrainerPrecision, DeepSpeedPrecision):  # type: ignore[misc]

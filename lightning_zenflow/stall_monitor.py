@@ -1,17 +1,16 @@
 """The Trainer's callback that logs metrics of steps and their summary (`step_meter`)."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.optimizer.offload_adamw import OffloadAdamW
-from lightning_zenflow.step_meter import METRICS, SUMMED_UP, StepMeter
+from lightning_zenflow.step_meter import OVERVIEW, SUMMED_UP, StepMeter
 from lightning_zenflow.training import Training
 
 if TYPE_CHECKING:
@@ -22,12 +21,11 @@ else:
 
 
 class StallMonitoring(_Callback):
-    """Logs stall, overlap and selection metrics through the trainer's loggers, every `log_every_n_steps` steps.
+    """Logs the metrics of docs/tuning.md through the trainer's loggers, every `log_every_n_steps` steps.
 
-    `ZenFlowStrategy` adds one unless `stall_monitor` is false; under other strategies the steps are those of `OffloadAdamW`. docs/tuning.md
-    lists all metrics. They are those of rank zero; the callback does nothing on other ranks. It never synchronises the device, whose times
-    are read a step or more later. At the end of fit, averages go to `trainer.callback_metrics`, after `log_every_n_steps` steps or more.
-    With several `OffloadAdamW` the names of the second one's metrics end in "-1", and so on.
+    `ZenFlowStrategy` adds one unless `stall_monitor` is false; under other strategies the steps are those of `OffloadAdamW`, the second of
+    which has names that end in "-1". Metrics are those of rank zero, each from its first value but zero on. The device is never
+    synchronised. At the end of fit, averages go to `trainer.callback_metrics`, after `log_every_n_steps` steps or more.
 
     Args:
         progress_bar: show the device's idle time in percent in the progress bar.
@@ -35,13 +33,11 @@ class StallMonitoring(_Callback):
         summary_from: smallest number of steps of a fit with a summary, at least 2, as averages leave out the first; the strategy's has 50.
     """
 
-    tensorboard_logger: ClassVar[type[Any]]
-    """Of the same package as the callback's base class."""
-
     def __init__(self, *, progress_bar: bool = True, summary: bool = True, summary_from: int = 2) -> None:
         self._progress_bar = progress_bar
         self._summary_from = summary_from if summary else math.inf
         self._meters: Callable[[], list[StepMeter]] = list
+        self._logged = set[str]()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -53,10 +49,7 @@ class StallMonitoring(_Callback):
         meters = _meters_of(trainer)
         if not trainer.is_global_zero:
             return
-        self._meters = meters
-        for logger in trainer.loggers:
-            if isinstance(logger, self.tensorboard_logger):
-                logger.experiment.add_custom_scalars(tensorboard_layout())
+        self._meters, self._logged = meters, set()
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
@@ -66,10 +59,17 @@ class StallMonitoring(_Callback):
         # None behind the micro-batches that end no step.
         if trainer.global_step % _log_interval(trainer) or not (metrics := _named([m.metrics() for m in meters])):
             return
+        known = len(self._logged)
+        # Charts of zeros say nothing, but for that of the waits.
+        self._logged.update(name for name, value in metrics.items() if value or name == OVERVIEW[0])
+        shown = {name: value for name, value in metrics.items() if name in self._logged}
         for logger in trainer.loggers:
+            writer: Any = getattr(logger, "experiment", None)
+            if len(self._logged) > known and hasattr(writer, "add_custom_scalars"):
+                writer.add_custom_scalars(tensorboard_layout(self._logged))
             # Lightning logs a step's own metrics under the same number, counted from 0.
-            logger.log_metrics(metrics, step=trainer.global_step - 1)
-        stall = metrics.get("zenflow/stall/device_percent")
+            logger.log_metrics(shown, step=trainer.global_step - 1)
+        stall = metrics.get(OVERVIEW[0])
         if stall is not None and self._progress_bar and trainer.progress_bar_callback is not None:
             # Not by `log`, which makes it one of `trainer.callback_metrics` as well, the model's own results.
             trainer.progress_bar_metrics["stall_%"] = stall
@@ -101,8 +101,6 @@ class StallMonitoring(_Callback):
 class StallMonitor(StallMonitoring, pl.Callback):  # noqa: D101
     __doc__ = StallMonitoring.__doc__
 
-    tensorboard_logger = TensorBoardLogger
-
 
 def add_monitor(trainer: pl.Trainer, kind: type[StallMonitoring]) -> None:
     """Adds the strategy's own monitor to a Trainer, unless the user has given one."""
@@ -112,13 +110,14 @@ def add_monitor(trainer: pl.Trainer, kind: type[StallMonitoring]) -> None:
         callbacks.insert(0, kind(summary_from=SUMMED_UP))
 
 
-def tensorboard_layout() -> dict[str, dict[str, list[Any]]]:
-    """The page *Custom Scalars*: a chart for each metric, in groups; for `SummaryWriter.add_custom_scalars`."""
+def tensorboard_layout(logged: Collection[str]) -> dict[str, dict[str, list[Any]]]:
+    """The page *Custom Scalars*: a chart for each of these metrics, in groups; for TensorBoard's `SummaryWriter.add_custom_scalars`."""
     # TensorBoard has one colour for each run: two metrics in a chart would look alike. Tags are regular expressions.
-    return {
-        f"ZenFlow {group}": {name: ["Multiline", [f"^{name}$"]] for name in METRICS if name.split("/")[1] == group}
-        for group in ("stall", "overlap", "selection")
-    }
+    groups: dict[str, dict[str, list[Any]]] = {}
+    for name in sorted(logged, key=[*OVERVIEW, *sorted(logged)].index):
+        group = "overview" if name in OVERVIEW else name.split("/")[1]
+        groups.setdefault(f"ZenFlow {group}", {})[name] = ["Multiline", [f"^{name}$"]]
+    return groups
 
 
 def _log_interval(trainer: pl.Trainer) -> float:

@@ -31,6 +31,9 @@ def _percent(share: float | None) -> float:
 
 METRICS: dict[str, _Formula] = {
     "zenflow/stall/device_percent": _waits(*CAUSES),
+    "zenflow/overlap/step_ms": lambda run, seconds: 1e3 * seconds / run.steps,
+    "zenflow/overlap/late_blocks_percent": lambda run, _: _percent(run.late_share),
+    "zenflow/overlap/clip_prediction_error_percent": lambda run, _: _percent(run.factor_error),
     "zenflow/stall/host_percent": lambda run, seconds: 100 * run.host_stall_s / seconds,
     # Parts of the device's; each cause is in one.
     "zenflow/stall/worker_percent": _waits("publish_wait", "slot"),
@@ -39,16 +42,16 @@ METRICS: dict[str, _Formula] = {
     "zenflow/stall/other_percent": _waits("publish_buffer", "select", "restart", "reserve", "loss_scale"),
     "zenflow/stall/skipped_steps": lambda run, _: run.skipped_steps,
     "zenflow/stall/worker_restarts": lambda run, _: run.worker_restarts,
-    "zenflow/overlap/step_ms": lambda run, seconds: 1e3 * seconds / run.steps,
     "zenflow/overlap/worker_busy_percent": lambda run, seconds: 100 * run.worker_busy_s / seconds,
     "zenflow/overlap/update_interval_steps": lambda run, _: run.update_interval,
     "zenflow/overlap/publish_lag_steps": lambda run, _: run.publish_lag,
-    "zenflow/overlap/late_blocks_percent": lambda run, _: _percent(run.late_share),
-    "zenflow/overlap/clip_prediction_error_percent": lambda run, _: _percent(run.factor_error),
     "zenflow/selection/device_squared_norm_percent": lambda run, _: _percent(run.owned_norm_share),
     "zenflow/selection/resident_percent": lambda run, _: _percent(run.resident_share),
 }
 """Metric -> formula; docs/tuning.md has their meaning, and a test compares both with what a training logs."""
+
+OVERVIEW = tuple(METRICS)[:4]
+"""Those that say most of a run."""
 
 
 def interval_metrics(before: Reading, now: Reading, *, seconds: float) -> dict[str, float]:

@@ -117,17 +117,18 @@ HEADINGS = {
     "zenflow": "defaults",
     "zenflow_s4": "S = 4, d = 1",
     "zenflow_int8": "`int8`",
-    "deepspeed_zenflow": "DeepSpeed's ZenFlow, its weights repaired",
-    "deepspeed_zenflow_as_is": "as released",
+    "deepspeed_zenflow": "DeepSpeed's ZenFlow without a defect",
+    "deepspeed_zenflow_as_is": "with it, as released",
 }
 
 
 def summary(by_task: Mapping[str, Mapping[str, ByLr]]) -> str:
-    """The Markdown table of all tasks: AdamW's score, and what others have beside it."""
+    """The Markdown table of all tasks: AdamW's score with its range, and what others have beside it."""
     rows = []
     for task, metric in METRICS.items():
         methods = by_task[task]
-        adamw = spread([*scores(methods["auto"][rate(methods)]).values()])
+        found = scores(methods["auto"][rate(methods)]).values()
+        adamw = f"{spread([*found])}, {min(found):.1f} to {max(found):.1f}"
         row = {"score in %": f"{task}, {metric}, lr {rate(methods):g}", "AdamW": adamw}
         rows.append(row | {heading: beside_adamw(methods, method) for method, heading in HEADINGS.items()})
     return markdown(rows)

@@ -17,12 +17,12 @@ import pytest
 import torch
 from deepspeed.runtime.zero import GatheredParameters
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typing_extensions import override
 
 from benchmarks.common.processes import fresh_environment
 from benchmarks.common.results import RESULTS
-from docs import draw_pictures, quote_tables, release, versions
+from docs import draw_pictures, first_page, quote_tables, release, versions
 from docs.release import with_absolute_links, with_addresses
 from example_runs import ROOT
 from lightning_zenflow import ZenFlowStrategy
@@ -183,10 +183,22 @@ def test_snippet(document: str, number: int, tmp_path: Path, monkeypatch: pytest
 
 
 def test_readme_is_short_and_quoted_tables_are_new() -> None:
-    assert len(README.read_text().splitlines()) <= 170
-    assert versions.with_table(README.read_text()) == README.read_text(), "run `python -m docs.versions`"
+    assert len(README.read_text().splitlines()) <= 160
+    assert first_page.with_tables(README.read_text()) == README.read_text(), "run `python -m docs.first_page`"
+    assert versions.with_table(versions.DOCUMENT.read_text()) == versions.DOCUMENT.read_text(), (
+        "run `python -m docs.versions`"
+    )
     for document in (README, quote_tables.CONVERGENCE):
         assert quote_tables.with_quotes(document) == document.read_text(), "run `python -m docs.quote_tables`"
+
+
+def test_traffic_of_a_selection() -> None:
+    """Of Llama-2-7B: a float32 norm for each column, beside gradients of 16 bits."""
+    with torch.device("meta"):
+        parameters = [*LlamaForCausalLM(LlamaConfig()).parameters()]
+    columns = sum(p.shape[1] for p in parameters if p.ndim == 2)
+    times = sum(2 * p.numel() for p in parameters) / (4 * columns)
+    assert round(times, -2) == 2900 and f"4 bytes for each of {columns / 1e6:.2f}e6 columns" in README.read_text()
 
 
 def test_numbers_of_a_gpu_have_the_commit_of_their_record() -> None:

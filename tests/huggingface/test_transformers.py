@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl.models.utils import prepare_deepspeed
 
 import sft
@@ -23,6 +23,7 @@ from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.users_module import is_in_pieces
 from rank_processes import free_port
 from same_bits import assert_same_tensors
+from tiny_models import save_tiny_model
 from tiny_trainers import Tokens, configuration, logged, tiny_llama, trainer
 
 ROOT = Path(__file__).parents[2]
@@ -287,13 +288,23 @@ def test_reference_model(launcher: str, tmp_path: Path, monkeypatch: pytest.Monk
     end(ours)
 
 
-def snippet(*texts: str) -> str:
-    """The recipe's block that has these texts."""
-    blocks = [
-        block.partition("```")[0] for block in (ROOT / "docs" / "recipes.md").read_text().split("```python\n")[1:]
-    ]
+def snippet(*texts: str, document: Path = ROOT / "docs" / "recipes.md") -> str:
+    """The document's block that has these texts."""
+    blocks = [block.partition("```")[0] for block in document.read_text().split("```python\n")[1:]]
     (found,) = (block for block in blocks if all(text in block for text in texts))
     return found
+
+
+def test_example_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a model from a folder, as without network."""
+    monkeypatch.chdir(tmp_path)
+    example, name = snippet("TrainingArguments", document=ROOT / "README.md"), "Qwen/Qwen3-1.7B"
+    assert name in example
+    names = {"dataset": Tokens()}
+    exec(example.replace(name, str(save_tiny_model(tmp_path / "llama", "llama"))), names)
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "llama", dtype="bfloat16")
+    trained = names["model"].parameters()
+    assert any(not torch.equal(p, q) for p, q in zip(before.parameters(), trained, strict=True))
 
 
 def test_loop_under_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,14 +14,15 @@ import lightning.pytorch as pl
 import pytest
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import PyTorchProfiler
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
 from between_steps import Does
 from callbacks import At
 from harness import fit
 from lightning_zenflow import StallMonitor, ZenFlowStrategy, telemetry
-from lightning_zenflow.stall_monitor import tensorboard_layout
 from lightning_zenflow.step_meter import METRICS
 from models import LinearLossModule
 from networks import SmallNet
@@ -64,7 +65,12 @@ def test_the_documented_names_are_those_that_are_logged(rows: list[dict[str, flo
     table = re.findall(r"^\| `(zenflow/\S+)` \| (.+) \|$", (ROOT / "docs" / "tuning.md").read_text(), re.MULTILINE)
     assert [name for name, _ in table] == list(METRICS)
     assert all(re.fullmatch(r"[\w/. -]+", name) for name in METRICS)  # what MLflow allows
-    assert {name for row in rows for name in row} - {"step"} == set(METRICS) - IN_BACKWARD
+    logged = {name for row in rows for name in row} - {"step"}
+    assert logged <= set(METRICS) - IN_BACKWARD
+    # What is zero in all of a run has no chart, but for the waits themselves.
+    assert all(any(row.get(name) for row in rows) for name in logged - {"zenflow/stall/device_percent"})
+    assert not logged & {"zenflow/stall/worker_restarts", "zenflow/stall/skipped_steps"}
+    assert {"zenflow/stall/host_percent", "zenflow/overlap/step_ms", "zenflow/overlap/publish_lag_steps"} <= logged
     assert [row["step"] for row in rows] == [9, 19, 29, 39]
     # A twentieth of the columns, selected by squared norm: their share of it is larger. The training thread is the device.
     for row in rows:
@@ -105,11 +111,27 @@ def test_every_step_with_predicted_clip_factors(tmp_path: Path) -> None:
     assert 0 <= rows[-1]["zenflow/overlap/late_blocks_percent"] <= 100
 
 
-def test_the_layout_of_tensorboards_charts() -> None:
-    """Each chart shows one metric."""
-    for charts in tensorboard_layout().values():
-        for title, (_, (tag,)) in charts.items():
-            assert len([name for name in METRICS if re.match(tag, name)]) == 1, title
+def test_the_layout_of_tensorboards_charts(tmp_path: Path) -> None:
+    """Each chart shows one metric of a run that submits in backward, with clipping and selections; the most telling come first."""
+    logger = TensorBoardLogger(tmp_path)
+    strategy = fixed(publish_lag=0, offload_ratio=0.5)
+    fit(SmallNet(length=16), strategy, steps=16, logger=logger, log_every_n_steps=4, gradient_clip_val=1.0)
+    events = EventAccumulator(logger.log_dir).Reload()
+    event = events.Tensors(metadata.CONFIG_SUMMARY_TAG)[-1]
+    shown = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    assert [category.title for category in shown.category] == [
+        "ZenFlow overview",
+        "ZenFlow overlap",
+        "ZenFlow selection",
+        "ZenFlow stall",
+    ]
+    shown_names = [chart.title for category in shown.category for chart in category.chart]
+    assert shown_names[:2] == ["zenflow/stall/device_percent", "zenflow/overlap/step_ms"]
+    assert {*shown_names} == {name for name in events.Tags()["scalars"] if name.startswith("zenflow/")}
+    for category in shown.category:
+        for chart in category.chart:
+            (tag,) = chart.multiline.tag
+            assert len([name for name in events.Tags()["scalars"] if re.match(tag, name)]) == 1, chart.title
 
 
 def test_the_callback_is_added_once_where_it_is_wanted_and_none_is_there(tmp_path: Path) -> None:
