@@ -59,10 +59,12 @@ def test_closures() -> None:
     for loop in (ours, theirs):
         for step in range(6):
             loop.optimizer.zero_grad()
-            loop.backward(2 * step, share=2)
+            before = 1 + step // 3  # passes; at last more than the first step has
+            for number in range(before):
+                loop.backward(3 * step + number, share=before + 1)
 
-            def closure(loop: Loop = loop, number: int = 2 * step + 1) -> Tensor:
-                loop.backward(number, share=2)
+            def closure(loop: Loop = loop, number: int = 3 * step + 2, share: int = before + 1) -> Tensor:
+                loop.backward(number, share=share)
                 clip_grad_norm_(loop.model.parameters(), 50.0)
                 return loop.losses[-1]
 
