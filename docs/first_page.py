@@ -69,7 +69,7 @@ def on_gpu() -> dict[str, dict[str, Any]]:
 
 EXACT = {
     "no offload": ("none", "floor"),
-    "this, S = 1, d = 0": ("zenflow_exact_cores", "zenflow_exact"),
+    "this, S = 1, d = 0, predicted clip factors": ("zenflow_exact_cores", "zenflow_exact"),
     "ZeRO-Offload": ("zero_offload", "zero_offload"),
 }
 LATE = {
