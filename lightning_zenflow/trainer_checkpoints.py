@@ -63,7 +63,7 @@ class Saves:
 
     def end_batch(self) -> None:
         """Ends the batch that is under way, and after an exception whatever else was."""
-        self.in_batch, self._depth = False, 0
+        self.in_batch, self._depth, self.makes_up = False, 0, False
         self._make_up()
 
     @contextmanager
