@@ -143,7 +143,7 @@ WAITS: dict[str, set[str]] = {
     "scaler, predicted": {""},
     "divided": IN_CLIPPED,
     "dropped": IN_FLUSHES,
-    "read": {"fill.gradient", "full_state._whole"},
+    "read": {"fill.gradient", "fill.<listcomp>", "full_state._whole"},
     "saved": IN_SAVES,
     "loaded": {
         *IN_SAVES,
