@@ -158,6 +158,11 @@ class Residents:
         return sum(self._sizes[: self.n_blocks])
 
     @property
+    def n_bytes_of_all(self) -> int:
+        """What they would be if all blocks were resident."""
+        return sum(self._sizes)
+
+    @property
     def n_blocks(self) -> int:
         """How many blocks are resident."""
         return len(self.blocks)

@@ -40,7 +40,7 @@ from torch.optim import Optimizer
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import runtime_of
-from lightning_zenflow.core.partition import STATE_BYTES, Partition
+from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.core.saved_tensors import saved_as_float32
 from lightning_zenflow.offload.columns import Ownership, Selector
 from lightning_zenflow.offload.fill import Fill
@@ -195,7 +195,7 @@ class StepParts:
             publish_lag=jobs.schedule.publish_lag,
             owned_norm_share=self.selector.owned_norm_share.read() if self.ownership.numel else None,
             resident_share=self.residents.n_blocks / len(rank.blocks) if self.residents.blocks else None,
-            movable_bytes=is_movable * rank.partition.numel * (STATE_BYTES + rank.dtype.itemsize),
+            movable_bytes=is_movable * self.residents.n_bytes_of_all,
         )
 
     def state_dict(self) -> dict[str, Any]:
