@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, iter_params
@@ -16,7 +15,6 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_zenflow.core.device import Stream
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.users_module import is_divided
 from lightning_zenflow.training import Training
@@ -87,18 +85,10 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
     _PartitionedParameterCoordinator__step_id: int
     _PartitionedParameterCoordinator__n_available_params: int
 
-    def __init__(
-        self,
-        deepspeeds: PartitionedParameterCoordinator,
-        training: Training,
-        *,
-        stream: Stream | None,
-        one_rank: bool,
-        in_host_memory: bool,
-    ) -> None:
+    def __init__(self, deepspeeds: PartitionedParameterCoordinator, training: Training) -> None:
         self.__dict__.update(vars(deepspeeds))
-        self._training, self._stream = training, stream
-        self._one_rank, self._in_host_memory = one_rank, in_host_memory
+        self._training, rank = training, training.parts.rank
+        self._one_rank, self._in_host_memory = rank.group is None, rank.in_place
         self._external: list[frozenset[int]] = []  # of the trace
         self._fetched: set[Any] = set()  # since the last step
         self._needed: frozenset[Any] = frozenset()  # now
@@ -169,9 +159,9 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
     @override
     def fetch_sub_module(self, current_submodule: Module, forward: bool) -> None:
         self._needed = frozenset(iter_params(current_submodule, recurse=z3_leaf_module(current_submodule)))
-        self._begin([p for p in self._late if p in self._needed])
+        self._begin([p for p in self._late if p in self._needed], forward)
         if self._one_rank:
-            self._begin([p for p in self._late if self._is_written(p)])
+            self._begin([p for p in self._late if self._is_written(p)], forward)
         super().fetch_sub_module(current_submodule, forward)
 
     def _PartitionedParameterCoordinator__all_gather_params_(  # private: begins all fetches
@@ -200,18 +190,12 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
             self._handles[parameter] = None
             self._PartitionedParameterCoordinator__n_available_params += parameter.ds_numel
 
-    def _begin(self, parameters: list[Any]) -> None:
+    def _begin(self, parameters: list[Any], forward: bool) -> None:
         """Begins late gathers, as one."""
-        if not parameters:
-            return
-        for parameter in parameters:
-            self.before_use(parameter)
-        for parameter in parameters:
-            parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
-        with get_accelerator().stream(self._stream):
-            handle = parameters[0].all_gather_coalesced(parameters)
-        self._handles.update(dict.fromkeys(parameters, Fetched(parameters) if self._one_rank else handle))
-        self._fetched.update(parameters)
+        self._drop(parameters)
+        # It counts them again.
+        self._PartitionedParameterCoordinator__n_available_params -= sum(p.ds_numel for p in parameters)
+        self._PartitionedParameterCoordinator__all_gather_params_(parameters, forward)
 
     def _drop(self, parameters: Iterable[Any]) -> None:
         for parameter in parameters:

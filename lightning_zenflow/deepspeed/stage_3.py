@@ -98,13 +98,8 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
             in_place=self.offload_param,
             release_weights=lambda: self._use_memory_of(list(map(_without_memory, self.fp16_partitioned_groups_flat))),
         )
-        self.parameter_offload.param_coordinator = coordinator = FetchCoordinator(
-            self.parameter_offload.param_coordinator,
-            self.training,
-            stream=self.fetches,
-            one_rank=dist.get_world_size(group=self.dp_process_group) == 1,
-            in_host_memory=self.offload_param,
-        )
+        coordinator = FetchCoordinator(self.parameter_offload.param_coordinator, self.training)
+        self.parameter_offload.param_coordinator = coordinator
         if self.offload_param:
             self._use_memory_of(self.training.parts.rank.weights)
             arena, trained = self.training.parts.rank.arena, self.training.full_state.names

@@ -182,9 +182,9 @@ def test_late_fetches_are_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
     late: list[Any] = []
     begin = FetchCoordinator._begin
 
-    def begins(coordinator: FetchCoordinator, parameters: list[Any]) -> None:
+    def begins(coordinator: FetchCoordinator, parameters: list[Any], forward: bool) -> None:
         late.extend(parameters)
-        begin(coordinator, parameters)
+        begin(coordinator, parameters, forward)
 
     monkeypatch.setattr(SupervisedWorker, "has_answered", lambda *_: False)
     monkeypatch.setattr(FetchCoordinator, "_begin", begins)
