@@ -183,20 +183,19 @@ class ZenFlowConfig(BaseModel):
 
     def with_weights_on_host(self) -> Self:
         """This configuration where the worker writes the weights in place, in host memory; ValueError if a key asks for late ones."""
-        not_late: dict[str, Any] = {"update_interval": 1, "publish_lag": 0}
-        for name, value in not_late.items():
+        not_late = "every step then ends with AdamW's weights, and nothing is approximated"
+        required = {
+            "update_interval": (1, "1 or 'auto'", not_late),
+            "publish_lag": (0, "0 or 'auto'", not_late),
+            "offload_ratio": (1.0, "1", "new weights would need a second way down"),
+        }
+        for name, (value, allowed, reason) in required.items():
             if (given := getattr(self, name)) not in (value, "auto"):
                 raise ValueError(
-                    f"ZenFlowConfig: {name} must be {value!r} or 'auto' where parameters are in host memory, got {given!r}; leave it out:"
-                    " every step then ends with AdamW's weights, and nothing is approximated"
+                    f"ZenFlowConfig: {name} must be {allowed} where parameters are in host memory, got {given!r}; leave it out: {reason}"
                 )
-        if self.offload_ratio not in (1, "auto"):
-            raise ValueError(
-                f"ZenFlowConfig: offload_ratio must be 1 where parameters are in host memory, got {self.offload_ratio!r}; leave it out:"
-                " new weights would need a second way down"
-            )
-        not_late |= {**dict.fromkeys(_OF_LATE_WEIGHTS, 0), "offload_ratio": 1.0}
-        return self.model_copy(update={**not_late, "clip_prediction": self.clip_prediction is True})
+        others = {**dict.fromkeys(_OF_LATE_WEIGHTS, 0), "clip_prediction": self.clip_prediction is True}
+        return self.model_copy(update={**{name: value for name, (value, *_) in required.items()}, **others})
 
     def numeric_values(self) -> dict[str, Any]:
         """The values that losses and weights depend on, whatever their wording; a run continues bit for bit only with the same ones."""
@@ -245,11 +244,6 @@ class ZenFlowConfig(BaseModel):
         return not self.is_immediate or (self.predicts_clipping and self.submits_in_backward)
 
     @property
-    def moves_owners(self) -> bool:
-        """True if measured times and memory choose the blocks that the device owns."""
-        return self.offload_ratio == "auto"
-
-    @property
     def owned_ratio(self) -> float:
         """Largest share of the columns that the device may own: `topk_ratio`, or 0 where nothing is ever late."""
         return 0.0 if self.is_immediate else self.topk_ratio
@@ -267,7 +261,7 @@ class ZenFlowConfig(BaseModel):
     @property
     def depends_on_measurements(self) -> bool:
         """True if numbers depend on measured times: by the schedule, or by owners where these change numbers."""
-        return self.measures or (self.moves_owners and self._owners_change_numbers)
+        return self.measures or (self.offload_ratio == "auto" and self._owners_change_numbers)
 
     @property
     def compensation(self) -> StalenessCompensation:

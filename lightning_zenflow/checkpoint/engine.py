@@ -63,7 +63,7 @@ class ZenFlowEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no 
         self, save_dir: str, tag: str | None = None, client_state: Mapping[str, Any] | None = None, **options: Any
     ) -> bool:
         """Saves to the folder `tag` in `save_dir`, in which other files may be."""
-        self.optimizer.flush()
+        self.optimizer.training.flush()
         disk = DiskCopies(Path(save_dir))
         try:
             with raising_together(OSError):
@@ -94,7 +94,7 @@ class ZenFlowEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no 
     # Private: by which Accelerate, the Trainer and `save_16bit_model` read whole weights.
     @override
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
-        self.optimizer.flush()
+        self.optimizer.training.flush()
         return super()._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
 
@@ -232,7 +232,7 @@ def load_together(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if optimizer is not None:
         # Before weights are loaded, which updates in flight would overwrite.
-        optimizer.flush()
+        optimizer.training.flush()
     with _loading(path):
         # `bfloat16_enabled` is DeepSpeed's, undocumented.
         saved = SavedCheckpoint(path, bf16=None if optimizer is None else engine.bfloat16_enabled(), tag=tag)

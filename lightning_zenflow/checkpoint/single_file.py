@@ -84,7 +84,7 @@ class FileSource:
         # Of the optimizer's states; None is of weights.
         self._keys: list[str | None] = [None]
         if optimizer is not None:
-            optimizer.flush()
+            optimizer.training.flush()
             full_state = optimizer.training.full_state
             self._parameters |= full_state.parameters
             self._exact, self._shapes = frozenset(in_common(full_state.shown())), dict(full_state.shapes)

@@ -2,30 +2,26 @@
 of DeepSpeed are used in this room and in `checkpoint` only, each with a comment that says which and why.
 """
 
-import contextlib
 import functools
 import logging
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
 
-def _is_of_use(record: logging.LogRecord) -> bool:
-    # A warning that there is no GPU: Lightning chooses the device, and says so.
-    return record.module != "real_accelerator"
-
-
-# DeepSpeed's logger keeps the standard output that it finds on its first import, which is for the results of a user's program.
-_logger = logging.getLogger("DeepSpeed")
-_logger.addFilter(_is_of_use)
-with contextlib.redirect_stdout(sys.stderr):
+with (
+    # DeepSpeed's logger keeps the standard output that it finds on its first import, which is for the results of a user's program.
+    redirect_stdout(sys.stderr),
+    # Against a warning that there is no GPU: Lightning chooses the device, and says so.
+    patch.object(logging.getLogger("DeepSpeed"), "filters", [lambda record: record.module != "real_accelerator"]),
+):
     import deepspeed
     import deepspeed.runtime.compiler
-_logger.removeFilter(_is_of_use)
 
 
 def _compile_when_called(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
+from unittest.mock import patch
 
 import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
@@ -119,12 +120,10 @@ def _as_one_device(log: str) -> Iterator[None]:
     warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*, sync_dist=True\)`")
     # Of `seed_everything`.
     seed = os.environ.pop("PL_GLOBAL_SEED", None)
-    logger, says_nothing = logging.getLogger(log), lambda record: False
-    logger.addFilter(says_nothing)
     try:
-        yield
+        with patch.object(logging.getLogger(log), "disabled", True):
+            yield
     finally:
-        logger.removeFilter(says_nothing)
         if seed is not None:
             os.environ["PL_GLOBAL_SEED"] = seed
 

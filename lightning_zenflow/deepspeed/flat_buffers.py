@@ -195,27 +195,24 @@ class ReorderedStates:
 
     def gather(self, layouts: Sequence[Layout], saved_layouts: Sequence[Layout]) -> None:
         """Makes `copies` of the exact state; all ranks call it together."""
-        copies, self._reserved = self._reserved, None
-        if copies is not None:
-            self._training.flush()
-            for number, (of_partition, *of_layouts) in enumerate(zip(copies, layouts, saved_layouts, strict=True)):
-                self._copy(number, of_partition, *of_layouts)
+        copies, self._reserved, self.copies = self._reserved, None, None
+        if copies is None:
+            return
+        self._training.flush()
+        rank_state, states = self._training.parts.rank, list(self._training.host_state.states.values())
+        group, device, rank = rank_state.group, rank_state.device, dist.get_rank(rank_state.group)
+        begins = rank_state.partition.group_begins
+        for begin, source, target, of_partition in zip(begins, layouts, saved_layouts, copies, strict=True):
+            last = states[-len(of_partition) :]
+            # The order is that of all ranks, so that none waits for one that waits for it.
+            for run, (state, to) in product(runs(source, target), zip(last, of_partition, strict=True)):
+                if rank == run.source_rank:
+                    values = state.read(begin + run.source_begin, run.numel)
+                    if rank != run.target_rank:
+                        dist.send(values.to(device, torch.float32), group=group, group_dst=run.target_rank)
+                if rank == run.target_rank:
+                    if rank != run.source_rank:
+                        values = torch.empty(run.numel, dtype=torch.float32, device=device)
+                        dist.recv(values, group=group, group_src=run.source_rank)
+                    to.narrow(0, run.target_begin, run.numel).copy_(values)
         self.copies = copies
-
-    def _copy(self, number: int, copies: Sequence[Tensor], source: Layout, target: Layout) -> None:
-        """Copies the last states of a flat partition, of which all ranks have parts, into the order of `target`."""
-        rank_state = self._training.parts.rank
-        group = rank_state.group
-        device, begin, rank = rank_state.device, rank_state.partition.group_begins[number], dist.get_rank(group)
-        states = list(self._training.host_state.states.values())[-len(copies) :]
-        # The order is that of all ranks, so that none waits for one that waits for it.
-        for run, (state, to) in product(runs(source, target), zip(states, copies, strict=True)):
-            if rank == run.source_rank:
-                values = state.read(begin + run.source_begin, run.numel)
-                if rank != run.target_rank:
-                    dist.send(values.to(device, torch.float32), group=group, group_dst=run.target_rank)
-            if rank == run.target_rank:
-                if rank != run.source_rank:
-                    values = torch.empty(run.numel, dtype=torch.float32, device=device)
-                    dist.recv(values, group=group, group_src=run.source_rank)
-                to.narrow(0, run.target_begin, run.numel).copy_(values)

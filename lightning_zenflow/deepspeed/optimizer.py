@@ -112,8 +112,7 @@ class ZenFlowOptimizer(ZeROOptimizer, Engine):  # type: ignore[misc]  # DeepSpee
 
     @override
     def refuse_use(self) -> None:
-        if self.sleep.away:
-            self.sleep.refuse()
+        self.sleep.refuse()
         if len(self.optimizer.param_groups) > len(self.users.params):
             self.add_param_group({})
 
@@ -138,10 +137,6 @@ class ZenFlowOptimizer(ZeROOptimizer, Engine):  # type: ignore[misc]  # DeepSpee
     def reserve(self, disk: DiskCopies) -> None:
         """`ReorderedStates.reserve`."""
         self.reordered.reserve(disk, self.layouts, self.saved_layouts)
-
-    def flush(self) -> None:
-        """`Training.flush`, after which DeepSpeed's checkpoint code reads the exact state."""
-        self.training.flush()
 
     def _wait_for(self, stream: Stream | None) -> None:
         """Orders the training stream behind one of DeepSpeed's, if that is another one."""
@@ -221,10 +216,9 @@ class ZenFlowOptimizer(ZeROOptimizer, Engine):  # type: ignore[misc]  # DeepSpee
         """Context of a step of DeepSpeed's engine, which calls `zero_grad` behind ours."""
         try:
             yield
-        except BaseException:
-            # It may not have: the next call is the user's.
+        finally:
+            # After an error it may not have: the next call is the user's.
             self._is_behind_step = False
-            raise
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -264,7 +258,7 @@ class ZenFlowOptimizer(ZeROOptimizer, Engine):  # type: ignore[misc]  # DeepSpee
     @override
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's state with exact master weights and moments, and what else continues this run bit for bit."""
-        self.flush()
+        self.training.flush()
         with self.users.as_deepspeeds():
             state: dict[str, Any] = super().state_dict()
             state[self.state_key] = self.training.host_state.as_saved(state[self.state_key], self.reordered.copies)

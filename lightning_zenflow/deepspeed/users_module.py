@@ -134,7 +134,7 @@ def make_whole(model: Module, *, ranks_on_host: int, together: bool) -> None:
     """Makes the weights whole that stage 3 has divided, one parameter after the other: of one rank where they are, views of its pieces; of
     several in host memory, if that has room for those of all ranks and all call it `together`; else they stay divided. `release` follows.
     """
-    divided: list[Any] = [p for p in _module(model).parameters() if is_divided(p)]
+    divided: list[Any] = [p for p in model.parameters() if is_divided(p)]
     # An exception in DeepSpeed's construction, which moves the pieces, may lose them.
     if not divided or any(p.ds_tensor is None or p.ds_tensor.numel() < p.partition_numel() for p in divided):
         return
@@ -166,7 +166,7 @@ def release(model: Module) -> Released:
     """Ends DeepSpeed's engine of a module and removes what it has added to it; parameters in a flat buffer get memory of their own. If a
     weight is in host memory, all of the module moves there. What is divided over ranks stays so. Returns what `as_in_training` needs.
     """
-    module = _module(model)
+    module: Module = model.module if isinstance(model, DeepSpeedEngine) else model
     parameters: list[Any] = list(module.parameters())
     restore_process()
     modules = set(module.modules())
@@ -232,11 +232,6 @@ def restore_process() -> None:
     # Private: a method with a cache without a bound, in a decorator; its keys refer to coordinators, and so to whole trainings.
     decorated = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
     inspect.getclosurevars(decorated).nonlocals["func"].cache_clear()
-
-
-def _module(model: Module) -> Module:
-    module: Module = model.module if isinstance(model, DeepSpeedEngine) else model
-    return module
 
 
 def _names_on(parameter: Tensor) -> list[str]:

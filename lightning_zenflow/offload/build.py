@@ -343,7 +343,7 @@ def _make(
         accumulate_on=config.accumulate_on,
         speculates=not (config.predicts_clipping or part.in_place),
     )
-    moves = OwnerMoves(rank, residents, ownership, moves=config.moves_owners)
+    moves = OwnerMoves(rank, residents, ownership, moves=config.offload_ratio == "auto")
     control = ScheduleControl(policy, rank, moves.shares) if config.measures or moves.watches else None
     planner = Planner(config, jobs, control, selector)
     parts = StepParts(

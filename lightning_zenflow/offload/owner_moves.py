@@ -61,7 +61,7 @@ class MemoryWatch:
 
 class OwnerMoves:
     """Takes blocks where all ranks have decided so (`SchedulePolicy`), behind a flush, and gives them back before a backward pass that
-    would not fit beside them, on one rank alone perhaps. `moves` is `ZenFlowConfig.moves_owners`.
+    would not fit beside them, on one rank alone perhaps. `moves`: `offload_ratio` is "auto".
 
     Attributes:
         watches: whether device memory is watched, in every step; on a CPU all memory is the host's.

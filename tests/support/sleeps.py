@@ -23,7 +23,7 @@ class Behind(pl.Callback):
 
     def act(self, trainer: pl.Trainer) -> None:
         """Flushes."""
-        optimizer_of(trainer).flush()
+        optimizer_of(trainer).training.flush()
 
 
 class Sleeps(Behind):
