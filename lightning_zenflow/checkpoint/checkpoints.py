@@ -156,10 +156,10 @@ class Checkpoints:
                 raise WorkerError(
                     "an exception has interrupted the ranks in different steps: no state is exact; continue from the last checkpoint"
                 )
-        released = [] if trained is None else trained.released
+        released = {} if trained is None else trained.released
         # A file has the parameters as they are after training, DeepSpeed's code needs its own attributes of them.
         with (
-            pickled_as_before(p for of_module in released for p in of_module),
+            pickled_as_before(released),
             nullcontext() if isinstance(source, FileSource) else as_in_training(released),
         ):
             thread = None if at_once or plugin_of(io) is not None else self._thread

@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import torch
 
-
 with (
     # DeepSpeed's logger keeps the standard output that it finds on its first import, which is for the results of a user's program.
     redirect_stdout(sys.stderr),

@@ -80,10 +80,8 @@ class ZenFlowOptimizer(ZeROOptimizer, Engine):  # type: ignore[misc]  # DeepSpee
 
     def _start_training(self, **of_stage: Any) -> None:
         """Replaces DeepSpeed's host buffers by the arena and starts the worker; `of_stage` is what `RankPart` has besides."""
-        trained = [list(filter(is_optimized_parameter, of_group)) for of_group in self.users.params]
-        groups = [{self.param_names[p]: p for p in of_group} for of_group in trained]
-        parameters = {name: p for group in groups for name, p in group.items()}
-        shapes = {name: whole_shape(p) for name, p in parameters.items()}
+        groups = [{self.param_names[p]: p for p in filter(is_optimized_parameter, g)} for g in self.users.params]
+        shapes = {name: whole_shape(p) for group in groups for name, p in group.items()}
         part = RankPart(
             optimizer=self.optimizer,
             groups=groups,
@@ -91,7 +89,7 @@ class ZenFlowOptimizer(ZeROOptimizer, Engine):  # type: ignore[misc]  # DeepSpee
             shapes=shapes,
             slices=slices_of(self.layouts, shapes, dist.get_rank(group=self.dp_process_group)),
             # Under stage 3 that on which parameters are gathered, and not that of a piece.
-            device=next(iter(parameters.values())).device,
+            device=next(iter(groups[0].values())).device,
             group=self.dp_process_group if dist.get_world_size(group=self.dp_process_group) > 1 else None,
             **of_stage,
         )

@@ -31,10 +31,8 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
     namespace = engine_module
     state_key = BASE_OPTIMIZER_STATE
     # DeepSpeed's own.
-    dtype: torch.dtype
     overlap_comm: bool
     has_moe_layers: bool
-    low_precision_master_weights_and_grads: bool
     reduction_stream: Stream | None
     bit16_groups: list[list[Tensor]]
     bit16_groups_flat: list[Tensor]
@@ -64,17 +62,9 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
 
     @override
     def initialize_optimizer_states(self) -> None:
-        refuse_features(
-            self,
-            {
-                "mixture of experts": self.has_moe_layers,
-                "master weights or gradients in half precision": self.low_precision_master_weights_and_grads,
-            },
-        )
+        refuse_features(self, {"mixture of experts": self.has_moe_layers})
         # Buffers of the size of the largest parameter, which only the stock offload path needs.
-        self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = torch.empty(
-            0, dtype=self.dtype, device="cpu"
-        )
+        self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = None
         # Weights on their way to the device, in the stock offload path.
         self.param_buffer_of_bit16_for_cpu_offload_groups: list[Tensor] = []
         rank = dist.get_rank(group=self.dp_process_group)

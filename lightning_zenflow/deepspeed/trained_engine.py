@@ -141,7 +141,7 @@ class TrainedEngine:
     ) -> None:
         self.zenflow, device = of_one_training(settings.zenflow), strategy.root_device
         config: dict[str, Any] = strategy.config or {}
-        self.released: list[Released] = []
+        self.released: Released = {}
         groups: list[list[Tensor]] = [] if optimizer is None else [list(g["params"]) for g in optimizer.param_groups]
         names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         frozen = {names[p]: p for of_group in groups for p in of_group if not p.requires_grad}
@@ -201,7 +201,7 @@ def leaving_engines(
     try:
         yield
     finally:
-        released = [release(model) for model in models]
+        released = {p: attributes for model in models for p, attributes in release(model).items()}
         for model in models:
             restore_types(model)
         if trained is not None:

@@ -8,10 +8,9 @@ ranks that share it), `partition_numel` (elements of a piece) and `partition`, w
 
 import copyreg
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from operator import methodcaller
 from typing import Any, TypeGuard
 from weakref import WeakSet, WeakValueDictionary
@@ -110,17 +109,14 @@ def load_whole(module: Module, states: Mapping[str, Any], *, strict: bool) -> No
     if not is_in_pieces(module):
         module.load_state_dict(states, strict=strict)
         return
-    named: Any = module.named_parameters()
-    pieces = {}
-    for name, p in named:
-        if name not in states:
-            continue
+    parameters: dict[str, Any] = {name: p for name, p in module.named_parameters() if name in states}
+    for name, p in parameters.items():
         if tuple(states[name].shape) != tuple(p.ds_shape):
             raise RuntimeError(
                 f"Error(s) in loading state_dict for {type(module).__name__}: size mismatch for {name}: the shape must be"
                 f" {list(p.ds_shape)}, got {list(states[name].shape)}"
             )
-        pieces[name] = piece_of(states[name], p)
+    pieces = {name: piece_of(states[name], p) for name, p in parameters.items()}
     load_pieces(module, states, pieces, strict=strict)
 
 
@@ -201,11 +197,11 @@ def release(model: Module) -> Released:
 
 
 @contextmanager
-def as_in_training(released: Sequence[Released]) -> Iterator[None]:
+def as_in_training(released: Released) -> Iterator[None]:
     """Context in which released parameters are as DeepSpeed's engine saves them; under stage 3 divided, without memory of their own."""
     whole: list[tuple[Any, Tensor]] = []
     try:
-        for p, attributes in chain.from_iterable(of_module.items() for of_module in released):
+        for p, attributes in released.items():
             whole.append((p, p.data))
             p.__dict__.update(attributes)
             if is_divided(p):

@@ -175,6 +175,7 @@ def refuse_features(zero_optimizer: Any, of_stage: Mapping[str, bool]) -> None:
     """Refuses features that only DeepSpeed's engine knows of, and those in `of_stage`: by the feature, whether it is present."""
     features = {
         **of_stage,
+        "master weights or gradients in half precision": zero_optimizer.master_weights_and_grads_dtype != torch.float32,
         "sequence parallelism": zero_optimizer.sequence_parallel_size > 1,
         "data_types.grad_accum_dtype other than the model's": (
             zero_optimizer.gradient_accumulation_dtype != zero_optimizer.dtype
@@ -248,7 +249,6 @@ def refuse_features_of_stage_3(zero_optimizer: Any) -> None:
             for p in parameters
         ),
         "tensor parallelism": zero_optimizer.model_parallel_group is not None,
-        "master weights or gradients in half precision": zero_optimizer.master_weights_and_grads_dtype != torch.float32,
     }
     refuse_features(zero_optimizer, features)
     for name, part in zero_optimizer.module.named_modules():

@@ -272,9 +272,7 @@ def test_the_optimizer_has_the_modules_parameters_again(stage: str, checkpoint_f
             trainer.fit(model)
         if not ends:
             trainer.save_checkpoint(tmp_path / "end")
-            pieces = [
-                of.get("ds_tensor") for of_module in strategy._checkpoints.trained.released for of in of_module.values()
-            ]
+            pieces = [of.get("ds_tensor") for of in strategy._checkpoints.trained.released.values()]
             # The module has the memory.
             assert not any(piece.numel() for piece in pieces if piece is not None)
         for group, params in zip(model.own.param_groups, given, strict=True):

@@ -89,7 +89,8 @@ def test_other_optimizers_are_refused_by_name(kind: type[Optimizer]) -> None:
 
 
 def test_sequence_parallelism_of_an_engine_is_refused_by_name() -> None:
-    float32 = {"gradient_accumulation_dtype": torch.float32, "dtype": torch.float32}
+    kinds = ("dtype", "gradient_accumulation_dtype", "master_weights_and_grads_dtype")
+    float32 = dict.fromkeys(kinds, torch.float32)
     refuse_features(SimpleNamespace(sequence_parallel_size=1, **float32), {})
     with pytest.raises(MisconfigurationException, match="does not support sequence parallelism; turn it off"):
         refuse_features(SimpleNamespace(sequence_parallel_size=2, **float32), {})
