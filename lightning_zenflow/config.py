@@ -199,10 +199,9 @@ class ZenFlowConfig(BaseModel):
 
     def numeric_values(self) -> dict[str, Any]:
         """The values that losses and weights depend on, whatever their wording; a run continues bit for bit only with the same ones."""
-        said = {name: getattr(self, name) for name, key in KEYS.items() if key["changes_numbers"]}
         intervals, lags, has_columns = self.update_intervals, self.publish_lags, self.owned_ratio > 0
         return {
-            **said,
+            **{name: getattr(self, name) for name, key in KEYS.items() if key["changes_numbers"]},
             "topk_ratio": self.owned_ratio,
             "select_strategy": "epoch" if self.select_strategy == "epoch" and has_columns else "step",
             "select_interval": self.select_interval if has_columns else "auto",

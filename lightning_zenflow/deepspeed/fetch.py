@@ -87,6 +87,8 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
 
     def __init__(self, deepspeeds: PartitionedParameterCoordinator, training: Training) -> None:
         self.__dict__.update(vars(deepspeeds))
+        # None: the gather has not begun. The registry's dictionary, since the registry itself refuses a second handle.
+        self._handles: dict[Any, Any] = self._PartitionedParameterCoordinator__inflight_param_registry.data
         self._training, rank = training, training.parts.rank
         self._one_rank, self._in_host_memory = rank.group is None, rank.in_place
         self._external: list[frozenset[int]] = []  # of the trace
@@ -110,13 +112,6 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
     def weights_change(self) -> None:
         """Notes that a step has ended, and the worker writes all weights anew."""
         self._fetched.clear()
-
-    @property
-    def _handles(self) -> dict[Any, Any]:
-        """Handles of the parameters in flight; None: the gather has not begun."""
-        # Private: DeepSpeed's registry. Its dictionary, since the registry itself refuses a second handle.
-        handles: dict[Any, Any] = self._PartitionedParameterCoordinator__inflight_param_registry.data
-        return handles
 
     @property
     def _late(self) -> list[Any]:
@@ -227,10 +222,6 @@ class _Parameters(ZeROOrderedDict):  # type: ignore[misc]
         return super().__getitem__(key)
 
 
-_READ_AGAIN = -1
-"""In place of the number of a module that is at work with a parameter."""
-
-
 class Offload(DeepSpeedZeRoOffload):  # type: ignore[misc]
     """DeepSpeed's division of a model, and its hooks of modules. A first parameter of integers is not taken for the type of the weights."""
 
@@ -270,8 +261,9 @@ class Offload(DeepSpeedZeRoOffload):  # type: ignore[misc]
     @override
     def post_sub_module_backward_function(self, sub_module: Module) -> None:
         if torch.is_grad_enabled():
-            # With `create_graph=True` the backward pass through this one reads the weights again: they stay until the end of the step.
+            # With `create_graph=True` the backward pass through this one reads the weights again: they stay until the end of the step, as
+            # with a module, -1, at work.
             for parameter in iter_params(sub_module, recurse=z3_leaf_module(sub_module)):
-                parameter.ds_active_sub_modules.add(_READ_AGAIN)
+                parameter.ds_active_sub_modules.add(-1)
         else:
             super().post_sub_module_backward_function(sub_module)

@@ -120,10 +120,8 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
             address = flat.data_ptr()
             for parameter in group:
                 name = self.param_names[parameter]
-                if (
-                    parameter.data_ptr() != address
-                    or parameter.numel() != self.training.full_state.shapes[name].numel()
-                ):
+                numel = self.training.full_state.shapes[name].numel()
+                if (parameter.data_ptr(), parameter.numel()) != (address, numel):
                     raise MisconfigurationException(
                         f"ZenFlowStrategy: {name} must keep its memory, got another one since set-up, as by"
                         " `parameter.data = ...`, `module.to(...)` or `module.load_state_dict(..., assign=True)`: updates do not reach it"

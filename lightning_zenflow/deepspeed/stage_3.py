@@ -26,9 +26,6 @@ from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.users_module import in_pieces
 from lightning_zenflow.deepspeed.users_objects import check_inputs_of_leaf_modules, refuse_features_of_stage_3
 
-_REDUCE_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
-"""Private: reduces the gradients of a bucket, whose type it takes, and calls `partition_grads`."""
-
 
 def _without_memory(flat: Tensor) -> Tensor:
     """A tensor of the same length and type that takes no memory. It is NaN, so that a model whose construction fails is not used again."""
@@ -193,7 +190,8 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
     def independent_gradient_partition_epilogue(self) -> None:
         """Ends a backward pass, without DeepSpeed's wait of the host for the stream of the reduction."""
         for dtype in self.ipg_buckets:
-            getattr(self, _REDUCE_BUCKET)(dtype)
+            # Private: reduces the gradients of a bucket, and calls `partition_grads`.
+            self._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
         self._wait_for(self.reduce_and_partition_stream)
 
     @override

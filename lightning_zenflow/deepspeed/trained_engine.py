@@ -43,7 +43,6 @@ def in_place_of_deepspeeds(ours: type[ZenFlowOptimizer], factory: Callable[..., 
     Private: the engine finds its optimizer's class by a name in a module, and has no other extension point.
     """
     built: list[Any] = []
-    note_users_flags(module)
     scalars = _lay_out_for_broadcast(module)
 
     def restore_scalars() -> None:
@@ -78,7 +77,8 @@ def new_engine(
     module: Module, optimizer: Optimizer | None, config: dict[str, Any], device: torch.device, scheduler: Any = None
 ) -> DeepSpeedEngine:
     """DeepSpeed's engine of a model, with the optimizer that its configuration has if there is no other."""
-    engine, *_ = initialize(
+    note_users_flags(module)
+    return initialize(
         # How DeepSpeed is told a rank's device, a CPU's too.
         args=argparse.Namespace(device_rank=device.index or 0),
         config=config,
@@ -87,8 +87,7 @@ def new_engine(
         optimizer=optimizer,
         lr_scheduler=scheduler,
         dist_init_required=False,
-    )
-    return engine
+    )[0]
 
 
 @one_at_a_time()
@@ -97,7 +96,6 @@ def inference_engine(module: Module, config: Mapping[str, Any], device: torch.de
     are divided. Hooks of an engine before are removed; the user's stay.
     """
     remove_hooks(module)
-    note_users_flags(module)
     keys = ("fp16", "bf16", *(["zero_optimization"] if config["zero_optimization"]["stage"] == 3 else []))
     settings = {"train_micro_batch_size_per_gpu": 1, **{key: config[key] for key in keys if key in config}}
     # In bf16 it prints the memory in use, on six lines.

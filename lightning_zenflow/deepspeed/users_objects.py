@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from types import ModuleType
 from typing import Any
 from weakref import WeakSet
@@ -31,11 +31,6 @@ _SUPPORTED: tuple[type[Optimizer], ...] = (torch.optim.AdamW, torch.optim.Adam, 
 REQUIRED_OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False, "bias_correction": True}
 """Of a parameter group."""
 
-NEW_MOMENTS = (
-    "ZenFlow: the optimizer's moments and step count start at zero, unless a checkpoint is loaded. It has trained before, and would"
-    " continue its own without ZenFlow; make another one to begin anew"
-)
-
 _trained: "WeakSet[Optimizer]" = WeakSet()
 """Those that a training has given back: its moments are in its own arena."""
 
@@ -52,7 +47,10 @@ class UsersOptimizer:
 
     def __init__(self, optimizer: Optimizer) -> None:
         if optimizer.state or optimizer in _trained:
-            rank_zero_warn(NEW_MOMENTS)
+            rank_zero_warn(
+                "ZenFlow: the optimizer's moments and step count start at zero, unless a checkpoint is loaded. It has trained before, and"
+                " would continue its own without ZenFlow; make another one to begin anew"
+            )
         self.given = self.optimizer = optimizer
         self._order = self._present()
         for group in optimizer.param_groups:
@@ -241,12 +239,11 @@ def refuse_unsupported_module(module: Module) -> None:
 
 def refuse_features_of_stage_3(zero_optimizer: Any) -> None:
     """As `refuse_features`, and modules that are compiled in another way than in place."""
-    parameters = [p for sub_group in zero_optimizer.fp16_groups for p in sub_group]
     features = {
         # Private: where DeepSpeed's AutoEP puts the parameters of experts. Others have the groups of all ranks.
         "mixture of experts with expert parallelism": any(
             not getattr(p, "allreduce", True) or getattr(p, "ds_zero_placement_family", "replicated") != "replicated"
-            for p in parameters
+            for p in chain.from_iterable(zero_optimizer.fp16_groups)
         ),
         "tensor parallelism": zero_optimizer.model_parallel_group is not None,
     }
