@@ -92,7 +92,7 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
         self._training, rank = training, training.parts.rank
         self._one_rank, self._in_host_memory = rank.group is None, rank.in_place
         self._external: list[frozenset[int]] = []  # of the trace
-        self._fetched: set[Any] = set()  # since the last step
+        self.fetched: set[Any] = set()  # since the last step, after which the worker writes all weights anew
         self._needed: frozenset[Any] = frozenset()  # now
 
     def _slice_in_flight(self, parameter: Any) -> int | None:
@@ -108,10 +108,6 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
     def _is_written(self, parameter: Any) -> bool:
         index = self._slice_in_flight(parameter)
         return index is None or self._training.parts.jobs.is_written(index)
-
-    def weights_change(self) -> None:
-        """Notes that a step has ended, and the worker writes all weights anew."""
-        self._fetched.clear()
 
     @property
     def _late(self) -> list[Any]:
@@ -166,7 +162,7 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
         late: list[Any] = []
         for parameter in params:
             if parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE:
-                is_known = parameter in self._fetched or (self._one_rank and self._is_written(parameter))
+                is_known = parameter in self.fetched or (self._one_rank and self._is_written(parameter))
                 (at_once if is_known or parameter in self._needed else late).append(parameter)
         for parameter in at_once:
             # Before their status changes, so that an interrupt of the wait leaves them as they were.
@@ -179,7 +175,7 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
             handle.wait()
             for parameter in at_once:
                 del self._handles[parameter]
-        self._fetched.update(at_once)
+        self.fetched.update(at_once)
         for parameter in late:
             parameter.ds_status = ZeroParamStatus.INFLIGHT
             self._handles[parameter] = None

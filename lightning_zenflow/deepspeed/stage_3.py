@@ -230,7 +230,7 @@ class ZenFlowZero3Optimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  #
         # Private: drops what is gathered of every parameter.
         self._partition_all_parameters()
         if self.offload_param:
-            self.parameter_offload.param_coordinator.weights_change()
+            self.parameter_offload.param_coordinator.fetched.clear()
             return
         one_rank = dist.get_world_size(group=self.dp_process_group) == 1
         if persistent := self.persistent_parameters:
