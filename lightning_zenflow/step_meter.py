@@ -3,7 +3,8 @@
 import math
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from statistics import median_low
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
@@ -84,7 +85,7 @@ _REMEDIES: dict[str, str] = {
 
 
 class StepMeter:
-    """Measures the steps of a training, from its own construction on: `step_s` has the duration of each, waits included, pauses excluded.
+    """Measures the steps of a training, from before the first one on: `step_s` has the duration of each, waits included, pauses excluded.
     It never synchronises the device.
     """
 
@@ -92,17 +93,15 @@ class StepMeter:
         self.step_s = array("d")
         self._parts, self._config = parts, config
         self._is_summed_up = False
-        reading = parts.read_counters()
-        self._steps_before = reading.steps
         # Readings, each with the number of steps before it: of the last metrics, and of the summary, which leaves out the first steps.
-        self._last = self._begin = reading, 0
+        self._last = self._begin = parts.read_counters(), 0
         self._pause_ns: int | None = None
         self._end_ns = time.perf_counter_ns()
 
     def end_step(self) -> None:
         """Takes the time since the last call: of the steps of a batch, each an equal part; without gradients, it is the next step's."""
         self.resume()
-        n = self._parts.rank.telemetry.steps - self._steps_before - len(self.step_s)
+        n = self._parts.rank.telemetry.steps - len(self.step_s)
         if n == 0:
             return
         before_ns, self._end_ns = self._end_ns, time.perf_counter_ns()
@@ -135,12 +134,38 @@ class StepMeter:
         return interval_metrics(before, self._parts.read_counters(), seconds=sum(self.step_s[n:]))
 
     def summary(self) -> str | None:
-        """Times, waits and advice; None before the second call of `end_step`."""
-        before, n = self._begin
-        if len(self.step_s) == n:
+        """Times, waits and, where something limits, advice; None before the second call of `end_step`."""
+        before, n_before = self._begin
+        step_s = self.step_s[n_before:]
+        if not step_s:
             return None
-        now, in_place = self._parts.read_counters(), self._parts.rank.in_place
-        return summary(self.step_s[n:], before, now, self._config, in_place=in_place)
+        now, config = self._parts.read_counters(), self._config
+        n, seconds, run = len(step_s), sum(step_s), now.since(before)
+        p99_s = sorted(step_s)[math.ceil(0.99 * n) - 1]
+        busy_s, waits = run.worker_busy_s, sum(run.device_stall_s.values()) / seconds
+        work = f"CPU work {_ms(busy_s / n)} ms a step"
+        waited_s = sum(run.device_stall_s[cause] for cause in (*_WORKER, "flush"))
+        # A low share of little work would sound like a fault.
+        if busy_s > _SHOWN * seconds and (waited_s < _FEW * busy_s or waited_s >= SMALL_STALL * seconds):
+            work += f", {max(0.0, 1.0 - waited_s / busy_s):.0%} hidden"
+        details = [work, f"update_interval={now.update_interval}, publish_lag={now.publish_lag}"]
+        if now.resident_share is not None:
+            details.append(f"offload_ratio={1 - now.resident_share:.2f}")
+        if run.late_share is not None and waits > _SHOWN:
+            details.append(f"{run.late_share:.1%} of the blocks late")
+        if speculates(run, config):
+            in_time = run.steps_in_backward - run.corrected_steps
+            details.append(
+                f"update in backward in {in_time / n:.1%} of the steps, corrected in {run.corrected_steps / n:.1%}"
+            )
+        lines = [
+            f"ZenFlow: {n + before.steps} steps, median {_ms(median_low(step_s))} ms, p99 {_ms(p99_s)} ms;"
+            f" waits of the device {waits:.1%}, of the training thread {run.host_stall_s / seconds:.1%}",
+            "; ".join(details),
+        ]
+        skipped = (now.skipped_steps - before.skipped_steps) / n
+        sentence = advice(run, config, seconds=seconds, skipped=skipped, in_place=self._parts.rank.in_place)
+        return "\n".join(lines if sentence is None else [*lines, sentence])
 
     def sum_up(self, steps_from: float = SUMMED_UP) -> None:
         """Logs the summary of so many steps or more, unless the call has been before."""
@@ -152,47 +177,9 @@ class StepMeter:
         return time.perf_counter_ns() - round(1e9 * self._parts.rank.telemetry.host_s)
 
 
-def summary(
-    step_s: Sequence[float], before: Reading, now: Reading, config: ZenFlowConfig, *, in_place: bool = False
-) -> str:
-    """The summary and, where something limits, the advice, from the durations of the steps between two readings."""
-    n, seconds = len(step_s), sum(step_s)
-    run = now.since(before)
-    busy_s, waits = run.worker_busy_s, sum(run.device_stall_s.values()) / seconds
-    work = f"CPU work {_ms(busy_s / n)} ms a step"
-    waited_s = sum(run.device_stall_s[cause] for cause in (*_WORKER, "flush"))
-    # A low share of little work would sound like a fault.
-    if busy_s > _SHOWN * seconds and (waited_s < _FEW * busy_s or waited_s >= SMALL_STALL * seconds):
-        work += f", {max(0.0, 1.0 - waited_s / busy_s):.0%} hidden"
-    details = [work, f"update_interval={now.update_interval}, publish_lag={now.publish_lag}"]
-    if now.resident_share is not None:
-        details.append(f"offload_ratio={1 - now.resident_share:.2f}")
-    if run.late_share is not None and waits > _SHOWN:
-        details.append(f"{run.late_share:.1%} of the blocks late")
-    if speculates(run, config):
-        in_time = run.steps_in_backward - run.corrected_steps
-        details.append(
-            f"update in backward in {in_time / n:.1%} of the steps, corrected in {run.corrected_steps / n:.1%}"
-        )
-    lines = [
-        f"ZenFlow: {n + before.steps} steps, median {_ms(quantile(step_s, 0.5))} ms, p99 {_ms(quantile(step_s, 0.99))} ms;"
-        f" waits of the device {waits:.1%}, of the training thread {run.host_stall_s / seconds:.1%}",
-        "; ".join(details),
-    ]
-    skipped = (now.skipped_steps - before.skipped_steps) / n
-    sentence = advice(run, config, seconds=seconds, skipped=skipped, in_place=in_place)
-    return "\n".join(lines if sentence is None else [*lines, sentence])
-
-
 def speculates(run: Reading, config: ZenFlowConfig) -> bool:
     """True if steps are submitted in backward and corrected where they clip."""
     return config.submits_in_backward and not config.predicts_clipping and run.publish_lag == 0
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least the given share of the values, 0 to 1, does not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def advice(

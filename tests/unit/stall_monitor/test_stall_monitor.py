@@ -3,6 +3,7 @@
 import gc
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch.profiler import profile
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.step_meter import METRICS, advice, interval_metrics, summary
+from lightning_zenflow.step_meter import METRICS, StepMeter, advice, interval_metrics
 from lightning_zenflow.telemetry import Reading, Telemetry
 from recorded_device.device import RecordedEvent
 from recorded_device.watch import recorded_device
@@ -107,6 +108,17 @@ def test_advice(values: dict[str, Any], options: dict[str, Any], config: ZenFlow
         assert said.startswith("20% of the time is spent") or options.get("skipped") == 0.5
 
 
+def summary(before: Reading, now: Reading, config: ZenFlowConfig) -> list[str]:
+    """The lines of a meter after four steps between two readings."""
+    readings = iter([before, now])
+    parts: Any = SimpleNamespace(read_counters=lambda: next(readings), rank=SimpleNamespace(in_place=False))
+    meter = StepMeter(parts, config)
+    meter.step_s.extend([0.5, 0.5, 0.5, 2.5])
+    said = meter.summary()
+    assert said is not None
+    return said.splitlines()
+
+
 def test_summary_by_hand() -> None:
     now = reading(
         steps=5,
@@ -121,7 +133,7 @@ def test_summary_by_hand() -> None:
     shown = "update_interval=4, publish_lag=1"
 
     def lines(now: Reading) -> list[str]:
-        return summary([0.5, 0.5, 0.5, 2.5], reading(steps=1), now, AUTO).splitlines()
+        return summary(reading(steps=1), now, AUTO)
 
     assert lines(now) == [
         "ZenFlow: 5 steps, median 500 ms, p99 2500 ms; waits of the device 1.1%, of the training thread 5.0%",
@@ -138,7 +150,7 @@ def test_summary_by_hand() -> None:
     assert late[-1].endswith(", or raise max_update_interval.")
     counts = {"steps_in_backward": 3, "corrected_steps": 1, "update_interval": 1, "publish_lag": 0}
     now = replace(now, in_backward_jobs=0, **counts)
-    true_factors = summary([0.5, 0.5, 0.5, 2.5], reading(steps=1), now, TRUE_FACTORS).splitlines()[1]
+    true_factors = summary(reading(steps=1), now, TRUE_FACTORS)[1]
     assert true_factors.endswith("publish_lag=0; update in backward in 50.0% of the steps, corrected in 25.0%")
 
 
