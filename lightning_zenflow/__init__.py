@@ -69,7 +69,16 @@ def _register(strategies: ModuleType) -> None:
 
 
 class _Registering(SourceFileLoader):
-    """Loads a module, and registers the names when it is there."""
+    """Finds and loads Lightning's modules with a registry, and registers the names when one is there."""
+
+    @classmethod
+    def find_spec(
+        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path, target) if fullname in _REGISTRIES else None
+        if spec is not None and spec.origin is not None:
+            spec.loader = cls(fullname, spec.origin)
+        return spec
 
     @override
     def exec_module(self, module: ModuleType) -> None:
@@ -77,20 +86,6 @@ class _Registering(SourceFileLoader):
         _register(module)
 
 
-class _Finder(PathFinder):
-    """Finds Lightning's modules with a registry."""
-
-    @override
-    @classmethod
-    def find_spec(
-        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        spec = super().find_spec(fullname, path, target) if fullname in _REGISTRIES else None
-        if spec is not None and spec.origin is not None:
-            spec.loader = _Registering(fullname, spec.origin)
-        return spec
-
-
 for _name in _REGISTRIES.keys() & sys.modules.keys():
     _register(sys.modules[_name])
-sys.meta_path.insert(0, _Finder)
+sys.meta_path.insert(0, _Registering)
