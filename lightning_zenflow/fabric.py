@@ -92,7 +92,6 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         read="behind `fabric.backward`",
         write="before the forward pass or behind `optimizer.step`",
     )
-    precision_class = ZenFlowPrecision
     # Lightning would read the variable's file again, and as JSON (`read_settings`).
     DEEPSPEED_ENV_VAR = ""
 
@@ -118,9 +117,8 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         self._checkpoints = Checkpoints(self.zenflow_config)
         # DeepSpeed's, of models that are not trained; a user may drop them before.
         self._inference: weakref.WeakSet[Module] = weakref.WeakSet()
-        self.micro_batches = MicroBatches()
         # Lightning's own extension point, though its name is private; `DeepSpeedStrategy` has none.
-        self._backward_sync_control = self.micro_batches
+        self._backward_sync_control = self.micro_batches = MicroBatches()
         self._steps: LoopSteps | None = None
 
     @property
@@ -147,7 +145,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     def precision(self, precision: Any) -> None:
         """Replaces Lightning's plugin by this package's (`own_precision`)."""
         # Private: where Fabric looks for one that the user gave the strategy.
-        self._precision = own_precision(precision, self.precision_class)
+        self._precision = own_precision(precision, ZenFlowPrecision)
 
     @property
     @override
@@ -365,11 +363,11 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             states = saved.entry(optimizers[0]) if optimizers else None
             load_file_together(engine, saved, weights, states, strict=strict)
             rest = {name: value for name, value in saved.content.items() if name not in ours}
+        elif weights_only:
+            raise refusal(
+                path, "weights_only must be false for a folder, in which DeepSpeed has Python objects, got true"
+            )
         else:
-            if weights_only:
-                raise refusal(
-                    path, "weights_only must be false for a folder, in which DeepSpeed has Python objects, got true"
-                )
             rest = load_together(engine, path, strict=strict, optimizer_states=bool(optimizers))
             if optimizer_of(engine) is None:
                 # As in the base class: what DeepSpeed has under these names is not the user's.
