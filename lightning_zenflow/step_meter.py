@@ -101,7 +101,7 @@ class StepMeter:
     def end_step(self) -> None:
         """Takes the time since the last call: of the steps of a batch, each an equal part; without gradients, it is the next step's."""
         self.resume()
-        n = self._parts.rank.telemetry.steps - len(self.step_s)
+        n = self._parts.rank.telemetry.counts.steps - len(self.step_s)
         if n == 0:
             return
         before_ns, self._end_ns = self._end_ns, time.perf_counter_ns()
@@ -174,7 +174,7 @@ class StepMeter:
         self._is_summed_up = True
 
     def _ns_without_waits(self) -> int:
-        return time.perf_counter_ns() - round(1e9 * self._parts.rank.telemetry.host_s)
+        return time.perf_counter_ns() - round(1e9 * self._parts.rank.telemetry.counts.host_stall_s)
 
 
 def speculates(run: Reading, config: ZenFlowConfig) -> bool:

@@ -4,7 +4,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -36,6 +36,62 @@ _WATCHED = 16
 """Steps that are looked at one by one for skipped ones, and then the interval between two looks."""
 
 
+_TOTALS = (
+    "steps", "host_stall_s", "worker_busy_s", "followed_steps", "in_backward_jobs", "late_jobs", "steps_in_backward", "corrected_steps"
+)  # fmt: skip
+"""Fields of a reading that `since` counts from the earlier one on, beside `device_stall_s`."""
+
+
+@dataclass(kw_only=True)
+class Reading:
+    """A rank's counters, since the start: those that `Telemetry.counts` has, and in a snapshot of them what `StepParts.read_counters` asks
+    for besides.
+    """
+
+    steps: int = 0
+    host_stall_s: float = 0.0
+    """Seconds of waiting of the training thread."""
+    device_stall_s: Mapping[str, float] = field(default_factory=dict)
+    """By cause (`CAUSES`). Causes that have not occurred may be missing."""
+    worker_busy_s: float = 0.0
+    """Seconds of computation of the worker."""
+    worker_restarts: int = 0
+    """Restarts of a worker that a signal had killed."""
+    followed_steps: int = 0
+    """Steps with a flush behind them because the user had written weights in place shortly before."""
+    skipped_steps: int = 0
+    in_backward_jobs: int = 0
+    """Blocks that were submitted in backward and published."""
+    late_jobs: int = 0
+    """Those of them that were not done when the training thread waited for them."""
+    factor_error: float | None = None
+    """Mean relative error of the clip factors of a step's jobs in backward; None until measured."""
+    steps_in_backward: int = 0
+    """Steps in which blocks were submitted in backward."""
+    corrected_steps: int = 0
+    """Steps that some block would have shown with another clip factor than the true one; with `clip_prediction: false`."""
+    update_interval: int = 0
+    publish_lag: int = 0
+    owned_norm_share: float | None = None
+    """Share of the gradient's squared norm in device-owned columns, 0 to 1; None until measured."""
+    resident_share: float | None = None
+    """Share of the blocks whose optimizer state the device has, 0 to 1; None: of none."""
+    movable_bytes: int = 0
+    """Device memory that all of them with their gradients would take; 0 where the device cannot have them."""
+
+    @property
+    def late_share(self) -> float | None:
+        """Share of the late jobs in those submitted in backward; None without any."""
+        return self.late_jobs / self.in_backward_jobs if self.in_backward_jobs else None
+
+    def since(self, before: "Reading") -> "Reading":
+        """This reading with times and counts from an earlier one on, and waits for every cause. Skipped steps and restarts are of all."""
+        changes: dict[str, Any] = {name: getattr(self, name) - getattr(before, name) for name in _TOTALS}
+        now, then = self.device_stall_s, before.device_stall_s
+        changes["device_stall_s"] = {cause: now.get(cause, 0.0) - then.get(cause, 0.0) for cause in CAUSES}
+        return replace(self, **changes)
+
+
 class Telemetry:
     """Clocks and byte counts of one rank, since the start. The training thread alone writes them, in every component that waits, works or
     copies; monitors read them between steps.
@@ -47,22 +103,14 @@ class Telemetry:
 
     def __init__(self, device: torch.device) -> None:
         self._runtime = runtime_of(device)
-        self.host_s = 0.0
-        """Seconds of waiting of the training thread."""
+        self.counts = Reading()
+        """Whoever counts something increments it here."""
         self._device_seconds: defaultdict[str, float] = defaultdict(float)
         self._events: deque[tuple[str, Event, Event]] = deque()
-        self.worker_busy_s = 0.0
-        """Seconds of computation of the worker."""
-        self.steps = 0
-        """Optimizer steps."""
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
-        """On the device: those of them that changed nothing because their gradient norm was not finite."""
+        """On the device: optimizer steps that changed nothing because their gradient norm was not finite."""
         self._n_skipped = DeviceNumber()
         self._has_warned = False
-        self.followed_steps = 0
-        """Steps with a flush behind them because the user had written weights in place shortly before."""
-        self.worker_restarts = 0
-        """Restarts of a worker that a signal had killed."""
         # On a CPU device: bytes that would cross PCIe beside a GPU.
         self.d2h_bytes = 0
         """Device to host: gradients, their sums over micro-batches, clip factors and step numbers, state of device-owned entries."""
@@ -109,7 +157,7 @@ class Telemetry:
                 yield
         finally:
             seconds = 1e-9 * (time.perf_counter_ns() - begin_ns)
-            self.host_s += seconds
+            self.counts.host_stall_s += seconds
             if before is None:
                 self._device_seconds[cause] += seconds
             else:
@@ -120,53 +168,3 @@ class Telemetry:
         while self._events and self._events[0][2].query():
             cause, before, after = self._events.popleft()
             self._device_seconds[cause] += 1e-3 * before.elapsed_time(after)
-
-
-_TOTALS = (
-    "steps", "host_stall_s", "worker_busy_s", "followed_steps", "in_backward_jobs", "late_jobs", "steps_in_backward", "corrected_steps"
-)  # fmt: skip
-"""Fields of a reading that `since` counts from the earlier one on, beside `device_stall_s`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """Snapshot of a rank's counters, since the start."""
-
-    steps: int
-    host_stall_s: float
-    device_stall_s: Mapping[str, float]
-    """By cause (`CAUSES`). Causes that have not occurred may be missing."""
-    worker_busy_s: float
-    worker_restarts: int
-    followed_steps: int
-    skipped_steps: int
-    in_backward_jobs: int
-    """Jobs that were submitted in backward."""
-    late_jobs: int
-    """Those of them that were not done when the training thread waited for them."""
-    factor_error: float | None
-    """Mean relative error of the clip factors of a step's jobs in backward; None until measured."""
-    steps_in_backward: int
-    """Steps in which blocks were submitted in backward."""
-    corrected_steps: int
-    """Steps that some block would have shown with another clip factor than the true one; with `clip_prediction: false`."""
-    update_interval: int
-    publish_lag: int
-    owned_norm_share: float | None
-    """Share of the gradient's squared norm in device-owned columns, 0 to 1; None until measured."""
-    resident_share: float | None
-    """Share of the blocks whose optimizer state the device has, 0 to 1; None: of none."""
-    movable_bytes: int
-    """Device memory that all of them with their gradients would take; 0 where the device cannot have them."""
-
-    @property
-    def late_share(self) -> float | None:
-        """Share of the late jobs in those submitted in backward; None without any."""
-        return self.late_jobs / self.in_backward_jobs if self.in_backward_jobs else None
-
-    def since(self, before: "Reading") -> "Reading":
-        """This reading with times and counts from an earlier one on, and waits for every cause. Skipped steps and restarts are of all."""
-        changes: dict[str, Any] = {name: getattr(self, name) - getattr(before, name) for name in _TOTALS}
-        now, then = self.device_stall_s, before.device_stall_s
-        changes["device_stall_s"] = {cause: now.get(cause, 0.0) - then.get(cause, 0.0) for cause in CAUSES}
-        return replace(self, **changes)

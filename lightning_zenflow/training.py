@@ -73,8 +73,8 @@ class Training:
         """Makes the arena, which takes the place of the engine's memory, and starts the worker; all ranks call it together. `add`: see
         `ServedGradients`.
         """
-        self.parts, self.host_state = parts, host_state = build(self.config, part, self._resources)
-        self._worker, self.telemetry = parts.rank.worker, parts.rank.telemetry
+        self.parts = parts = build(self.config, part, self._resources)
+        self.host_state, self._worker, self.telemetry = parts.host_state, parts.rank.worker, parts.rank.telemetry
         self._engine, self._optimizer = engine, part.optimizer
         self.shapes_by_group = [{name: part.shapes[name] for name in group} for group in part.groups]
         self.order = self.order or list(map(list, part.groups))
@@ -87,7 +87,7 @@ class Training:
             read_inputs=self._read_inputs,
             gather_weights=self._gather_weights,
         )
-        self.full_state = FullState(self.steps, parts, host_state.states, part, flush=self.flush)
+        self.full_state = FullState(self.steps, parts, self.host_state.states, part, flush=self.flush)
         self.gradients = ServedGradients(self.full_state, engine, self.config, self.calls, add=add)
         self.written = WrittenWeights(self.steps, parts, part, self.calls)
         self.in_update = WeightsInUpdate(parts.rank.weights, part, self.calls)
@@ -187,8 +187,8 @@ class Training:
             with self.telemetry.measure("loss_scale"):
                 finite = bool(copy.read())
         if self.written.follows_step:
-            self.telemetry.followed_steps += 1
-            if self.telemetry.followed_steps == FOLLOWED + 1:
+            self.telemetry.counts.followed_steps += 1
+            if self.telemetry.counts.followed_steps == FOLLOWED + 1:
                 rank_zero_info("ZenFlow: weights are written in place time and again: each step waits for its updates")
             self.flush(lays_down=False)
         self.written.note(behind_step=True)
@@ -250,7 +250,7 @@ class Training:
             raise MisconfigurationException(
                 "give_back must be called between two steps, got a call between a backward pass and its step"
             )
-        self.steps.give_back()
+        self.parts.moves.give_back(0, self.steps.count)
 
     def run_forward(self, forward: Callable[[], _Output]) -> _Output:
         """Calls `forward`, where blocks can be given back. If the device runs out of memory beside them, they are, for good, and one rank
@@ -263,7 +263,7 @@ class Training:
         except torch.OutOfMemoryError as error:
             lack = str(error)
         # Outside of `except`, whose traceback holds the activations.
-        self.steps.give_back()
+        self.parts.moves.give_back(0, self.steps.count)
         _log.warning(
             "ZenFlow: a forward pass has run out of device memory beside %.2f GiB of optimizer states, which are in host memory from here"
             " on (offload_ratio=1 keeps them there): %s",

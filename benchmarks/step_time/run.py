@@ -146,7 +146,7 @@ def _clocks(optimizer: ZenFlowOptimizer | OptimizerEngine | None) -> tuple[float
     if optimizer is None:
         return time.perf_counter(), 0.0, 0.0
     stalls = optimizer.training.telemetry
-    return time.perf_counter(), stalls.device_s, stalls.worker_busy_s
+    return time.perf_counter(), stalls.device_s, stalls.counts.worker_busy_s
 
 
 def _counted(optimizer: ZenFlowOptimizer | OptimizerEngine, link: links.HostLink) -> tuple[int, int]:

@@ -83,12 +83,6 @@ class RankPart:
     """Names of parameters, these among others, in the order of the module, which backward reverses; None: that of `groups`."""
 
     @property
-    def positions(self) -> list[int]:
-        """Place of each parameter, as `Slice.parameter` counts, in the module's order."""
-        places = {name: place for place, name in enumerate(self.module_order or self.parameters)}
-        return [places[name] for name in self.parameters]
-
-    @property
     def parameters(self) -> dict[str, Tensor]:
         """Those of all groups."""
         return {name: p for group in self.groups for name, p in group.items()}
@@ -182,7 +176,7 @@ def _arena_sizes(
     )
 
 
-def build(config: ZenFlowConfig, part: RankPart, resources: RankResources) -> tuple[StepParts, HostState]:
+def build(config: ZenFlowConfig, part: RankPart, resources: RankResources) -> StepParts:
     """Plans the memory, checks that all ranks have it, and makes the components; the caller closes worker and arena.
 
     Raises:
@@ -204,15 +198,16 @@ def build(config: ZenFlowConfig, part: RankPart, resources: RankResources) -> tu
     policy = _agree(config, candidates, lambda some: arena_bytes(partition, sizes_for(some)), resources.ranks_on_host)
     # For every schedule that the configuration allows: what is not used takes no memory.
     sizes = sizes_for(candidates)
-    order = last_arrivals(partition, part.positions)
+    places = {name: place for place, name in enumerate(part.module_order or part.parameters)}
+    order = last_arrivals(partition, [places[name] for name in part.parameters])
     _refuse_lack_of_device_memory(config, partition, order, part)
     # Outermost, so that ranks that have built their parts release them if another one has not.
     with ExitStack() as undo:
         with raising_together(RuntimeError):
-            parts, host_state = _make(config, part, resources, partition, sizes, policy, order, undo)
+            parts = _make(config, part, resources, partition, sizes, policy, order, undo)
         undo.pop_all()
     rank_zero_info(_description(config, parts.rank, policy.schedule, resources.cores))
-    return parts, host_state
+    return parts
 
 
 def _agree(
@@ -273,7 +268,7 @@ def _make(
     policy: SchedulePolicy,
     order: Sequence[int],
     undo: ExitStack,
-) -> tuple[StepParts, HostState]:
+) -> StepParts:
     """Makes the components, in the order in which one needs another; `undo` releases them. `order` is that of `last_arrivals`."""
     cores = resources.cores.cores
     arena = Arena(partition, sizes, device=part.device, cores=cores)
@@ -302,6 +297,7 @@ def _make(
         telemetry=telemetry,
         d2h=SideStream(part.device),
         group=part.group,
+        trained=dict.fromkeys(range(len(partition.slices)), 0),
     )
     host_state = HostState(part.optimizer, part.masters, partition=partition, arena=arena)
     if part.in_place and part.release_weights is not None:
@@ -316,7 +312,7 @@ def _make(
     residents = Residents(rank, jobs, order)
     n_residents = _n_residents(config, partition)
     residents.take(n_residents)
-    if residents.n_blocks < n_residents:
+    if len(residents.blocks) < n_residents:
         raise RuntimeError(f"offload_ratio={config.offload_ratio}: the device has run out of memory; set a larger one")
     if part.in_place:
         # Their memory has been reserved by now.
@@ -346,7 +342,7 @@ def _make(
     moves = OwnerMoves(rank, residents, ownership, moves=config.offload_ratio == "auto")
     control = ScheduleControl(policy, rank, moves.shares) if config.measures or moves.watches else None
     planner = Planner(config, jobs, control, selector)
-    parts = StepParts(
+    return StepParts(
         rank=rank,
         jobs=jobs,
         ownership=ownership,
@@ -356,9 +352,8 @@ def _make(
         fill=fill,
         selector=selector,
         planner=planner,
-        write_count=host_state.write_count,
+        host_state=host_state,
     )
-    return parts, host_state
 
 
 def _description(config: ZenFlowConfig, rank: RankState, schedule: UpdateSchedule, cores: WorkerCores) -> str:

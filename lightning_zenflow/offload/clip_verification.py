@@ -32,7 +32,6 @@ class Verification:
     Attributes:
         n_clipped: applied steps up to the last one whose word was read that were clipped in a row, up to `_IN_A_ROW`.
         step: the step that phase *verify* has begun for, whose word has not been read; None: the phase has ended.
-        n_corrected: steps so far that some block has shown, or would have shown, with another factor than the true one.
     """
 
     def __init__(self, rank: RankState, in_flight: JobsInFlight) -> None:
@@ -44,7 +43,6 @@ class Verification:
         # Of that step: blocks that were submitted in backward, in order; those of them that have been submitted with the true factor since.
         self._shown: Sequence[Block] = ()
         self._resubmitted: Sequence[Block] = ()
-        self.n_corrected = 0
 
     @property
     def may_speculate(self) -> bool:
@@ -100,7 +98,7 @@ class Verification:
         if math.isfinite(factor):
             is_clipped = factor * step.inputs.loss_scale < UNCLIPPED
             self.n_clipped = min(self.n_clipped + 1, _IN_A_ROW) if is_clipped else 0
-        self.n_corrected += any(others)
+        self._rank.telemetry.counts.corrected_steps += any(others)
         self.step = None
 
     def _correct_in_place(self, block: Block, step: int) -> None:

@@ -155,18 +155,17 @@ class OwnedTile:
 class DeviceColumns:
     """Columns that the device owns, for each slice over the whole row, as of `Selector.select`; and the tensors of their entries: 12 bytes
     an entry, and the gradient in the model's type. Entries of one parameter group whose parameters have been frozen for as many steps have
-    one array, and AdamW is one call for it. `n_missed` has for each trained slice the applied steps of the run that AdamW's count lacks;
-    other slices own none.
+    one array, and AdamW is one call for it. Slices that are not trained own none.
 
     Attributes:
         numel: number of entries.
         selections: for each tile with such columns, what AdamW needs of its gradient.
     """
 
-    def __init__(self, rank: RankState, columns: Sequence[Tensor | None], n_missed: Mapping[int, int]) -> None:
+    def __init__(self, rank: RankState, columns: Sequence[Tensor | None]) -> None:
         partition = rank.partition
         self._rank = rank
-        kinds = {index: (partition.slices[index].param_group, n) for index, n in n_missed.items()}
+        kinds = {index: (partition.slices[index].param_group, n) for index, n in rank.trained.items()}
         self._groups = sorted(set(kinds.values()))
         self.columns = columns
         numels = [0] * len(self._groups)
@@ -249,12 +248,7 @@ class Ownership:
 
     def __init__(self, rank: RankState) -> None:
         self._rank = rank
-        self.follow(dict.fromkeys(range(len(rank.partition.slices)), 0))
-
-    def follow(self, slices: Mapping[int, int]) -> None:
-        """Makes nothing device-owned, and later entries of these slices only, each with the applied steps that it has missed."""
         self.clear()
-        self._n_missed = slices
 
     def clear(self) -> None:
         """Makes nothing device-owned."""
@@ -265,7 +259,7 @@ class Ownership:
         """Makes other columns device-owned, for each slice over the whole row or None for all; behind a flush or synchronous jobs."""
         # First: both at once would take twice the memory.
         self.clear()
-        taken = DeviceColumns(self._rank, columns, self._n_missed)
+        taken = DeviceColumns(self._rank, columns)
         taken.load(cause)
         # Last: behind an interruption nothing writes what is half there.
         self.current, self.selections = taken, taken.selections

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.core.device import DeviceNumber, runtime_of
-from lightning_zenflow.core.partition import tiles_of_slice
+from lightning_zenflow.core.partition import Tile, tiles_of_slice
 from lightning_zenflow.core.step_inputs import GradientNorms, StepScale
 from lightning_zenflow.kernels.base import Destination
 from lightning_zenflow.offload.columns import Ownership
@@ -41,7 +41,9 @@ class Accumulation:
         self.pending: set[int] = set()
 
     def add(self, slice_index: int, gradient: Tensor, step: int) -> None:
-        """Adds a gradient, as `Fill.receive` takes it."""
+        """Adds a gradient of another micro-batch than the last, as `Fill.receive` takes it."""
+        if slice_index not in self._rank.trained:
+            return
         if self._where == "auto":
             n_bytes = self._rank.partition.numel * self._rank.dtype.itemsize
             self._where = "device" if runtime_of(self._rank.device).has_room(n_bytes) else "host"
@@ -161,12 +163,9 @@ class VectorGradients:
 
 
 class Rectangle(NamedTuple):
-    """A rectangle of a slice that squared norms are taken of, which must not depend on blocks; `begin` is in the slice."""
+    """A rectangle of a slice that squared norms are taken of, which must not depend on blocks."""
 
-    begin: int
-    rows: int
-    first_column: int
-    width: int
+    whole: Tile
     parts: list[tuple[int, int]]
     """Tiles of the partition that block boundaries cut it into, each with its first element in the rectangle."""
 
@@ -185,7 +184,6 @@ class Fill:
     submitted.)
 
     Attributes:
-        trained: slices whose gradients are expected.
         factor_error: mean relative error of the factors in backward in some step since it was read.
     """
 
@@ -207,31 +205,24 @@ class Fill:
         self.accumulation = Accumulation(rank, jobs, where=accumulate_on)
         self._vectors = VectorGradients(rank, jobs.slots, ownership)
         partition = rank.partition
-        self.trained: Set[int] = frozenset(range(len(partition.slices)))
-        self._arrived: dict[int, None] = {}
+        self._arrived = dict[int, list[Tensor]]()  # with `SquaredNorms.parts` of each slice that has been measured
         self._unpolled: set[int] = set()
         self.norms = GradientNorms(len(rank.blocks), rank.device, speculates=speculates)
         self._factors: list[Tensor] = []  # of the blocks that were submitted in this backward pass
         self.factor_error = DeviceNumber()
         self._zero = torch.zeros((), dtype=rank.dtype, device=rank.device)
-        self._norm_parts = dict[int, list[Tensor]]()  # of each slice that has been routed: `SquaredNorms.parts`
         self._rectangles: list[list[Rectangle]] = []  # by slice
         for index, (s, tiles) in enumerate(zip(partition.slices, partition.tiles_by_slice, strict=True)):
             begins = [(tile, partition.tiles[tile].begin) for tile in tiles]
             self._rectangles.append([])
-            for r in tiles_of_slice(index, s):
-                parts = [(tile, begin - r.begin) for tile, begin in begins if r.begin <= begin < r.end]
-                self._rectangles[-1].append(Rectangle(r.begin - s.begin, r.rows, r.first_column, r.width, parts))
+            for whole in tiles_of_slice(index, s):
+                parts = [(tile, begin - whole.begin) for tile, begin in begins if whole.begin <= begin < whole.end]
+                self._rectangles[-1].append(Rectangle(whole, parts))
 
     @property
     def arrived(self) -> Set[int]:
         """Slices whose gradient of the whole step has been routed, in that order."""
         return self._arrived.keys()
-
-    def accumulate(self, slice_index: int, gradient: Tensor, step: int) -> None:
-        """Takes a gradient of another micro-batch than the last, as `receive`."""
-        if slice_index in self.trained:
-            self.accumulation.add(slice_index, gradient, step)
 
     def open(self, context: StepContext) -> None:
         """Begins a step; before the first gradient of its last micro-batch."""
@@ -239,7 +230,7 @@ class Fill:
         self._unpolled.clear()
         self._factors.clear()
         for block in self._rank.blocks:
-            block.missing = block.slices.keys() & self.trained
+            block.missing = block.slices.keys() & self._rank.trained.keys()
         self.norms.open(context.number, max_norm=context.inputs.max_norm, loss_scale=context.inputs.loss_scale)
         if self._provisional is not None:
             self._provisional.open(context.inputs.loss_scale)
@@ -248,12 +239,11 @@ class Fill:
         """Forgets the gradients of a step, which has used or dropped them."""
         self.accumulation.pending.clear()
         self._arrived.clear()
-        self._norm_parts.clear()
 
     def receive(self, context: StepContext, slice_index: int, gradient: Tensor) -> None:
         """Takes a gradient of the last micro-batch: [slice.numel], model dtype, on the device; may be changed in place."""
         # A parameter that was unfrozen between two micro-batches is trained from the next step on.
-        if slice_index not in self.trained:
+        if slice_index not in self._rank.trained:
             return
         if slice_index in self.accumulation.pending:
             gradient = gradient.add_(self.accumulation.take(slice_index))
@@ -269,11 +259,11 @@ class Fill:
             self._route(context, index, self.accumulation.take(index))
             # The next step writes to the sum's memory.
             self._rank.d2h.join()
-        for index in sorted(self.trained - self.arrived):
+        for index in sorted(self._rank.trained.keys() - self.arrived):
             if index not in self._vectors.of_slice:
                 self._jobs.acquire(self._rank.blocks.of_slice[index], context.number)
                 self._route_zeros(index)
-                self._slice_complete(index)
+                self._slice_complete(index, [])
         self._poll(context.number)
         self._jobs.acquire(self._rank.blocks, context.number)
         rest = [block for block in self._rank.blocks if block not in self._jobs.submitted_in_backward]
@@ -307,38 +297,39 @@ class Fill:
 
     def squared_norm(self, slice_index: int) -> Tensor:
         """Squared norm of `gradient`: 0-D float64 on the device. Waits for nothing where the gradient is on the device or was measured."""
-        if (parts := self._norm_parts.get(slice_index)) is not None:
+        if parts := self._arrived.get(slice_index):
             return torch.cat(parts).sum(dtype=torch.float64)
         norm: Tensor = torch.linalg.vector_norm(self.gradient(slice_index).to(self._rank.device), dtype=torch.float64)
         return norm.square()
 
     def unused(self) -> list[int]:
         """Trained slices without a gradient in the step that is next, ascending."""
-        return sorted(self.trained - self.arrived - self.accumulation.pending)
+        return sorted(self._rank.trained.keys() - self.arrived - self.accumulation.pending)
 
     def _route(self, context: StepContext, slice_index: int, gradient: Tensor) -> list[Block]:
         """Routes one slice's gradient of the whole step; returns the blocks that are complete with it."""
         if slice_index in self._vectors.of_slice:
             self._vectors.of_slice[slice_index].copy_(gradient)
-            return self._slice_complete(slice_index)
+            return self._slice_complete(slice_index, [])
         self._jobs.acquire(self._rank.blocks.of_slice[slice_index], context.number)
-        self._route_rectangles(context, slice_index, gradient)
-        complete = self._slice_complete(slice_index)
+        complete = self._slice_complete(slice_index, self._route_rectangles(context, slice_index, gradient))
         self._poll(context.number)
         return complete
 
-    def _route_rectangles(self, context: StepContext, index: int, gradient: Tensor) -> None:
-        """Copies one slice's gradient to its destinations, measures it, and updates weights provisionally where it is late."""
+    def _route_rectangles(self, context: StepContext, index: int, gradient: Tensor) -> list[Tensor]:
+        """Copies one slice's gradient to its destinations, measures it, and updates weights provisionally where it is late. Returns
+        `SquaredNorms.parts` of it.
+        """
         s = self._rank.partition.slices[index]
         column_norms = context.column_norms if s.is_matrix else None
         provisional = None if context.shows_exact_weights else self._provisional
         may_be_late = provisional is not None and provisional.applies_to(index)
         parts_of_norm, update = [], None
-        for begin, rows, first_column, width, parts in self._rectangles[index]:
-            matrix = gradient.narrow(0, begin, rows * width).view(rows, width)
+        for whole, parts in self._rectangles[index]:
+            matrix = gradient.narrow(0, whole.begin - s.begin, whole.numel).view(whole.rows, whole.width)
             destinations = self._destinations(parts)
             late = []
-            if may_be_late and rows > 1:
+            if may_be_late and whole.rows > 1:
                 of_tiles = zip((self._rank.blocks.of_tile[tile] for tile, _ in parts), destinations, strict=True)
                 late = [(block, destination) for block, destination in of_tiles if block.resident is None]
             per_axis = column_norms is not None or bool(late)
@@ -347,14 +338,15 @@ class Fill:
             )
             parts_of_norm.append(norms.parts)
             if column_norms is not None:
-                column_norms.of_parameter[s.parameter].narrow(0, first_column, width).add_(norms.columns)
+                of_columns = column_norms.of_parameter[s.parameter]
+                of_columns.narrow(0, whole.first_column, whole.width).add_(norms.columns)
             if late:
                 update = matrix, norms, late
         self._rank.telemetry.d2h_bytes += self._rank.host_bytes(index)
         if provisional is not None and update is not None:
             provisional.apply_gradient(context, index, *update)
         self.norms.add(parts_of_norm)
-        self._norm_parts[index] = parts_of_norm
+        return parts_of_norm
 
     def _route_zeros(self, index: int) -> None:
         """Routes a slice without any gradient in the step."""
@@ -369,9 +361,9 @@ class Fill:
         view, selections = self._jobs.slots.view, self._ownership.selections
         return [Destination(begin=begin, slot=view(tile), selection=selections.get(tile)) for tile, begin in parts]
 
-    def _slice_complete(self, index: int) -> list[Block]:
+    def _slice_complete(self, index: int, parts_of_norm: list[Tensor]) -> list[Block]:
         """Notes that a slice's gradient of the whole step has been routed; returns the blocks that are complete with it, ascending."""
-        self._arrived[index] = None
+        self._arrived[index] = parts_of_norm
         self._unpolled.add(index)
         blocks = self._rank.blocks.of_slice[index]
         for block in blocks:

@@ -31,8 +31,6 @@ class JobsInFlight:
     Attributes:
         free_buffers: buffers that no job uses, the one that has been free longest first, each with the event behind the device's last
             copies from it; None: a step has been sealed behind them.
-        n_in_backward: blocks that were submitted in backward and published.
-        n_late: those of them that were not done when the training thread waited for them.
     """
 
     def __init__(self, rank: RankState, slots: SlotPool, *, has_scratch: bool) -> None:
@@ -43,18 +41,12 @@ class JobsInFlight:
         self._n_buffers = 0
         self._scratch = (len(rank.blocks) if rank.in_place else 0) if has_scratch else None
         self.free_buffers: dict[int, Event | None] = {}
-        self.n_in_backward = self.n_late = 0
         self._jobs: deque[Job] = deque()
         # Those of them whose answer has not been taken: the worker owns the state of their blocks, their slots and their buffers.
         self._unanswered: deque[Job] = deque()
         self._job_ids = itertools.count(1)
         self._published: dict[Block, int] = {}
         self._worker.diagnosis = self._diagnosis
-        self.follow(range(len(rank.partition.slices)))
-
-    def follow(self, trained: Iterable[int]) -> None:
-        """Publishes these slices from now on."""
-        self._trained = frozenset(trained)
 
     def grow_buffers(self, n_buffers: int) -> None:
         """Allows jobs to use the arena's first `n_buffers` buffers."""
@@ -106,7 +98,7 @@ class JobsInFlight:
             )
         )
         is_copied = buffer is not None and not self._rank.in_place
-        slices = block.slices.keys() & self._trained if is_copied else set()
+        slices = block.slices.keys() & self._rank.trained.keys() if is_copied else set()
         job = Job(
             block=block,
             window=window,
@@ -192,7 +184,9 @@ class JobsInFlight:
     def _publish(self, job: Job, cause: Cause) -> None:
         """Waits for a job, its block's oldest, copies its weights into the model and frees its slots and its buffer."""
         if job in self._unanswered:
-            self.n_late += self._is_shown_tentatively(job) and not self._worker.has_answered(job.submission)
+            self._rank.telemetry.counts.late_jobs += self._is_shown_tentatively(job) and not self._worker.has_answered(
+                job.submission
+            )
             self._wait_for([job], cause)
             self._take_answer(job)
         copied = None
@@ -212,7 +206,7 @@ class JobsInFlight:
                 self._published[job.block] = job.window.last_step
                 if copied is not None:
                     self.free_buffers[job.buffer] = copied
-        self.n_in_backward += in_backward
+        self._rank.telemetry.counts.in_backward_jobs += in_backward
 
     def forget_overwritable(self) -> None:
         """Forgets which slices the step reads no more: an interrupted step's weights may be read again."""

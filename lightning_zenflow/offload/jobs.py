@@ -1,7 +1,7 @@
 """The asynchronous protocol between the training thread and the worker, from the trainer's side."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial
 from statistics import fmean
@@ -29,7 +29,6 @@ class JobQueue:
     `verifies` no forward pass may see another clip factor than the true one.
 
     Attributes:
-        n_steps_in_backward: steps in which blocks were submitted in backward, since the start.
         shows_exact: whether the last step has ended with weights that have the gradients of all steps.
         submitted_in_backward: blocks that were submitted in the present step's backward pass, in order.
     """
@@ -62,7 +61,6 @@ class JobQueue:
         self._dropped: list[int] = []  # slots of interrupted steps, free after the next flush
         self._open_step: int | None = None  # the step that is in phase *fill*
         self.submitted_in_backward: dict[Block, None] = {}
-        self.n_steps_in_backward = 0
         self.shows_exact = True
         self.set_schedule(schedule)
 
@@ -125,7 +123,7 @@ class JobQueue:
         step = context.number
         self._end_fill(step)
         shown = list(self.submitted_in_backward)
-        self.n_steps_in_backward += bool(shown)
+        self._rank.telemetry.counts.steps_in_backward += bool(shown)
         self.shows_exact = context.shows_exact_weights
         closing, due_step, self._ahead = self._closing_at(step), self._due_step(step), self._steps_ahead(groups)
         if context.synchronous:
@@ -237,12 +235,11 @@ class JobQueue:
         answered = map(self.in_flight.has_answers, self._rank.blocks.of_slice[index])
         return not self.verification.is_in_doubt and all(answered)
 
-    def change_trained(self, slices: Mapping[int, int]) -> None:
-        """Updates and publishes these slices from now on, each with the applied steps that it has missed; right after a flush only."""
+    def follow_trained(self) -> None:
+        """Lets the worker update what `RankState.trained` has from now on; right after a flush only."""
         self._check_integrity()
-        self._rank.arena.write_trained(slices)
+        self._rank.arena.write_trained(self._rank.trained)
         self._worker.restart()
-        self.in_flight.follow(slices)
 
     def _write_word(self, words: StepWords, index: int, word: Tensor, *, behind: Iterable[Event | None]) -> None:
         """Copies a word, in the device's order `behind` its last copies from the buffers that the word's jobs write: nobody waits for them.

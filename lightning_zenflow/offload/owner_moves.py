@@ -64,36 +64,33 @@ class OwnerMoves:
     would not fit beside them, on one rank alone perhaps. `moves`: `offload_ratio` is "auto".
 
     Attributes:
+        memory: what steps need beside the blocks.
         watches: whether device memory is watched, in every step; on a CPU all memory is the host's.
         is_written: whether `take_written` has something to do.
     """
 
     def __init__(self, rank: RankState, residents: Residents, ownership: Ownership, *, moves: bool) -> None:
         self._rank, self._residents, self._ownership, self._moves = rank, residents, ownership, moves
-        self._memory = MemoryWatch(rank.device)
+        self.memory = MemoryWatch(rank.device)
         self.watches = moves and runtime_of(rank.device).runs_behind
         self.is_written = False
 
     def shares(self) -> tuple[float, float]:
         """The share of the blocks that the device owns, and the largest that it has room for."""
         n_blocks = max(1, len(self._rank.blocks))
-        share = self._residents.n_blocks / n_blocks
-        return share, self._residents.n_fitting(self._memory.room()) / n_blocks if self.watches else share
+        share = len(self._residents.blocks) / n_blocks
+        return share, self._residents.n_fitting(self.memory.room()) / n_blocks if self.watches else share
 
     def before_backward(self, number: int, count: Tensor, *, can_give_back: bool) -> None:
         """Before a backward pass of the step behind step `number`, the `count`-th applied one."""
-        self._memory.begin()
-        if self._moves and can_give_back and (lack := self._memory.lack()) > 0:
+        self.memory.begin()
+        if self._moves and can_give_back and (lack := self.memory.lack()) > 0:
             n_blocks = self._residents.n_left_without(lack)
             self.give_back(n_blocks, count)
             _log.info(
                 "ZenFlow: before step %d offload_ratio=%.2f on this rank: the backward pass is expected to lack %.2f GiB",
                 *(number + 1, 1 - n_blocks / len(self._rank.blocks), lack / 2**30),
             )
-
-    def end_step(self) -> None:
-        """Behind a step."""
-        self._memory.end()
 
     def state_written(self) -> None:
         """Notes that the exact state has been changed right after a flush, in the arena, if all of it is there, or by owners."""
@@ -118,7 +115,7 @@ class OwnerMoves:
         before = self._residents.n_bytes
         self._residents.take(n_blocks, number)
         self._ownership.follow_owners()
-        self._memory.follow_owners(self._residents.n_bytes - before)
+        self.memory.follow_owners(self._residents.n_bytes - before)
 
     def take_share(self, share: float, number: int) -> None:
         """As `take`, a share of all blocks."""
@@ -129,13 +126,13 @@ class OwnerMoves:
         """Makes the host the owner of all but `n_blocks` blocks, and frees their device memory; with 0 for good."""
         before = self._residents.n_bytes
         self._residents.give_back(n_blocks, int(count))
-        self._memory.follow_owners(self._residents.n_bytes - before)
+        self.memory.follow_owners(self._residents.n_bytes - before)
 
     def state_dict(self) -> dict[str, int]:
         """How many blocks are resident, and the transient bytes of a step beside them; nothing where no owner changes."""
-        return {"n_blocks": self._residents.n_blocks, "transient": self._memory.transient} if self._moves else {}
+        return {"n_blocks": len(self._residents.blocks), "transient": self.memory.transient} if self._moves else {}
 
     def load_state_dict(self, state: Mapping[str, int], number: int) -> None:
         """Takes as many blocks as there were, or as the device has room for; right behind the load of step `number`."""
         if self.watches and state:
-            self.take(min(state["n_blocks"], self._residents.n_fitting(self._memory.room(state["transient"]))), number)
+            self.take(min(state["n_blocks"], self._residents.n_fitting(self.memory.room(state["transient"]))), number)

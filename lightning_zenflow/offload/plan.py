@@ -138,12 +138,12 @@ class ScheduleControl:
 
     Not measured are the first steps, which compile and touch memory, the steps right after a decision, whose windows may still have the
     old length, and the steps around an interruption such as a validation. Never waits for the device: reduced numbers are read some steps
-    later.
+    later. `policy` has the current schedule and share of resident blocks.
     """
 
     def __init__(self, policy: SchedulePolicy, rank: RankState, shares: Callable[[], tuple[float, float]]) -> None:
         """`shares` has the share of the blocks that is resident on this rank, and the largest that its device has room for."""
-        self._policy = policy
+        self.policy = policy
         self._rank = rank
         self._shares = shares
         self._steps: list[tuple[float, float, float]] = []  # see `load_and_stall`
@@ -151,26 +151,16 @@ class ScheduleControl:
         self._sent: tuple[int, AsyncHostCopy] | None = None
         self.interrupt()
 
-    @property
-    def schedule(self) -> UpdateSchedule:
-        """The current schedule."""
-        return self._policy.schedule
-
-    @property
-    def resident_share(self) -> float:
-        """The share of the blocks that the device is to own, as of the last look."""
-        return self._policy.resident_share
-
     def restore(self, schedule: UpdateSchedule) -> None:
         """As `SchedulePolicy.restore`."""
-        self._policy.restore(schedule)
+        self.policy.restore(schedule)
         self._sent = None
         self._steps.clear()
         self.interrupt()
 
     def interrupt(self, longest: int = 0) -> None:
         """Leaves out the next steps, after a synchronous step, a flush, or a look. Open windows have at most `longest` steps, or S."""
-        s, d = self.schedule.update_interval, self.schedule.publish_lag
+        s, d = self.policy.schedule.update_interval, self.policy.schedule.publish_lag
         # One step more: the time of the first step after an interruption includes the interruption.
         self._left_out = 1 + max(s, longest) + d
         self._last = self._clocks()
@@ -183,30 +173,30 @@ class ScheduleControl:
         """
         step, last, self._last = context.number, self._last, self._clocks()
         duration, waited, worker = (now - before for now, before in zip(self._last, last, strict=True))
+        s, d = self.policy.schedule.update_interval, self.policy.schedule.publish_lag
         if context.column_norms is None and not context.releases:
-            if context.synchronous and self.schedule.update_interval > 1:
+            if context.synchronous and s > 1:
                 self.interrupt()
             elif self._left_out:
                 self._left_out -= 1
             elif self._sent is None:
                 self._steps.append((max(0.0, duration - waited), worker, 0.0 if context.synchronous else waited))
-        if self._sent is None and len(self._steps) == max(_LOOK, self.schedule.update_interval):
+        if self._sent is None and len(self._steps) == max(_LOOK, s):
             # The jobs published at that step are submitted after this one, so the device has finished the reduction before.
             share, room = self._shares()
-            self._sent = step + self.schedule.publish_lag + 1, self._reduce(*load_and_stall(self._steps), -share, -room)
+            self._sent = step + d + 1, self._reduce(*load_and_stall(self._steps), -share, -room)
         if self._sent is None or step < self._sent[0]:
             return None
         load, stall, share, room = self._sent[1].read().tolist()
         self._sent = None
         self._steps.clear()
-        longest = self.schedule.update_interval
-        reason = self._policy.observe(load, stall, share=-share, room=-room)
-        self.interrupt(longest)
+        reason = self.policy.observe(load, stall, share=-share, room=-room)
+        self.interrupt(longest=s)
         return reason
 
     def _clocks(self) -> tuple[float, float, float]:
         telemetry = self._rank.telemetry
-        return time.perf_counter(), telemetry.device_s, telemetry.worker_busy_s
+        return time.perf_counter(), telemetry.device_s, telemetry.counts.worker_busy_s
 
     def _reduce(self, *numbers: float) -> AsyncHostCopy:
         """The largest of all ranks, float64."""
@@ -246,7 +236,7 @@ class Planner:
         return {
             "synchronous_until": self._synchronous_until,
             "selector": self._selector.state_dict(),
-            "schedule": None if self.control is None else asdict(self.control.schedule),
+            "schedule": None if self.control is None else asdict(self.control.policy.schedule),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -279,17 +269,18 @@ class Planner:
     def apply_schedule(self) -> None:
         """Gives the jobs the schedule that was decided on last; also after an exception has interrupted that, right after a flush."""
         if self.control is not None:
-            self._jobs.set_schedule(self.control.schedule)
+            self._jobs.set_schedule(self.control.policy.schedule)
 
     def end_step(self, context: StepContext) -> float | None:
         """Changes the schedule where that is due behind a step, and logs the change; with a `control`. Returns the share of the blocks that
         the device is to own, behind a flush on all ranks; None: nothing changes.
         """
         assert self.control is not None
-        before = self.control.schedule
+        policy = self.control.policy
+        before = policy.schedule
         if (reason := self.control.end_step(context)) is None:
             return None
-        now, share = self.control.schedule, self.control.resident_share
+        now, share = policy.schedule, policy.resident_share
         if now == before:
             rank_zero_info(f"ZenFlow: after step {context.number} offload_ratio={1 - share:.2f}: {reason}")
             return share

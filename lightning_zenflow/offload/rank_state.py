@@ -212,6 +212,8 @@ class RankState:
     """Stream on which gradients, factors and sequence numbers are copied to the arena."""
     group: dist.ProcessGroup | None
     """Data-parallel ranks; None: this one alone."""
+    trained: dict[int, int]
+    """For each slice that is not frozen the applied steps of the run that AdamW's own count lacks; changed between steps."""
     records: Transaction = field(default_factory=Transaction)
     """Entered where records of slots, windows, jobs and publish buffers change together. If a change is cut, the exact state is lost."""
 

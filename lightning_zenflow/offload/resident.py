@@ -7,7 +7,7 @@ with the first arrivals, then has the most time for the rest.
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from itertools import accumulate
 
@@ -57,21 +57,21 @@ class ResidentBlock:
         gradient: [n], model dtype: what `SlotPool.view` gives in the place of a slot.
     """
 
-    def __init__(self, rank: RankState, block: Block, trained: Mapping[int, int]) -> None:
+    def __init__(self, rank: RankState, block: Block) -> None:
         self._rank, self._block = rank, block
         n = rank.partition.blocks[block.number].end - block.begin
         self.state = torch.zeros(3, n, dtype=torch.float32, device=rank.device)
         self.gradient = torch.zeros(n, dtype=rank.dtype, device=rank.device)
         self._slots: dict[int, Tensor] = {}
         self._applied = 0  # the last step
-        self.follow(trained)
+        self.follow_trained()
 
-    def follow(self, trained: Mapping[int, int]) -> None:
-        """Updates these slices from now on, each with the applied steps that it has missed."""
+    def follow_trained(self) -> None:
+        """Updates what `RankState.trained` has from now on."""
         partition = self._rank.partition
         tiles_by_missed = defaultdict(list)
         for index in self._block.tiles:
-            if (n_missed := trained.get(partition.tiles[index].slice)) is not None:
+            if (n_missed := self._rank.trained.get(partition.tiles[index].slice)) is not None:
                 tiles_by_missed[n_missed].append(index)
         # Adjacent elements that have the same coefficients, with their parameter group and the applied steps that their count lacks.
         self._runs: list[tuple[int, int, Elements]] = []
@@ -132,6 +132,7 @@ class Residents:
     lay down of its own. What decides is `SchedulePolicy`, and `MemoryWatch` before a backward pass.
 
     Attributes:
+        sizes: device memory of each block with its gradient, in the order in which they become resident.
         blocks: those that are resident. Where there are none, there is nothing to call.
         in_arena: whether the arena has the state of all of them: behind `lay_down`, until the next step is sealed. It may be written there
             then, and is read from there by `load`.
@@ -140,8 +141,7 @@ class Residents:
     def __init__(self, rank: RankState, jobs: JobQueue, order: Sequence[int]) -> None:
         """`order` are the numbers of blocks that may be resident, in the order in which they become so."""
         self._rank, self._jobs, self._order = rank, jobs, order
-        self._sizes = resident_bytes(rank.partition, order, rank.dtype)
-        self._trained: Mapping[int, int] = dict.fromkeys(range(len(rank.partition.slices)), 0)
+        self.sizes = resident_bytes(rank.partition, order, rank.dtype)
         self.blocks: list[Block] = []
         self._sealed: tuple[int, Sequence[GroupHyperparameters], StepScale] | None = None
         self.in_arena = self._is_loaded = True
@@ -155,34 +155,24 @@ class Residents:
     @property
     def n_bytes(self) -> int:
         """Device memory of states and gradients."""
-        return sum(self._sizes[: self.n_blocks])
-
-    @property
-    def n_bytes_of_all(self) -> int:
-        """What they would be if all blocks were resident."""
-        return sum(self._sizes)
-
-    @property
-    def n_blocks(self) -> int:
-        """How many blocks are resident."""
-        return len(self.blocks)
+        return sum(self.sizes[: len(self.blocks)])
 
     def n_fitting(self, room: float) -> int:
         """How many blocks can be resident if `room` bytes of device memory are free."""
-        return self.n_blocks + n_that_fit(self._sizes[self.n_blocks : len(self._order)], room)
+        return len(self.blocks) + n_that_fit(self.sizes[len(self.blocks) : len(self._order)], room)
 
     def n_left_without(self, n_bytes: float) -> int:
         """How many blocks stay resident where at least `n_bytes`, more than 0, are freed."""
-        freed = list(accumulate(reversed(self._sizes[: self.n_blocks])))
-        return max(0, self.n_blocks - 1 - bisect_left(freed, n_bytes))
+        freed = list(accumulate(reversed(self.sizes[: len(self.blocks)])))
+        return max(0, len(self.blocks) - 1 - bisect_left(freed, n_bytes))
 
     def take(self, n_blocks: int, number: int = 0) -> None:
         """Makes the device the owner of the first `n_blocks`, as far as it has memory for them; right behind the flush of a step."""
         runtime_of(self._rank.device).free_cached()
         taken: list[tuple[Block, ResidentBlock]] = []
         with self._rank.telemetry.measure("reserve"), suppress(torch.OutOfMemoryError):
-            for block in (self._rank.blocks[index] for index in self._order[self.n_blocks : n_blocks]):
-                resident = ResidentBlock(self._rank, block, self._trained)
+            for block in (self._rank.blocks[index] for index in self._order[len(self.blocks) : n_blocks]):
+                resident = ResidentBlock(self._rank, block)
                 resident.load(number)
                 taken.append((block, resident))
         with self._rank.records:
@@ -203,7 +193,7 @@ class Residents:
         with self._rank.records:
             for block in going:
                 block.resident = None
-            if self.n_blocks == len(self._rank.blocks):
+            if len(self.blocks) == len(self._rank.blocks):
                 # No job has read a step's word since all blocks were resident, and the ring of words has gone on.
                 self._rank.arena.continue_from(self._number, count)
             del self.blocks[n_blocks:]
@@ -213,11 +203,10 @@ class Residents:
             self._jobs.follow_owners()
         runtime_of(self._rank.device).free_cached()
 
-    def follow(self, trained: Mapping[int, int]) -> None:
-        """As `ResidentBlock.follow`; right after a flush only."""
-        self._trained = trained
+    def follow_trained(self) -> None:
+        """As `ResidentBlock.follow_trained`; right after a flush only."""
         for of_block in self._states:
-            of_block.follow(trained)
+            of_block.follow_trained()
 
     def seal(self, number: int, groups: Sequence[GroupHyperparameters], scale: StepScale) -> None:
         """Phase *seal*: from here on `step` applies this step; within `RankState.records`."""

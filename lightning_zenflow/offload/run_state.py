@@ -30,7 +30,7 @@ Layout 5, of plain numbers, lists and CPU tensors::
     residents           with `offload_ratio: auto`: n_blocks that the device owned, and the transient bytes of a step beside them
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -171,31 +171,22 @@ class StepParts:
     fill: Fill
     selector: Selector
     planner: Planner
-    write_count: Callable[[int], None]
-    """Writes the number of applied steps to the user's optimizer, as checkpoints hold it."""
+    host_state: HostState
 
     def read_counters(self) -> Reading:
         """Present values of all counters; those of the device are from an earlier step."""
         telemetry, jobs, rank = self.rank.telemetry, self.jobs, self.rank
         is_movable = runtime_of(rank.device).runs_behind and not rank.in_place
-        return Reading(
-            steps=telemetry.steps,
-            host_stall_s=telemetry.host_s,
+        return replace(
+            telemetry.counts,
             device_stall_s=telemetry.device_seconds,
-            worker_busy_s=telemetry.worker_busy_s,
-            worker_restarts=telemetry.worker_restarts,
-            followed_steps=telemetry.followed_steps,
             skipped_steps=telemetry.read_skipped(),
-            in_backward_jobs=jobs.in_flight.n_in_backward,
-            late_jobs=jobs.in_flight.n_late,
             factor_error=self.fill.factor_error.read(),
-            steps_in_backward=jobs.n_steps_in_backward,
-            corrected_steps=jobs.verification.n_corrected,
             update_interval=jobs.schedule.update_interval,
             publish_lag=jobs.schedule.publish_lag,
             owned_norm_share=self.selector.owned_norm_share.read() if self.ownership.numel else None,
-            resident_share=self.residents.n_blocks / len(rank.blocks) if self.residents.blocks else None,
-            movable_bytes=is_movable * self.residents.n_bytes_of_all,
+            resident_share=len(self.residents.blocks) / len(rank.blocks) if self.residents.blocks else None,
+            movable_bytes=is_movable * sum(self.residents.sizes),
         )
 
     def state_dict(self) -> dict[str, Any]:

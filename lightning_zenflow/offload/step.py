@@ -22,9 +22,7 @@ class StepState(Enum):
     """State of the step that is next, and what `ZenFlowStep` has of it."""
 
     IDLE = auto()
-    """No backward pass since the last step: `micro_batches` is 0, there is no context and no norm."""
-    ACCUMULATING = auto()
-    """The last micro-batch's backward pass has not begun: `micro_batches` is more than 0, there is no context."""
+    """The last micro-batch's backward pass has not begun: there is no context and no norm."""
     OPEN = auto()
     """It has begun, or is over: the step's `StepContext` is fixed. No more gradients are received once there is a squared norm."""
     UNDER_WAY = auto()
@@ -91,7 +89,7 @@ class ZenFlowStep:
     @property
     def is_complete(self) -> bool:
         """Whether only `step` is missing: the last micro-batch's backward pass has begun."""
-        return self._state not in (StepState.IDLE, StepState.ACCUMULATING)
+        return self._state is not StepState.IDLE
 
     @property
     def was_interrupted(self) -> bool:
@@ -106,8 +104,6 @@ class ZenFlowStep:
             self._moves.before_backward(self.number, self.count, can_give_back=self.can_give_back)
         if last:
             self._opened()
-        elif self._state is StepState.IDLE:
-            self._state = StepState.ACCUMULATING
 
     def complete(self) -> None:
         """Ends the backward passes of a step: the one before was the last, if there was one."""
@@ -122,7 +118,7 @@ class ZenFlowStep:
         if last:
             self._fill.receive(self._opened(), slice_index, gradient)
         else:
-            self._fill.accumulate(slice_index, gradient, self.number + 1)
+            self._fill.accumulation.add(slice_index, gradient, self.number + 1)
 
     @property
     def has_gradients(self) -> bool:
@@ -201,13 +197,13 @@ class ZenFlowStep:
         with record_function("zenflow gather"):
             self._gather_weights()
 
-        self._telemetry.steps += 1
+        self._telemetry.counts.steps += 1
         share = None if self._planner.control is None else self._planner.end_step(context)
         if not copies_finite:
             self._telemetry.warn_of_skipped(number)
         self._end_micro_batches()
         if self._moves.watches:
-            self._moves.end_step()
+            self._moves.memory.end()
         if share is not None:
             self._flush()
             self._moves.take_share(share, self.number)
@@ -246,10 +242,6 @@ class ZenFlowStep:
         is_free = not (self.is_complete or self.was_interrupted or self._fill.accumulation.pending)
         return bool(self._residents.blocks) and is_free
 
-    def give_back(self) -> None:
-        """Makes the host the owner of all blocks for good, where it `can_give_back`; on this rank alone, perhaps."""
-        self._moves.give_back(0, self.count)
-
     def drop_gradients(self) -> None:
         """Drops the gradients since the last step; if the step was complete, by a flush."""
         if self.is_complete:
@@ -279,7 +271,7 @@ class ZenFlowStep:
             self._ownership.reload()
             self._gather_weights()
             # Not the arena's count: on a rank that holds only padding, no job ever counts steps there.
-            self._parts.write_count(int(self.count))
+            self._parts.host_state.write_count(int(self.count))
             if self._planner.control is not None:
                 self._planner.control.interrupt()
             self._flushed_number = self.number
@@ -339,11 +331,10 @@ class ZenFlowStep:
         with self._refreezing:
             if is_other:
                 of_slices = enumerate(n_missed[s.parameter] for s in self._rank.partition.slices)
-                slices = {index: n for index, n in of_slices if n is not None}
-                self._jobs.change_trained(slices)
-                self._fill.trained = frozenset(slices)
-                self._ownership.follow(slices)
-                self._residents.follow(slices)
+                self._rank.trained.clear()
+                self._rank.trained.update((index, n) for index, n in of_slices if n is not None)
+                self._jobs.follow_trained()
+                self._residents.follow_trained()
                 # Those who freeze in turns do so in each step, behind the forward pass perhaps, whose weights the flush must not change.
                 self.start_over(trained.since, shows_exact=True)
             self._trained = trained

@@ -356,7 +356,7 @@ class SupervisedWorker:
         submission = next((s for s in self._unanswered if _answers(answer, s.message)), None)
         if submission is None:
             raise WorkerError(f"{self._worker} answered what it was not asked: {bytes(answer).hex(' ', 8)}")
-        self._telemetry.worker_busy_s += 1e-9 * answer.busy_ns
+        self._telemetry.counts.worker_busy_s += 1e-9 * answer.busy_ns
         submission.is_answered = True
         self._unanswered.remove(submission)
         self._n_sent -= 1
@@ -386,7 +386,7 @@ class SupervisedWorker:
                 " raise the limit"
             ) from death
         self._restart_times.append(now)
-        self._telemetry.worker_restarts += 1
+        self._telemetry.counts.worker_restarts += 1
         _log.warning("%s; a new worker continues, nothing is lost", death)
 
 

@@ -23,11 +23,12 @@ def scripted(script: Sequence[Entry]) -> Iterator[list[tuple[int, UpdateSchedule
         if not left or context.number < left[0][0]:
             return None
         _, update_interval, publish_lag, *share = left.pop(0)
-        before = control.schedule
-        control._policy.schedule = UpdateSchedule(update_interval=update_interval, publish_lag=publish_lag)
-        control._policy.resident_share = share[0] if share else control.resident_share
-        changes.append((context.number, control.schedule))
-        return "the script says so" if share or control.schedule != before else None
+        policy = control.policy
+        before = policy.schedule
+        policy.schedule = UpdateSchedule(update_interval=update_interval, publish_lag=publish_lag)
+        policy.resident_share = share[0] if share else policy.resident_share
+        changes.append((context.number, policy.schedule))
+        return "the script says so" if share or policy.schedule != before else None
 
     with mock.patch.object(ScheduleControl, "end_step", end_step):
         yield changes

@@ -44,7 +44,7 @@ class KillsWorker(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.restarts = optimizer_of(trainer).training.telemetry.worker_restarts
+        self.restarts = optimizer_of(trainer).training.telemetry.counts.worker_restarts
 
     def _kill(self, trainer: pl.Trainer) -> None:
         worker = optimizer_of(trainer).training.parts.rank.worker

@@ -97,7 +97,7 @@ def test_weights_that_are_written_time_and_again(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO):
         trainer = fit(SmallNet(length=20), strategy, steps=20, callbacks=[Does("clamped")])
     assert caplog.text.count("weights are written in place time and again") == 1
-    assert trainer.strategy.zenflow_optimizer.training.telemetry.followed_steps >= 17
+    assert trainer.strategy.zenflow_optimizer.training.telemetry.counts.followed_steps >= 17
 
 
 def test_every_step_with_predicted_clip_factors(tmp_path: Path) -> None:

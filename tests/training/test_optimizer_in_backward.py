@@ -227,7 +227,7 @@ def test_steps_that_do_not_end_and_workers_that_die(keys: dict[str, Any], of_exp
     for deaths in (0, 0.3):
         with direct_step([random_tensors(50)], **options) as direct:
             torch.testing.assert_close(train(direct, deaths), expected, rtol=0, atol=0)
-            assert (direct.parts.rank.telemetry.worker_restarts > 5) == (deaths > 0)
+            assert (direct.parts.rank.telemetry.counts.worker_restarts > 5) == (deaths > 0)
             corrects = not options["clip_prediction"] and options.get("overlap_step", True)
             assert (direct.parts.read_counters().corrected_steps > 2) or not corrects
         # The arena is freed, the weights are not.

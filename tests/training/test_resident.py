@@ -224,10 +224,10 @@ def test_blocks_are_given_back_before_a_backward_pass_that_would_not_fit(
 
     def begins(step: ZenFlowStep, *, last: bool) -> None:
         steps.append(step)
-        before = step._residents.n_blocks
+        before = len(step._residents.blocks)
         begin(step, last=last)
-        if before > step._residents.n_blocks:
-            kept.append((step.number + 1, step._residents.n_blocks))
+        if before > len(step._residents.blocks):
+            kept.append((step.number + 1, len(step._residents.blocks)))
 
     monkeypatch.setattr(ZenFlowStep, "begin_backward", begins)
     run = run_here(case)
@@ -241,7 +241,7 @@ def test_a_resumed_run_has_the_residents_of_the_saver(tmp_path: Path) -> None:
     case = replace(TRUE, schedules=MOVES[:2], steps=7, checkpoint=str(tmp_path / "saved"))
     case = case.with_keys(**AUTO, moments_dtype="int8")
     sizes: list[int] = []
-    look = At("on_train_batch_end", lambda t: sizes.append(optimizer_of(t).training.parts.residents.n_blocks))
+    look = At("on_train_batch_end", lambda t: sizes.append(len(optimizer_of(t).training.parts.residents.blocks)))
     with recorded_device():
         saved = run_here(replace(case, save_at=5, callbacks=(look,)))
         resumed = run_here(replace(case, schedules=((7, 1, 0),), callbacks=(look,)))
@@ -275,7 +275,7 @@ GROWING = replace(GROWING, schedules=((2, 1, 0, 1.0),)).with_keys(
 def test_growing_batches_find_their_memory() -> None:
     """Blocks are given back before a backward pass for which there is room without them, and only then."""
     sizes: list[int] = []
-    watch = At("on_train_batch_end", lambda t: sizes.append(optimizer_of(t).training.parts.residents.n_blocks))
+    watch = At("on_train_batch_end", lambda t: sizes.append(len(optimizer_of(t).training.parts.residents.blocks)))
 
     def train(limit: float) -> tuple[Run, float]:
         sizes.clear()
@@ -329,7 +329,7 @@ def script_measurements(trainer: pl.Trainer) -> None:
 
 def compare_owners(trainer: pl.Trainer) -> None:
     parts = optimizer_of(trainer).training.parts
-    assert parts.residents.n_blocks == math.ceil(0.3 * len(parts.rank.blocks)) > 0
+    assert len(parts.residents.blocks) == math.ceil(0.3 * len(parts.rank.blocks)) > 0
     assert (parts.jobs.schedule.update_interval, parts.jobs.schedule.publish_lag) == (1, 0)
 
 

@@ -158,7 +158,7 @@ def test_unread_acknowledgements_do_not_repeat_work(seed: int, blocks: Blocks) -
             kill(worker)
             kills += 1
     worker.close()
-    assert kills and stalls.worker_restarts
+    assert kills and stalls.counts.worker_restarts
     assert resolved(blocks.arena) == (3, 3)
     assert_done(blocks, jobs)
 
@@ -171,7 +171,7 @@ def test_killed_at_its_start(blocks: Blocks, caplog: pytest.LogCaptureFixture) -
         worker.wait_for(submit(worker, jobs_of(blocks)[0]))
         worker.close()
     assert start.n == 4
-    assert stalls.worker_restarts == 3
+    assert stalls.counts.worker_restarts == 3
     assert sum("was killed by signal 9" in record.message for record in caplog.records) == 3
 
 
@@ -195,7 +195,7 @@ def test_one_that_reports_an_error_is_not_replaced(blocks: Blocks) -> None:
     with pytest.raises(WorkerError, match="failed: invalid input: check: job.block < "):
         worker.wait_for(submit(worker, job))
     worker.close()
-    assert stalls.worker_restarts == 0
+    assert stalls.counts.worker_restarts == 0
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_one_that_waits_for_other_ranks_is_waited_for(blocks: Blocks) -> None:
     assert "Trainer: 1 messages without an answer, 1 of them sent" in str(error.value)
     worker.close()
     assert not psutil.pid_exists(pid)
-    assert stalls.worker_restarts == 0
+    assert stalls.counts.worker_restarts == 0
 
 
 def test_a_flush_that_fails_says_what_it_waits_for_and_ends_the_worker() -> None:
