@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -118,7 +119,7 @@ def costs(setup: argparse.Namespace, config: ZenFlowConfig) -> dict[UpdateSchedu
         owned = 0.0 if schedule.is_immediate else config.topk_ratio * hosted * numel
         kept = hosted * schedule.kept_share if config.compensation.updates_provisionally else 0.0
         gradients = 2 * bucket_size(math.ceil(setup.params)) + numel * ((setup.accumulate_grad_batches > 1) + kept)
-        staggered = StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=in_backward, in_place=on_host)
+        staggered = StaggeredSchedule(**asdict(schedule), n_blocks=n_blocks, in_backward=in_backward, in_place=on_host)
         buffers = (staggered.n_slots + staggered.n_publish_buffers) / n_blocks
         # A job reads and writes the states, reads S gradients, one more with d = 0 in backward, and writes weights; copies are beside.
         job_bytes = 2 * state_bytes + b * (s + (in_backward and d == 0) + 1) + b * (s + 1)

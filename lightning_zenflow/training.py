@@ -332,9 +332,9 @@ class Training:
             keep_state = self.steps.is_exact
         if self._worker is not None:
             if keep_state:
-                self._worker.close()
+                self._worker.current.close()
             else:
-                self._worker.kill()
+                self._worker.current.kill()
             self._worker = None
         if not keep_state:
             self.host_state.clear()

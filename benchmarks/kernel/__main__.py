@@ -66,7 +66,6 @@ def measure_replay(elements: int, cores: Sequence[int]) -> dict[str, Job]:
     jobs = {}
     for name, moments, windows in _WINDOWS:
         sizes = ArenaSizes(
-            n_param_groups=1,
             n_step_records=sum(windows) + 4,
             n_slots=max(2, *windows),
             n_publish_buffers=1,

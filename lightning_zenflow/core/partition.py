@@ -9,10 +9,11 @@ included: the new weights of all blocks, one behind the other, are then those of
 """
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from typing_extensions import Self
 
@@ -111,11 +112,6 @@ class Partition:
     block_length: int | None = None
     """Of all blocks but the last one, where they are cut at its multiples; otherwise None."""
 
-    @property
-    def block_numel(self) -> int:
-        """Elements of the largest block, including padding, rounded up to `ALIGNMENT`."""
-        return round_up(max((block.end - block.begin for block in self.blocks), default=0))
-
     @cached_property
     def tiles_by_slice(self) -> Sequence[Sequence[int]]:
         """For each slice the indexes of its tiles."""
@@ -131,12 +127,8 @@ def round_up(value: int, multiple: int = ALIGNMENT) -> int:
 
 
 def group_begins(partition_sizes: Sequence[int]) -> tuple[int, ...]:
-    """First element of each parameter group, for the lengths of DeepSpeed's flat partitions."""
-    begins, end = [], 0
-    for size in partition_sizes:
-        begins.append(end)
-        end = round_up(end + size)
-    return tuple(begins)
+    """First element of each parameter group, for the lengths of DeepSpeed's flat partitions, of which there is at least one."""
+    return tuple(accumulate(partition_sizes[:-1], lambda begin, size: round_up(begin + size), initial=0))
 
 
 def build_partition(
@@ -146,7 +138,7 @@ def build_partition(
     `partition_sizes` include padding; `multiple` is that of `Partition.block_length`, None: blocks end between rows where they can.
     """
     begins = group_begins(partition_sizes)
-    numel = begins[-1] + round_up(partition_sizes[-1]) if begins else 0
+    numel = begins[-1] + round_up(partition_sizes[-1])
     length = None if multiple is None else max(1, -(-numel // (n_blocks * multiple))) * multiple
     tiles, blocks = cut_between_rows(slices, n_blocks) if length is None else cut_at_multiples(slices, numel, length)
     return Partition(
@@ -162,40 +154,34 @@ def build_partition(
 def cut_between_rows(slices: Sequence[Slice], n_blocks: int) -> tuple[list[Tile], list[Block]]:
     """Tiles of slices and blocks of tiles, with about as many elements of slices in each block."""
     total = sum(s.numel for s in slices)
-    limits = [total * (i + 1) // n_blocks for i in range(n_blocks)]
+    rest = deque(tile for index, s in enumerate(slices) for tile in tiles_of_slice(index, s))
     tiles: list[Tile] = []
-    members: list[list[int]] = [[] for _ in limits]
-    block = taken = 0
-    for index, s in enumerate(slices):
-        rest = tiles_of_slice(index, s)
-        while rest:
-            while taken >= limits[block]:
-                block += 1
-            tile, remainder = split_tile(rest.pop(0), limits[block] - taken)
-            if remainder is not None:
-                rest.insert(0, remainder)
-            members[block].append(len(tiles))
+    blocks: list[Block] = []
+    taken = 0
+    for number in range(1, n_blocks + 1):
+        first, limit = len(tiles), total * number // n_blocks
+        while taken < limit:
+            tile, *remainder = split_tile(rest.popleft(), limit - taken)
+            rest.extendleft(remainder)
             tiles.append(tile)
             taken += tile.numel
-    some = [of_block for of_block in members if of_block]
-    return tiles, [Block(begin=tiles[m[0]].begin, end=tiles[m[-1]].end, tiles=tuple(m)) for m in some]
+        if first < len(tiles):
+            blocks.append(Block(begin=tiles[first].begin, end=tiles[-1].end, tiles=tuple(range(first, len(tiles)))))
+    return tiles, blocks
 
 
 def cut_at_multiples(slices: Sequence[Slice], numel: int, length: int) -> tuple[list[Tile], list[Block]]:
     """Tiles of slices, and blocks that are cut at the multiples of `length` below `numel`, inside a row if need be."""
     tiles: list[Tile] = []
-    for index, s in enumerate(slices):
-        cuts = [s.begin, *range((s.begin // length + 1) * length, s.end, length), s.end]
-        for begin, end in pairwise(cuts):
-            part = replace(s, begin=begin, start=s.start + begin - s.begin, numel=end - begin)
-            tiles += tiles_of_slice(index, part)
-    members: list[list[int]] = [[] for _ in range(0, numel, length)]
-    for number, tile in enumerate(tiles):
-        members[tile.begin // length].append(number)
-    blocks = [
-        Block(begin=begin, end=min(begin + length, numel), tiles=tuple(of_block))
-        for begin, of_block in zip(range(0, numel, length), members, strict=True)
-    ]
+    blocks: list[Block] = []
+    for block_begin in range(0, numel, length):
+        first, block_end = len(tiles), min(block_begin + length, numel)
+        for index, s in enumerate(slices):
+            begin, end = max(s.begin, block_begin), min(s.end, block_end)
+            if begin < end:
+                part = replace(s, begin=begin, start=s.start + begin - s.begin, numel=end - begin)
+                tiles += tiles_of_slice(index, part)
+        blocks.append(Block(begin=block_begin, end=block_end, tiles=tuple(range(first, len(tiles)))))
     return tiles, blocks
 
 
@@ -212,17 +198,14 @@ def tiles_of_slice(index: int, s: Slice) -> list[Tile]:
     ]
 
 
-def split_tile(tile: Tile, numel: int) -> tuple[Tile, Tile | None]:
-    """Splits a tile after nearly `numel` elements, at least one: between rows, or inside a single row. None: the first part is all."""
-    if numel >= tile.numel:
-        return tile, None
+def split_tile(tile: Tile, numel: int) -> list[Tile]:
+    """Splits a tile behind nearly `numel` > 0 elements: between rows, or inside a single row. One part, if that is all."""
     if tile.rows == 1:
-        width = max(1, numel)
+        width = min(numel, tile.width)
         head = replace(tile, width=width)
         rest = replace(tile, begin=head.end, first_column=tile.first_column + width, width=tile.width - width)
-        return head, rest
-    rows = max(1, round(numel / tile.width))
-    if rows >= tile.rows:
-        return tile, None
-    head = replace(tile, rows=rows)
-    return head, replace(tile, begin=head.end, rows=tile.rows - rows)
+    else:
+        rows = min(max(1, round(numel / tile.width)), tile.rows)
+        head = replace(tile, rows=rows)
+        rest = replace(tile, begin=head.end, rows=tile.rows - rows)
+    return [part for part in (head, rest) if part.numel > 0]

@@ -22,8 +22,6 @@ from functools import cached_property, lru_cache, total_ordering
 from statistics import fmean
 from typing import Literal
 
-from typing_extensions import Self
-
 
 @total_ordering
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +95,6 @@ class StaggeredSchedule(UpdateSchedule):
     """Blocks are submitted in backward where d = 0. Slots and publish buffers are then freed block by block."""
     in_place: bool = False
     """The publish buffers are the weights: one for each block."""
-
-    @classmethod
-    def of(cls, schedule: UpdateSchedule, *, n_blocks: int, in_backward: bool = False, in_place: bool = False) -> Self:
-        """The staggered schedule of given S and d."""
-        s, d = schedule.update_interval, schedule.publish_lag
-        return cls(n_blocks=n_blocks, update_interval=s, publish_lag=d, in_backward=in_backward, in_place=in_place)
 
     def closing_blocks(self, step: int) -> range:
         """Blocks whose window closes at the end of `step`."""

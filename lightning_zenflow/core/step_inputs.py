@@ -229,27 +229,23 @@ class GradientNorms:
             squared_norm = self.predict(block)
         return step_word(clip_factor(squared_norm, max_norm=self.max_norm, loss_scale=self.loss_scale), self.step)
 
-    def learn(self, squared_norm: Tensor, scale: StepScale, unscaling: Tensor) -> Tensor:
-        """Learns from a step's own squared norm and factor, of which `unscaling` takes off the loss scale; returns the loss scale."""
-        norm, coefficient = squared_norm.sqrt() * unscaling + 1e-6, scale.factor / unscaling
-        limit = torch.where(coefficient < UNCLIPPED, norm * coefficient, self._limit)
-        # Rounding makes no other limit.
-        limit = torch.where(norm * coefficient > limit * (1 + 1e-5), torch.inf, limit)
-        loss_scale = unscaling.reciprocal()
-        for learned, of_step in ((self._limit, limit), (self._scale, loss_scale)):
-            learned.copy_(torch.where(scale.finite, of_step, learned))
-        return loss_scale
-
     def end_step(
         self, squared_norm: Tensor, scale: StepScale, loss_scale: float | Tensor, unscaling: Tensor | None = None
     ) -> None:
         """Takes the step's own squared norm, 0-D float64, and its scale, of which `GivenFactor.unscaling` may be a part; one that is not
         finite is not predicted from.
         """
+        finite = scale.finite
         if self.learns:
             one = torch.ones_like(scale.factor)
-            loss_scale = self.learn(squared_norm, scale, one / loss_scale if unscaling is None else one * unscaling)
-        finite = scale.finite
+            unscaling = one / loss_scale if unscaling is None else one * unscaling
+            norm, coefficient = squared_norm.sqrt() * unscaling + 1e-6, scale.factor / unscaling
+            limit = torch.where(coefficient < UNCLIPPED, norm * coefficient, self._limit)
+            # Rounding makes no other limit.
+            limit = torch.where(norm * coefficient > limit * (1 + 1e-5), torch.inf, limit)
+            loss_scale = unscaling.reciprocal()
+            for learned, of_step in ((self._limit, limit), (self._scale, loss_scale)):
+                learned.copy_(torch.where(finite, of_step, learned))
         # Geometric mean of the step's own ratio and of the mean so far.
         latest = torch.where(self.partial > 0, squared_norm / self.partial, torch.nan)
         ratio = torch.where(self.ratio.isnan(), latest, self.ratio.sqrt() * latest.sqrt())

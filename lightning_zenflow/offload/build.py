@@ -4,7 +4,7 @@ import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Protocol
@@ -161,11 +161,10 @@ def _arena_sizes(
     """Of an arena for any of the schedules and the changes between them."""
     in_backward, in_place = config.submits_in_backward, part.in_place
     staggered = [
-        StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=in_backward, in_place=in_place)
+        StaggeredSchedule(**asdict(schedule), n_blocks=n_blocks, in_backward=in_backward, in_place=in_place)
         for schedule in with_changes(schedules)
     ]
     return ArenaSizes(
-        n_param_groups=len(part.masters),
         n_step_records=max(s.n_step_records for s in staggered),
         n_slots=max(s.n_slots for s in staggered),
         n_publish_buffers=max(s.n_publish_buffers for s in staggered),
@@ -284,7 +283,7 @@ def _make(
         max_restarts=config.max_worker_restarts,
         telemetry=telemetry,
     )
-    undo.callback(worker.kill)
+    undo.callback(lambda: worker.current.kill())
     rank = RankState(
         partition=partition,
         blocks=Blocks(partition),

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
+
 from lightning_zenflow.core.step_inputs import UNCLIPPED
 from lightning_zenflow.native import Tentative
 from lightning_zenflow.offload.in_flight import JobsInFlight
@@ -87,8 +89,8 @@ class Verification:
         """
         if (step := self.step) is None:
             return
-        factor = self._rank.arena.step_words.factor(step.number)
-        shown = self._rank.arena.block_words.clip[[block.number for block in self._shown]]
+        factor = self._rank.arena.word_of(step.number).view(torch.float32)[0].item()
+        shown = self._rank.arena.block_words[:, 0].view(torch.float32)[[block.number for block in self._shown]]
         # A step that changes nothing must not be shown, by a factor that is not finite either.
         others = ((shown != factor) if math.isfinite(factor) else shown.isfinite()).tolist()
         for block in itertools.compress(self._shown, others):

@@ -1,8 +1,8 @@
 """The asynchronous protocol between the training thread and the worker, from the trainer's side."""
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from statistics import fmean
 
@@ -16,7 +16,7 @@ from lightning_zenflow.offload.clip_verification import Verification
 from lightning_zenflow.offload.in_flight import JobsInFlight
 from lightning_zenflow.offload.rank_state import Block, RankState, SlotPool, StepContext, Window
 from lightning_zenflow.telemetry import Cause
-from lightning_zenflow.worker.arena import WORD_BYTES, StepWords
+from lightning_zenflow.worker.arena import WORD_BYTES
 
 
 class JobQueue:
@@ -69,15 +69,15 @@ class JobQueue:
         the longer S.
         """
         rank = self._rank
-        self.schedule = StaggeredSchedule.of(
-            schedule, n_blocks=len(rank.blocks), in_backward=self._in_backward, in_place=rank.in_place
+        self.schedule = StaggeredSchedule(
+            **asdict(schedule), n_blocks=len(rank.blocks), in_backward=self._in_backward, in_place=rank.in_place
         )
         self.follow_owners()
         self._prediction_steps = lru_cache(partial(self._compensation.prediction_steps, schedule))  # by beta1
         # Windows of the S before may still be open, and jobs of the d before in flight.
         self._longest = max(self._longest, schedule.update_interval)
         self._largest_lag = max(self._largest_lag, schedule.publish_lag)
-        largest = dataclasses.replace(self.schedule, update_interval=self._longest, publish_lag=self._largest_lag)
+        largest = replace(self.schedule, update_interval=self._longest, publish_lag=self._largest_lag)
         n_slots, n_buffers = largest.n_slots, self.schedule.n_publish_buffers
         # In mid-run this may take seconds; a start is no stall.
         with rank.telemetry.measure("reserve") if self.slots.n_slots else nullcontext():
@@ -113,7 +113,7 @@ class JobQueue:
     def seal(self, step: int, factor: Tensor) -> None:
         """Phase *seal*; `factor` is 0-D float32 on the device, NaN if the step changes nothing."""
         buffers = self.in_flight.free_buffers
-        self._write_word(self._rank.arena.step_words, step, step_word(factor, step), behind=buffers.values())
+        self._write_word(self._rank.arena.word_of(step), step_word(factor, step), behind=buffers.values())
         self.in_flight.free_buffers = dict.fromkeys(buffers)
 
     def submit_closing(self, context: StepContext, groups: Sequence[GroupHyperparameters]) -> None:
@@ -153,7 +153,7 @@ class JobQueue:
             answered = self.in_flight.read_answer("slot")
             assert answered, "as many jobs are in flight as buffers are in use"
         copied = self.in_flight.free_buffers[buffer]
-        self._write_word(self._rank.arena.block_words, block.number, word, behind=[copied])
+        self._write_word(self._rank.arena.block_words[block.number], word, behind=[copied])
         # No kernel of the step reads or updates the block's weights any more.
         overwritable = runtime_of(self._rank.device).record_event()
         with self._rank.records:
@@ -221,8 +221,8 @@ class JobQueue:
         with self._rank.telemetry.measure("flush"):
             # One that no job has waited for may still be on its way.
             runtime_of(self._rank.device).synchronize()
-        self._rank.arena.block_words.reset()
-        self._rank.arena.step_words[step].zero_()
+        self._rank.arena.block_words.zero_()
+        self._rank.arena.word_of(step).zero_()
 
     def await_slice(self, index: int) -> None:
         """Phase *publish* of the blocks of one slice, whose weights are about to be fetched; in place."""
@@ -241,15 +241,15 @@ class JobQueue:
         self._rank.arena.write_trained(self._rank.trained)
         self._worker.restart()
 
-    def _write_word(self, words: StepWords, index: int, word: Tensor, *, behind: Iterable[Event | None]) -> None:
-        """Copies a word, in the device's order `behind` its last copies from the buffers that the word's jobs write: nobody waits for them.
-        Where the word was written before its job is submitted, `JobsInFlight.await_buffer` waits.
+    def _write_word(self, to: Tensor, word: Tensor, *, behind: Iterable[Event | None]) -> None:
+        """Copies a word to its place, in the device's order `behind` its last copies from the buffers that the word's jobs write: nobody
+        waits for them. Where the word was written before its job is submitted, `JobsInFlight.await_buffer` waits.
         """
         for event in behind:
             if event is not None:
                 self._rank.d2h.wait_for(event)
         with self._rank.d2h.behind(reads=word):
-            words[index].copy_(word, non_blocking=True)
+            to.copy_(word, non_blocking=True)
         self._rank.telemetry.d2h_bytes += WORD_BYTES
 
     def _closing_at(self, step: int) -> Sequence[Block]:

@@ -34,7 +34,6 @@ WORD_BYTES = ctypes.sizeof(native.StepWord)
 class ArenaSizes:
     """What of the arena's layout does not follow from the partition."""
 
-    n_param_groups: int
     n_step_records: int
     n_slots: int
     n_publish_buffers: int
@@ -48,32 +47,6 @@ class ArenaSizes:
     """Whether the worker takes the newest job whose gradients have arrived, instead of the oldest."""
 
 
-class StepWords:
-    """A ring of ``StepWord``: by them the device tells the worker that the gradients of a step, or of a block in a step, have arrived. Each
-    of the `rows`, [n, bytes] uint8, begins with a word: `clip`, float32, the gradient's factor, and `sequence`, int64, the step.
-    """
-
-    def __init__(self, rows: Tensor) -> None:
-        self._words = rows[:, :WORD_BYTES].view(torch.int32)
-        self.clip, self.sequence = self._words.view(torch.float32)[:, 0], self._words.view(torch.int64)[:, 1]
-
-    def __len__(self) -> int:
-        return len(self._words)
-
-    def __getitem__(self, index: int) -> Tensor:
-        """The word in place `index` modulo n, [4] int32, as `core.step_inputs.step_word`."""
-        return self._words[index % len(self._words)]
-
-    def factor(self, index: int) -> float:
-        """The factor of the word in place `index` modulo n, which has arrived."""
-        return self.clip[index % len(self._words)].item()
-
-    def reset(self) -> None:
-        """Makes all words those of no step. No copy of a word may be under way."""
-        # The check too: a stale one would make a part of a repeated step's word a whole one.
-        self._words.zero_()
-
-
 class Arena:
     """Owner of the shared memory. All tensors are views that keep it mapped. Where `device` runs behind the host, reserved memory that it
     copies from or to is page-locked, on the NUMA nodes of the worker's `cores`; without any, on the caller's node.
@@ -84,8 +57,9 @@ class Arena:
         rounds: whether the worker rounds moments at the end of each job.
         slots: [n_slots, slot_numel]; each holds one block's gradient of one step.
         publish: [n_publish_buffers, slot_numel]; each holds one block's new weights.
-        step_words: of the step records.
-        block_words: of the blocks' last jobs in backward.
+        step_words: [n_step_records, 4] int32, a ring of words as of `core.step_inputs.step_word`: by them the device tells the worker that
+            the gradients of a step have arrived.
+        block_words: [n_blocks, 4] int32, the same of the blocks' last jobs in backward.
     """
 
     def __init__(
@@ -104,7 +78,6 @@ class Arena:
         ctypes.memmove(self._address(), ctypes.addressof(header), ctypes.sizeof(header))
         self._header = native.ArenaHeader.from_buffer(self._memory)
 
-        self._first_scales = first_scales(partition.tiles)
         self._partition = partition
         self.write_trained(dict.fromkeys(range(len(partition.slices)), 0))
         blocks = (native.Block * header.n_blocks).from_buffer(self._memory, header.blocks_offset)
@@ -124,18 +97,18 @@ class Arena:
             self.exp_avg, self.exp_avg_sq = (CodedMoment(both, is_first=is_first) for is_first in (True, False))
         self.slots, self.publish = map(array, ("slots", "publish"))
         records = array("step_records")
-        self.step_words = StepWords(records[:, native.StepRecord.word.offset :])
-        self.block_words = StepWords(array("block_words"))
+        self.step_words = records[:, native.StepRecord.word.offset :][:, :WORD_BYTES].view(torch.int32)
+        self.block_words = array("block_words").view(torch.int32)
         self._counts = records.view(torch.int64)[:, native.StepRecord.count.offset // 8]
         self._runtime, self._cores = runtime_of(device), cores
         self._page_locked: list[int] = []
         self._copies: list[Tensor] = []  # must not be freed before they are unlocked
-        self._reserved: list[tuple[int, int]] = []
+        self._reserved: dict[int, int] = {}  # by the first byte of a section the end of what is reserved of it
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes of the shared memory that may be in use. The rest takes no memory."""
-        return sum(end - begin for begin, end in self._reserved)
+        return sum(end - begin for begin, end in self._reserved.items())
 
     def reserve(
         self, *, n_slots: int, n_publish_buffers: int, touch: Callable[[int, int, int], None] | None = None
@@ -145,21 +118,18 @@ class Arena:
         that of `SupervisedWorker`, allocates all else first.
         """
         header, row_bytes = self._header, self.slots.element_size() * self.slots.shape[1]
-        for begin, end in (
+        for section, end in (
             (0, header.master_offset),
             (header.master_offset, header.slots_offset),
             (header.slots_offset, header.slots_offset + n_slots * row_bytes),
             (header.publish_offset, header.publish_offset + n_publish_buffers * row_bytes),
         ):
-            for reserved_begin, reserved_end in self._reserved:
-                if reserved_begin <= begin < reserved_end:
-                    begin = reserved_end
             # Whole memory pages.
-            end = round_up(end, PAGE_BYTES)
+            begin, end = self._reserved.get(section, section), round_up(end, PAGE_BYTES)
             if begin >= end:
                 continue
-            self._reserved.append((begin, end))
-            if self._runtime.runs_behind and begin != header.master_offset:
+            self._reserved[section] = end
+            if self._runtime.runs_behind and section != header.master_offset:
                 if touch is not None:
                     # Slots and publish buffers of a section are rows; every block is divided among all threads.
                     n_rows = max(1, (end - begin) // row_bytes) if row_bytes else 1
@@ -198,12 +168,19 @@ class Arena:
         waits = f"waits for the word of step {h.awaited_step}{word}" if h.awaited_step else "waits for no word"
         return f"job {h.begun_job} begun, job {h.completed_job} completed, step {h.resolved_step} resolved; {waits}"
 
+    def word_of(self, step: int) -> Tensor:
+        """The one of `step_words` that a step has: [4] int32."""
+        return self.step_words[step % len(self.step_words)]
+
     def continue_from(self, step: int, count: int) -> None:
-        """Sets the last step whose factor the worker has read, with the number of applied steps up to it; while no job is in flight."""
+        """Sets the last step whose factor the worker has read, with the number of applied steps up to it; while no job, and no copy of a
+        word, is under way.
+        """
         assert step >= 0 and count >= 0, (step, count)
-        # Stale words of an earlier run must not match steps of this one.
-        self.step_words.reset()
-        self.block_words.reset()
+        # Stale words of an earlier run must not match steps of this one. The checks too: a stale one would make a part of a repeated step's
+        # word a whole one.
+        self.step_words.zero_()
+        self.block_words.zero_()
         self._counts[step % len(self.step_words)] = count
         self._header.resolved_step = step
 
@@ -228,7 +205,7 @@ class Arena:
                 first_scale=scale,
                 n_missed=slices[tile.slice],
             )
-            for tile, scale in zip(tiles, self._first_scales[:-1], strict=True)
+            for tile, scale in zip(tiles, first_scales(tiles)[:-1], strict=True)
             if tile.slice in slices
         ]
         self._header.n_ranges = len(ranges)
@@ -282,9 +259,11 @@ def _layout(
     dtype, moments = sizes.dtype, sizes.moments_dtype
     n_blocks, numel = len(partition.blocks), partition.numel
     # Whole memory pages, so that a slot is never split between reservations: the device copies only within one.
-    slot_numel = round_up(partition.block_numel, PAGE_BYTES // dtype.itemsize)
-    n_sets = 2 * sizes.n_param_groups
-    record_bytes = round_up(ctypes.sizeof(native.StepRecord) + n_sets * ctypes.sizeof(native.Hyperparameters))
+    longest = max((block.end - block.begin for block in partition.blocks), default=0)
+    slot_numel = round_up(longest, PAGE_BYTES // dtype.itemsize)
+    n_param_groups = len(partition.group_begins)
+    hyperparameter_bytes = 2 * n_param_groups * ctypes.sizeof(native.Hyperparameters)
+    record_bytes = round_up(ctypes.sizeof(native.StepRecord) + hyperparameter_bytes)
     header = native.ArenaHeader(
         magic=native.MAGIC,
         version=native.VERSION,
@@ -293,7 +272,7 @@ def _layout(
         numel=numel,
         n_scales=first_scales(partition.tiles)[-1] if moments == torch.int8 else 0,
         n_blocks=n_blocks,
-        n_param_groups=sizes.n_param_groups,
+        n_param_groups=n_param_groups,
         n_step_records=sizes.n_step_records,
         step_record_bytes=record_bytes,
         n_slots=sizes.n_slots,

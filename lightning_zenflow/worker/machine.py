@@ -114,10 +114,7 @@ def control_groups() -> Iterator[Path]:
     for line in read_file(_ROOT / "proc/self/cgroup").splitlines():
         if line.startswith("0::"):
             folder = mount / line[3:].strip("/")
-            while folder != mount:
-                yield folder
-                folder = folder.parent
-            yield mount
+            yield from (group for group in (folder, *folder.parents) if group.is_relative_to(mount))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 In 8 bits each run of `TILE_ELEMENTS` of a tile has a scale (``csrc/adamw/moments_in_8_bits.h``). Here values are rounded to nearest.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -72,10 +72,8 @@ class CodedMoments:
 
     def parts(self, begin: int, end: int) -> Iterator[_Part]:
         """Parts of the tiles in [begin, end)."""
-        for number in range(max(0, bisect_right(self._begins, begin) - 1), len(self._tiles)):
+        for number in range(max(0, bisect_right(self._begins, begin) - 1), bisect_left(self._begins, end)):
             tile, scale = self._tiles[number], self._first_scales[number]
-            if tile.begin >= end:
-                break
             for chunk in range(tile.begin, tile.end, _CHUNK):
                 first, last = max(begin, chunk) - tile.begin, min(end, tile.end, chunk + _CHUNK) - tile.begin
                 if first < last:

@@ -88,7 +88,7 @@ class Worker:
         self._socket, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         kept_from_children.update((self._socket, remote))
         self._poll = select.poll()
-        self._inbox: deque[bytes] = deque()  # answers that were read to make room for a message
+        self._inbox: deque[bytes] = deque()  # answers that have been read, some to make room for a message
         # A memory file instead of a pipe: it need not be drained while the worker runs.
         self._stderr = os.fdopen(os.memfd_create(MEMORY_PREFIX + "worker-stderr", os.MFD_CLOEXEC), "rb", buffering=0)
         self._executable = native.worker_executable()
@@ -145,16 +145,14 @@ class Worker:
                 raise self._death() from error
             # The socket is full. The worker may be about to send as well, so answers are read while waiting for room.
             if self._wait_for(select.POLLIN | select.POLLOUT, "received no message") & select.POLLIN:
-                self._inbox.append(self._read())
+                self._read()
 
     def wait(self) -> native.Answer:
         """Waits for the next answer."""
-        if self._inbox:
-            message = self._inbox.popleft()
-        else:
+        if not self._inbox:
             self._wait_for(select.POLLIN, "did not answer")
-            message = self._read()
-        if not message:
+            self._read()
+        if not (message := self._inbox.popleft()):
             raise self._death()
         kind = native.MessageHeader.from_buffer_copy(message).type
         if kind == native.MessageType.ERROR:
@@ -212,10 +210,10 @@ class Worker:
                 )
         return found[0][1]
 
-    def _read(self) -> bytes:
-        """Next message of the worker, which is there; an empty one means that it has closed its end."""
+    def _read(self) -> None:
+        """Reads the next message of the worker, which is there; an empty one means that it has closed its end."""
         try:
-            return self._socket.recv(native.MAX_MESSAGE_BYTES)
+            self._inbox.append(self._socket.recv(native.MAX_MESSAGE_BYTES))
         except OSError as error:
             raise self._death() from error
 
@@ -224,8 +222,7 @@ class Worker:
             status = self._wait_for_end(_DEATH_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return WorkerError(f"{self} closed its connection but did not exit{self._quoted_stderr()}")
-        reason = None if self._is_ready else native.cannot_start(status, self._last_output())
-        if reason is not None:
+        if not self._is_ready and (reason := native.cannot_start(status, self._last_output())) is not None:
             return WorkerError(native.cannot_run(self._executable, reason))
         if status < 0:
             return WorkerKilled(f"{self} was killed by signal {-status}{self._quoted_stderr()}")
@@ -258,7 +255,7 @@ class SupervisedWorker:
     exchange begins with a new worker. A message is recorded before it is sent, so none is lost.
 
     Other failures, and more than `max_restarts` within `RESTART_WINDOW_S`, are raised at once as WorkerError, and again at every later
-    exchange, with `diagnosis`, the records of whoever submits.
+    exchange, with `diagnosis`, the records of whoever submits. `current` is the present worker, which the owner ends.
     """
 
     def __init__(self, start: Callable[[], Worker], *, max_restarts: int, telemetry: Telemetry) -> None:
@@ -273,12 +270,7 @@ class SupervisedWorker:
         self._failure: WorkerError | None = None
         self._restart_times: list[float] = []
         self._request_ids = count(1)
-        self._worker = self._start()
-
-    @property
-    def pid(self) -> int:
-        """Process ID of the current worker."""
-        return self._worker.pid
+        self.current = self._start()
 
     def enqueue(self, message: JobMessage | native.Touch) -> Submission:
         """Records a message, which `send` or a wait sends; no system call."""
@@ -303,7 +295,7 @@ class SupervisedWorker:
     def has_answered(self, submission: Submission) -> bool:
         """Whether `wait_for` would return immediately; reads the answers that are there, until this one."""
         self.send()
-        while not submission.is_answered and self._worker.has_answered():
+        while not submission.is_answered and self.current.has_answered():
             self._carry_out(self._receive, self._telemetry.measure("restart"))
             self.send()
         return submission.is_answered
@@ -312,17 +304,9 @@ class SupervisedWorker:
         """Replaces the worker by a new one, which reads the arena's tables again; only while no job is in flight."""
         assert not self._unanswered, "restart requires a flush"
         self._is_cut = True
-        self._worker.close()
+        self.current.close()
         self._replace()
         self._is_cut = False
-
-    def close(self) -> None:
-        """As `Worker.close`."""
-        self._worker.close()
-
-    def kill(self) -> None:
-        """As `Worker.kill`."""
-        self._worker.kill()
 
     def _carry_out(self, exchange: Callable[[], None], while_replaced: AbstractContextManager[None]) -> None:
         """Exchanges messages with the worker, or replaces one that has been killed, in a context."""
@@ -347,15 +331,15 @@ class SupervisedWorker:
 
     def _send(self) -> None:
         while self._n_sent < len(self._unanswered):
-            self._worker.submit(self._unanswered[self._n_sent].message)
+            self.current.submit(self._unanswered[self._n_sent].message)
             self._n_sent += 1
 
     def _receive(self) -> None:
         self._send()
-        answer = self._worker.wait()
+        answer = self.current.wait()
         submission = next((s for s in self._unanswered if _answers(answer, s.message)), None)
         if submission is None:
-            raise WorkerError(f"{self._worker} answered what it was not asked: {bytes(answer).hex(' ', 8)}")
+            raise WorkerError(f"{self.current} answered what it was not asked: {bytes(answer).hex(' ', 8)}")
         self._telemetry.counts.worker_busy_s += 1e-9 * answer.busy_ns
         submission.is_answered = True
         self._unanswered.remove(submission)
@@ -363,8 +347,8 @@ class SupervisedWorker:
 
     def _replace(self) -> None:
         """Starts another worker, to which the next exchange sends what has no answer."""
-        self._worker.kill()
-        self._worker = self._start()
+        self.current.kill()
+        self.current = self._start()
         self._unanswered = deque(s for s in self._unanswered if not s.is_answered)
         self._n_sent = 0
 

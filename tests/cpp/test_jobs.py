@@ -199,7 +199,7 @@ def test_it_says_which_word_it_waits_for(newest_first: bool, make: Make) -> None
         for last in (slice(0, 1), slice(1, 2), slice(2, 4)):
             step += 1
             blocks.set_step(step)
-            word, whole = blocks.arena.step_words[step], step_word(torch.tensor(factor), step)
+            word, whole = blocks.arena.word_of(step), step_word(torch.tensor(factor), step)
             before = word[last].clone()
             parts = whole.clone()
             parts[last] = before

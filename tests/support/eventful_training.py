@@ -42,7 +42,7 @@ def train(direct: DirectStep, deaths: float = 0) -> list[list[Tensor]]:
         if draw.random() < deaths:
             # So that it may be anywhere in what it has been given.
             time.sleep(draw.uniform(0, 0.001))
-            os.kill(direct.parts.rank.worker.pid, signal.SIGKILL)
+            os.kill(direct.parts.rank.worker.current.pid, signal.SIGKILL)
 
     for number, event in enumerate(EVENTS):
         gradients = random_tensors(number)

@@ -107,9 +107,7 @@ class Recorder(pl.Callback):
         if optimizer is not None and (batch_idx + 1) % self._case.accumulate == 0:
             schedule, arena = optimizer.training.parts.jobs.schedule, optimizer.training.parts.rank.arena
             self._run.schedules.append((schedule.update_interval, schedule.publish_lag))
-            self._run.factors.append(
-                float(arena.step_words.clip[optimizer.training.steps.number % len(arena.step_words)])
-            )
+            self._run.factors.append(float(arena.word_of(optimizer.training.steps.number).view(torch.float32)[0]))
         # Lightning reports the loss divided by the accumulation.
         self._run.losses[-1].append(float(outputs["loss"]) * self._case.accumulate)
 

@@ -12,7 +12,7 @@ GROUPS = [
     GroupHyperparameters(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True),
     GroupHyperparameters(lr=3e-3, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.2, decoupled=False),
 ]
-SIZES = ArenaSizes(n_param_groups=len(GROUPS), n_step_records=16, n_slots=16, n_publish_buffers=4, dtype=torch.float32)
+SIZES = ArenaSizes(n_step_records=16, n_slots=16, n_publish_buffers=4, dtype=torch.float32)
 
 
 def make_partition(n_blocks: int = 3, counts: Sequence[int] = (1003, 517)) -> Partition:

@@ -94,7 +94,7 @@ class Blocks:
 
     def arrive(self, step: int, factor: float, block: int | None = None) -> None:
         """Writes the word of a step, or of a block in it."""
-        words = self.arena.step_words[step] if block is None else self.arena.block_words[block]
+        words = self.arena.word_of(step) if block is None else self.arena.block_words[block]
         words.copy_(step_word(torch.tensor(factor), step))
 
     def job(

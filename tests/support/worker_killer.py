@@ -49,4 +49,4 @@ class KillsWorker(pl.Callback):
     def _kill(self, trainer: pl.Trainer) -> None:
         worker = optimizer_of(trainer).training.parts.rank.worker
         assert worker is not None
-        os.kill(worker.pid, signal.SIGKILL)
+        os.kill(worker.current.pid, signal.SIGKILL)

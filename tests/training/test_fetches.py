@@ -104,7 +104,7 @@ class SleepingWorker(pl.Callback):
 
         worker = optimizer.training.parts.rank.worker
         assert worker is not None
-        self.pid = worker.pid
+        self.pid = worker.current.pid
         os.kill(self.pid, signal.SIGSTOP)
 
     @override

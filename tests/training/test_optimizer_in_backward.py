@@ -258,7 +258,7 @@ def test_the_bits_do_not_depend_on_when_the_worker_begins(dtype: str) -> None:
         keys = {"max_norm": 1.0, "moments_dtype": dtype, "clip_prediction": False}
         with direct_step([random_tensors(50, shapes=shapes)], in_place=True, **keys) as direct:
             for step in range(4):
-                gradients, pid = random_tensors(step, shapes=shapes), direct.parts.rank.worker.pid
+                gradients, pid = random_tensors(step, shapes=shapes), direct.parts.rank.worker.current.pid
                 for index in reversed(range(len(gradients))):
                     # The last block only: there are slots for few more than the blocks of a step.
                     if index == 0 and is_late:

@@ -32,7 +32,6 @@ from between_steps import clip
 from callbacks import At
 from checkpoint_files import assert_continues
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, optimizer_of
-from lightning_zenflow.worker.arena import StepWords
 from models import OptimizerOptions
 from processes import wait_for
 from rank_processes import Runs, run_each, run_on_ranks
@@ -259,11 +258,11 @@ MORE = {
 def delay_words(seconds: float, trainer: pl.Trainer) -> None:
     """The second rank's words of the fourth step come late, or never, as behind a reduction that waits for a rank that saves alone."""
 
-    def late(write: Callable[..., None], words: StepWords, index: int, word: Tensor, *, behind: Iterable[Any]) -> None:
+    def late(write: Callable[..., None], to: Tensor, word: Tensor, *, behind: Iterable[Any]) -> None:
         if word.view(torch.int64)[1] != 4:
-            write(words, index, word, behind=behind)
+            write(to, word, behind=behind)
         elif seconds < math.inf:
-            threading.Timer(seconds, words[index].copy_, (word.clone(),)).start()
+            threading.Timer(seconds, to.copy_, (word.clone(),)).start()
 
     if trainer.global_rank == 1:
         jobs = optimizer_of(trainer).training.parts.jobs

@@ -64,7 +64,7 @@ def test_killed_in_every_step(case: Case) -> None:
 
 
 def kill(worker: SupervisedWorker, number: int = signal.SIGKILL) -> None:
-    pid = worker.pid
+    pid = worker.current.pid
     os.kill(pid, number)
     wait_for(lambda: not is_alive(pid))
 
@@ -137,7 +137,7 @@ def test_a_core_that_the_host_has_taken_away(blocks: Blocks) -> None:
     kill(worker)
     for job in rest:
         submit(worker, job)
-    worker.close()
+    worker.current.close()
     assert_done(blocks, [first, *rest])
 
 
@@ -157,7 +157,7 @@ def test_unread_acknowledgements_do_not_repeat_work(seed: int, blocks: Blocks) -
         else:
             kill(worker)
             kills += 1
-    worker.close()
+    worker.current.close()
     assert kills and stalls.counts.worker_restarts
     assert resolved(blocks.arena) == (3, 3)
     assert_done(blocks, jobs)
@@ -167,9 +167,9 @@ def test_killed_at_its_start(blocks: Blocks, caplog: pytest.LogCaptureFixture) -
     start = Start(blocks.arena, killed={0, 2})
     with caplog.at_level(logging.WARNING), leaves_no_file_open():
         worker, stalls = supervised(start)
-        os.kill(worker.pid, signal.SIGKILL)
+        os.kill(worker.current.pid, signal.SIGKILL)
         worker.wait_for(submit(worker, jobs_of(blocks)[0]))
-        worker.close()
+        worker.current.close()
     assert start.n == 4
     assert stalls.counts.worker_restarts == 3
     assert sum("was killed by signal 9" in record.message for record in caplog.records) == 3
@@ -179,13 +179,13 @@ def test_the_last_words_of_one_that_dies_too_often(blocks: Blocks) -> None:
     start = Start(blocks.arena)
     worker, _ = supervised(start, max_restarts=2)
     (job, *_) = jobs_of(blocks)
-    blocks.arena.step_words.reset()
+    blocks.arena.step_words.zero_()
     with pytest.raises(WorkerError, match="(?s)was killed by signal 6.*restarted 2 times.*max_worker_restarts=2"):
         submit(worker, job)
         for _ in range(3):
             kill(worker, signal.SIGABRT)
             submit(worker, job)
-    worker.kill()
+    worker.current.kill()
     assert start.n == 3
 
 
@@ -194,7 +194,7 @@ def test_one_that_reports_an_error_is_not_replaced(blocks: Blocks) -> None:
     job = JobMessage(job_id=1, block=77, first_step=1, slots=[], publish_buffer=0)
     with pytest.raises(WorkerError, match="failed: invalid input: check: job.block < "):
         worker.wait_for(submit(worker, job))
-    worker.close()
+    worker.current.close()
     assert stalls.counts.worker_restarts == 0
 
 
@@ -209,19 +209,19 @@ def test_an_answer_to_nothing_is_an_error(
     worker, _ = supervised(Start(blocks.arena))
     job = submit(worker, jobs_of(blocks)[0])
     with monkeypatch.context() as patch, pytest.raises(WorkerError, match="answered what it was not asked"):
-        patch.setattr(worker._worker, "wait", lambda: answer)
+        patch.setattr(worker.current, "wait", lambda: answer)
         worker.wait_for(job)
-    worker.kill()
+    worker.current.kill()
 
 
 def test_one_that_waits_for_other_ranks_is_waited_for(blocks: Blocks) -> None:
     """Beyond `worker_timeout`, until the word arrives. If it is stopped meanwhile, that ends the run, and what cannot exit is killed."""
     worker, stalls = supervised(Start(blocks.arena))
-    pid = worker.pid
+    pid = worker.current.pid
     assert psutil.Process(pid).cmdline()[-1] == "1800000"
-    worker._worker._timeout_s = 0.3
+    worker.current._timeout_s = 0.3
     (job, *_) = jobs_of(blocks)
-    blocks.arena.step_words.reset()
+    blocks.arena.step_words.zero_()
     arrival = threading.Timer(0.7, blocks.arrive, (1, 1.0))
     arrival.start()
     worker.wait_for(submit(worker, job))
@@ -234,7 +234,7 @@ def test_one_that_waits_for_other_ranks_is_waited_for(blocks: Blocks) -> None:
         worker.wait_for(missing)
     assert "job 1 completed, step 1 resolved; waits for the word of step 2\n" in str(error.value)
     assert "Trainer: 1 messages without an answer, 1 of them sent" in str(error.value)
-    worker.close()
+    worker.current.close()
     assert not psutil.pid_exists(pid)
     assert stalls.counts.worker_restarts == 0
 
@@ -242,7 +242,7 @@ def test_one_that_waits_for_other_ranks_is_waited_for(blocks: Blocks) -> None:
 def test_a_flush_that_fails_says_what_it_waits_for_and_ends_the_worker() -> None:
     with direct_step([[torch.ones(8, 8)]], update_interval=1, publish_lag=1, topk_ratio=0) as direct:
         worker = direct.parts.rank.worker
-        worker._worker._timeout_s, pid = 0.3, worker.pid
+        worker.current._timeout_s, pid = 0.3, worker.current.pid
         os.kill(pid, signal.SIGSTOP)
         direct.backward([torch.ones(8, 8)])
         direct.step.step()

@@ -266,7 +266,7 @@ class WatchedWorker:
         last = job.first_step + len(job.slots) - behind_block_word - 1
         words = [arena.block_words[job.block]] if behind_block_word else []
         # Before the first step there is none.
-        return [*words, arena.step_words[last]] if job.slots and last >= 1 else words
+        return [*words, arena.word_of(last)] if job.slots and last >= 1 else words
 
     def _accesses(self, arena: Arena, job: JobMessage) -> list[tuple[Tensor, bool, str]]:
         """What a job reads, or writes."""

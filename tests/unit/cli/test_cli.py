@@ -93,7 +93,6 @@ def test_host_memory_is_the_arena(s: int, d: int, n_blocks: int) -> None:
     staggered = StaggeredSchedule(n_blocks=n_blocks, update_interval=s, publish_lag=d, in_backward=d == 0)
     config = ZenFlowConfig(update_interval=s, publish_lag=d, topk_ratio=0.1)
     sizes = ArenaSizes(
-        n_param_groups=1,
         n_step_records=staggered.n_step_records,
         n_slots=staggered.n_slots,
         n_publish_buffers=staggered.n_publish_buffers,

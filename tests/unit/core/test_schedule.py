@@ -4,6 +4,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ def run(
     now = free = 0.0
     left_out, length = 2, 16
     for step in range(1, n_steps + 1):
-        staggered = StaggeredSchedule.of(auto.schedule, n_blocks=N_BLOCKS)
+        staggered = StaggeredSchedule(**asdict(auto.schedule), n_blocks=N_BLOCKS)
         s, d = auto.schedule.update_interval, auto.schedule.publish_lag
         now += device_s(step)
         closing = staggered.closing_blocks(step)
@@ -184,7 +185,7 @@ def test_the_less_stale_ones_are_kept_where_memory_is_short() -> None:
         """With room for `n` gradient slots."""
 
         def fits(schedules: Sequence[UpdateSchedule]) -> bool:
-            staggered = (StaggeredSchedule.of(s, n_blocks=16, in_backward=True) for s in with_changes(schedules))
+            staggered = (StaggeredSchedule(**asdict(s), n_blocks=16, in_backward=True) for s in with_changes(schedules))
             return max(s.n_slots for s in staggered) <= n
 
         return [(s.update_interval, s.publish_lag) for s in that_fit(candidates_of([1, 2, 4], [0, 1]), fits)]
@@ -199,7 +200,7 @@ def test_the_less_stale_ones_are_kept_where_memory_is_short() -> None:
 @pytest.mark.parametrize("n_blocks", [24, 29])
 def test_slots_are_as_many_as_are_needed(s: int, d: int, n_blocks: int) -> None:
     """Where every step has its gradients before its jobs: a job keeps its slots until the end of its due step."""
-    schedule = StaggeredSchedule.of(schedule_of(s, d), n_blocks=n_blocks)
+    schedule = StaggeredSchedule(update_interval=s, publish_lag=d, n_blocks=n_blocks)
     opened, in_flight, used = [0] * n_blocks, deque[tuple[int, int]](), 0
     for step in range(1, 6 * s + d):
         used = max(used, sum(step - begin for begin in opened) + sum(slots for _, slots in in_flight))
