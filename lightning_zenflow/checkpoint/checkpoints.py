@@ -183,7 +183,7 @@ class Checkpoints:
             place, path = places
             # Not in the checkpoint, where network storage gives an open file another name; of a store where all such files are.
             disk = DiskCopies(path.parent if isinstance(path, Path) else Path(tempfile.gettempdir()))
-            ending.callback(disk.free)
+            ending.callback(disk.close)
             # Gather.
             with _saving(path):
                 if isinstance(source, FolderSource) and not place.is_dir():

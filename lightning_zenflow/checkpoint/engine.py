@@ -3,7 +3,7 @@ and its *client state*, what a folder has beside the engine's and the optimizer'
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -64,15 +64,12 @@ class ZenFlowEngine(DeepSpeedEngine):  # type: ignore[misc]  # DeepSpeed has no 
     ) -> bool:
         """Saves to the folder `tag` in `save_dir`, in which other files may be."""
         self.optimizer.training.flush()
-        disk = DiskCopies(Path(save_dir))
-        try:
+        with closing(DiskCopies(Path(save_dir))) as disk:
             with raising_together(OSError):
                 Path(save_dir).mkdir(parents=True, exist_ok=True)
                 self.optimizer.reserve(disk)
             with self.optimizer.gathered():
                 return bool(super().save_checkpoint(save_dir, tag, to_save(client_state or {}, self), **options))
-        finally:
-            disk.free()
 
     @override
     def load_checkpoint(
@@ -299,6 +296,6 @@ def _begun_alike(path: Path | str, state: Mapping[str, Any], optimizer: ZenFlowO
     """The state to load: all ranks start over where one of them cannot continue bit for bit. A collective."""
     with _loading(path):
         n_blocks = len(optimizer.training.parts.rank.blocks)
-        if continues := state["continues"] and (ours := state[CHECKPOINT_KEY]) is not None:
+        if continues := state.get("continues", True) and (ours := state[CHECKPOINT_KEY]) is not None:
             continues = not difference_of(ours, optimizer.training.steps.layout, n_blocks)
     return {**state, "continues": all_agree(continues)}

@@ -27,8 +27,6 @@ from lightning_zenflow.offload.run_state import VERSION
 _OF_DEEPSPEED = re.compile(r"latest|zero_to_\w+\.py|[^/]+/[^/]+_states\.pt")
 """Files of a checkpoint; a folder in it has those of the ranks."""
 
-_REPLACED = ".zenflow-replaced"
-
 
 class StagedSave:
     """A checkpoint that is being saved, of which `content` becomes the checkpoint: an empty directory for its files, or the file to be
@@ -100,8 +98,6 @@ def recover(path: Path) -> None:
 
 def refuse_folder(path: Path) -> None:
     """Raises IsADirectoryError for a folder that has more in it than a checkpoint of DeepSpeed's; an empty folder may be replaced."""
-    if not path.is_dir():
-        return
     entries = [*path.glob("*"), *path.glob("*/*")]
     folders = sorted({entry.parent for entry in entries} - {path})
     is_saved = {entry: entry.is_file() and _OF_DEEPSPEED.fullmatch(str(entry.relative_to(path))) for entry in entries}
@@ -147,7 +143,7 @@ def _beside(path: Path, token: str = "") -> Path:
 
 def _replaced_path(path: Path) -> Path:
     """Name of a checkpoint between two renames: that of a checkpoint, so that Lightning finds the last one under it."""
-    return path.with_name(f"{path.stem}{_REPLACED}{path.suffix}")
+    return path.with_name(f"{path.stem}.zenflow-replaced{path.suffix}")
 
 
 def _discard(path: Path, checkpoint: Path) -> None:

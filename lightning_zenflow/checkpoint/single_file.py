@@ -288,13 +288,13 @@ class SavedFile:
                         self.path, f"parameter group {index}: {option} must be {required}, got {group[option]!r}"
                     )
         # None of a parameter that has never had a gradient.
-        states, counts = {name: found[name] for name in shapes if name in found}, dict.fromkeys(shapes, 0)
+        states = {name: found[name] for name in shapes if name in found}
         for name, of_one in states.items():
             got = {key: list(of_one[key].shape) for key in MOMENTS if key in of_one}
             if got != {key: list(shapes[name]) for key in MOMENTS}:
                 must = f"the state of AdamW or Adam for {list(shapes[name])}"
                 raise refusal(self.path, f"{name} must have {must}, got moments of {got}")
-            counts[name] = int(of_one["step"])
+        counts = {name: int(states[name]["step"]) if name in states else 0 for name in shapes}
         # A file of another strategy has none.
         of_ranks = [None] if self._run_state is None else self._run_state["ranks"]
         ours = of_ranks[dist.get_rank() if len(of_ranks) == dist.get_world_size() else 0]
@@ -304,7 +304,6 @@ class SavedFile:
             "groups": groups,
             "moments": {key: {name: of_one[key] for name, of_one in states.items()} for key in MOMENTS},
             CHECKPOINT_KEY: copy.deepcopy(ours),
-            "continues": True,
         }
 
     def restore_engine(self, engine: DeepSpeedEngine) -> None:

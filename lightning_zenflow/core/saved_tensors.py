@@ -58,7 +58,7 @@ class DiskCopies:
         """Whether an address is in one of the copies."""
         return any(address in addresses for _, addresses in self._mapped)
 
-    def free(self) -> None:
+    def close(self) -> None:
         """Gives the space back to the disk; all elements are zeros from now on. Errors of a save, and a cycle that torch's code for files
         leaves until a collection, refer to the copies. May be called again.
         """

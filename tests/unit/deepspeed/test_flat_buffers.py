@@ -94,7 +94,7 @@ def test_space_is_taken_at_once_and_given_back(tmp_path: Path) -> None:
     assert not any(c.any() for c in copies) and [*tmp_path.iterdir()] == []
     assert blocks_in(tmp_path) >= 40_000 + 66
     copies[0].fill_(1)
-    disk.free()
+    disk.close()
     assert blocks_in(tmp_path) == 0
     assert not copies[0].any()
 
