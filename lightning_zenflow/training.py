@@ -12,12 +12,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_zenflow.between_steps.full_state import FullState
 from lightning_zenflow.between_steps.uses import FOLLOWED, ServedGradients, WeightsInUpdate, WrittenWeights
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import runtime_of
-from lightning_zenflow.core.errors import Calls, MisconfigurationException, kept_gradients, other_backward, second_step
+from lightning_zenflow.core.errors import Calls, MisconfigurationException, other_backward
 from lightning_zenflow.offload.build import Engine, RankPart, RankResources, build
 from lightning_zenflow.offload.rank_state import StepInputs
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY
@@ -91,7 +92,7 @@ class Training:
         self.gradients = ServedGradients(self.full_state, engine, self.config, self.calls, add=add)
         self.written = WrittenWeights(self.steps, parts, part, self.calls)
         self.in_update = WeightsInUpdate(parts.rank.weights, part, self.calls)
-        # The engine's start needs up to 6 bytes a parameter more than a step, which `HostRuntime.has_room` would count for ever.
+        # The engine's start needs up to 6 bytes a parameter more than a step, which `HostRuntime.room` would count for ever.
         runtime_of(parts.rank.device).forget_peak()
 
     def before_forward(self) -> None:
@@ -119,7 +120,10 @@ class Training:
         self.before_forward()
         if self.steps.micro_batches == 0 and self.gradients.are_there:
             # torch would add to them.
-            raise kept_gradients(self.calls)
+            raise MisconfigurationException(
+                f"`optimizer.zero_grad()` must come before the first backward pass of each step: {self.calls.front} does not keep"
+                f" gradients of a step that is done; to accumulate them before it, {self.calls.accumulate}"
+            )
         self.in_update.end()
         self.gradients.begin_pass()
         self._engine.refuse_other_backward()
@@ -167,7 +171,9 @@ class Training:
         if self.steps.micro_batches == 0:
             # As torch's, which skips parameters without a gradient.
             if self.gradients.are_there:
-                raise second_step(self.calls)
+                raise MisconfigurationException(
+                    f"{self.calls.front}: a step must have a backward pass of its own, got a second call of `optimizer.step` behind one"
+                )
             self._engine.refuse_other_backward()
             return None
         if (is_scaled := self.gradients.factor() is not None) and 0 < self.max_norm < math.inf:
@@ -256,8 +262,8 @@ class Training:
         """Calls `forward`, where blocks can be given back. If the device runs out of memory beside them, they are, for good, and one rank
         alone calls `forward` once more, with the same random numbers; on several a collective may be over on some, and the error goes on.
         """
-        runtime = runtime_of(self.parts.rank.device)
-        states, n_bytes = runtime.random_states(), self.parts.residents.n_bytes
+        device, n_bytes = self.parts.rank.device, self.parts.residents.n_bytes
+        state, states_there = torch.get_rng_state(), get_device_states(torch.empty(0, device=device))
         try:
             return forward()
         except torch.OutOfMemoryError as error:
@@ -271,7 +277,8 @@ class Training:
         )
         if self.parts.rank.group is not None:
             raise torch.OutOfMemoryError(lack)
-        runtime.restore_random_states(states)
+        torch.set_rng_state(state)
+        set_device_states(*states_there, device_type=device.type)
         return forward()
 
     def state_dict(self) -> dict[str, Any]:

@@ -91,14 +91,6 @@ class HostRuntime:
     def forget_peak(self) -> None:
         """Lets the peak of the device's memory begin anew."""
 
-    def random_states(self) -> list[Tensor]:
-        """States of torch's generators of random numbers on the CPU and on the device."""
-        return [torch.get_rng_state()]
-
-    def restore_random_states(self, states: Sequence[Tensor]) -> None:
-        """Inverse of `random_states`."""
-        torch.set_rng_state(states[0])
-
     def free_cached(self) -> None:
         """Gives memory that torch keeps for later use back to the system."""
 
@@ -111,20 +103,12 @@ class HostRuntime:
         return math.inf
 
     def room(self) -> float:
-        """Bytes that the device has had free at the peak since `forget_peak`, but for a reserve."""
+        """Bytes that the device has had free at the peak since `forget_peak`, but for a reserve; to be asked behind a step's peak."""
         return self.capacity() - self.allocated()[1]
-
-    def has_room(self, n_bytes: float) -> bool:
-        """Whether the device has had `n_bytes` free at the peak since `forget_peak`. To be asked when a step has had its peak."""
-        return self.room() >= n_bytes
 
     def pci_address(self) -> str | None:
         """For example "0000:3b:00.0"; None: not known."""
         return None
-
-    def to_device(self, values: Tensor) -> Tensor:
-        """Copies host memory to the device, in the order of the current stream; on a CPU returns `values`."""
-        return values.to(self.device, non_blocking=True)
 
     def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialised host memory, page-locked where the device runs behind and the system allows it."""
@@ -184,15 +168,6 @@ class CudaRuntime(HostRuntime):
     @override
     def forget_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
-
-    @override
-    def random_states(self) -> list[Tensor]:
-        return [*super().random_states(), torch.cuda.get_rng_state(self.device)]
-
-    @override
-    def restore_random_states(self, states: Sequence[Tensor]) -> None:
-        super().restore_random_states(states)
-        torch.cuda.set_rng_state(states[1], self.device)
 
     @override
     def free_cached(self) -> None:

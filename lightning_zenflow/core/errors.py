@@ -44,23 +44,8 @@ def other_backward(calls: Calls) -> MisconfigurationException:
     )
 
 
-def kept_gradients(calls: Calls) -> MisconfigurationException:
-    """The error for a backward pass that would add to the gradients of a step that is done."""
-    return MisconfigurationException(
-        f"`optimizer.zero_grad()` must come before the first backward pass of each step: {calls.front} does not keep"
-        f" gradients of a step that is done; to accumulate them before it, {calls.accumulate}"
-    )
-
-
 def unused(names: Iterable[str], instead: str = "") -> MisconfigurationException:
     """The error for a step without gradients of some parameters."""
     return MisconfigurationException(
         f"the loss of a step must depend on every trained parameter, got none of {', '.join(names)}: freeze them{instead}"
-    )
-
-
-def second_step(calls: Calls) -> MisconfigurationException:
-    """The error for a step by gradients that a step before has used."""
-    return MisconfigurationException(
-        f"{calls.front}: a step must have a backward pass of its own, got a second call of `optimizer.step` behind one"
     )

@@ -154,7 +154,7 @@ class TritonKernels(Kernels):
             for table in (torch.tensor(rows, dtype=torch.int64, device="cpu"), programs)
         ]
         # In stream order, without waiting for the device.
-        tables = [runtime.to_device(table) for table in on_host]
+        tables = [table.to(runtime.device, non_blocking=True) for table in on_host]
 
         def write() -> None:
             # The tables hold addresses in the tensors of `writes`, which must live as long as this function.

@@ -188,7 +188,7 @@ class DeviceColumns:
         writes: list[ColumnWrite] = []
         for number, owned in self._tiles.items():
             tile = owned.tile
-            on_device = None if owned.columns is None else runtime_of(rank.device).to_device(owned.columns)
+            on_device = None if owned.columns is None else owned.columns.to(rank.device, non_blocking=True)
             staging = self._elements[owned.group].gradient
             entries = staging.narrow(0, owned.begin, tile.rows * owned.k).view(tile.rows, owned.k)
             param_group, _ = self._groups[owned.group]

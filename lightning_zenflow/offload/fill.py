@@ -46,7 +46,7 @@ class Accumulation:
             return
         if self._where == "auto":
             n_bytes = self._rank.partition.numel * self._rank.dtype.itemsize
-            self._where = "device" if runtime_of(self._rank.device).has_room(n_bytes) else "host"
+            self._where = "device" if runtime_of(self._rank.device).room() >= n_bytes else "host"
             _log.info("ZenFlow: accumulate_on='auto': gradients are accumulated on the %s", self._where)
         if self._where == "host":
             if slice_index in self.pending:

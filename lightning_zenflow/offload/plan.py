@@ -203,7 +203,7 @@ class ScheduleControl:
         local = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         runtime = runtime_of(self._rank.device)
         # From page-locked memory, so that the host does not wait for the copy.
-        values = runtime.to_device(runtime.empty_on_host(local.shape, local.dtype).copy_(local))
+        values = runtime.empty_on_host(local.shape, local.dtype).copy_(local).to(runtime.device, non_blocking=True)
         if self._rank.group is not None:
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._rank.group)
         return AsyncHostCopy(values)

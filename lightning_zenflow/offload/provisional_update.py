@@ -138,7 +138,7 @@ class ProvisionalUpdate:
                     ready = update
                     if update.in_slot:
                         self._rank.d2h.join()
-                        ready = replace(update, gradient=runtime_of(self._rank.device).to_device(update.gradient))
+                        ready = replace(update, gradient=update.gradient.to(self._rank.device, non_blocking=True))
                         self._rank.telemetry.h2d_bytes += update.gradient.nbytes
                     self._apply(ready, update.step - last, schedule)
 
@@ -176,7 +176,7 @@ class ProvisionalUpdate:
         else:
             if schedule not in self._keeps_on_device:
                 n_bytes = self._rank.partition.numel * self._rank.dtype.itemsize * schedule.kept_share
-                self._keeps_on_device[schedule] = runtime.has_room(n_bytes)
+                self._keeps_on_device[schedule] = runtime.room() >= n_bytes
             update.in_slot = not self._keeps_on_device[schedule]
             update.gradient = slot if update.in_slot else update.gradient.clone()
         self._kept.setdefault(block, []).append(update)

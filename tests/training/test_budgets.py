@@ -4,6 +4,7 @@ The modules that a gradient enters on its way to the weights: few, and the ones 
 Models larger than the device: stage 3 with parameters in host memory on a recorded device of limited memory; what crosses its link.
 """
 
+import math
 import re
 import sys
 from argparse import Namespace
@@ -116,7 +117,7 @@ def test_a_settled_window(s: int, d: int, room: bool, monkeypatch: pytest.Monkey
 
     The package's allocations at their peak, in backward: state of owned entries, factored moments, kept gradients; nothing grows.
     """
-    monkeypatch.setattr(HostRuntime, "has_room", lambda *_: room)
+    monkeypatch.setattr(HostRuntime, "room", lambda _: math.inf if room else 0)
     case = case_of(s, d)
     budgets, sizes, schedule = budgets_of(case), Sizes(case), UpdateSchedule(update_interval=s, publish_lag=d)
     cost = cost_of(case, sizes)

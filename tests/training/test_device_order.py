@@ -126,10 +126,10 @@ def test_every_access_is_ordered(name: str, events_are_reached: bool) -> None:
 
 
 def test_without_room_for_gradients_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostRuntime, "has_room", lambda *_: False)
+    monkeypatch.setattr(HostRuntime, "room", lambda _: 0)
     device = record(NETWORK)
     assert not device.order.races
-    assert any(o.kind == "h2d" and o.place == "device.to_device" for o in device.order.operations)
+    assert any(o.kind == "h2d" and o.place == "provisional_update.published" for o in device.order.operations)
 
 
 def lift_bound(trainer: pl.Trainer) -> None:

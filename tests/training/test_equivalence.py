@@ -16,6 +16,7 @@ from torch import Tensor
 from direct_step import direct_step
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, run_here
 from lightning_zenflow.core.device import HostRuntime
+from lightning_zenflow.core.partition import round_up
 from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.rank_state import Block, StepContext
@@ -135,9 +136,9 @@ def test_sums_in_host_memory_have_the_bits_of_the_devices(name: str) -> None:
 )
 def test_where_sums_are(where: str, room: bool, on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Host sums cross PCIe both ways; "auto" takes the device where that has room for them."""
-    asked = []
-    monkeypatch.setattr(HostRuntime, "has_room", lambda _, n_bytes: asked.append(n_bytes) or room)
     # Of one matrix that blocks cut.
+    numel = round_up(30)
+    monkeypatch.setattr(HostRuntime, "room", lambda _: 4 * numel - (not room))
     with direct_step(
         [[torch.zeros(10, 3)]], update_interval=2, publish_lag=1, topk_ratio=0, accumulate_on=where
     ) as direct:
@@ -147,7 +148,7 @@ def test_where_sums_are(where: str, room: bool, on_host: bool, monkeypatch: pyte
         assert (traffic.d2h_bytes, traffic.h2d_bytes) == ((3 * 4 * 30, 2 * 4 * 30) if on_host else (0, 0))
         direct.backward([torch.ones(10, 3)])
         assert torch.equal(direct.parts.fill.gradient(0), torch.full((30,), 4.0))
-        assert asked == ([4 * direct.parts.rank.partition.numel] if where == "auto" else [])
+        assert direct.parts.rank.partition.numel == numel
 
 
 HOSTILE_STEP = 3
