@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,15 @@ DIRECT: dict[str, dict[str, Any]] = {
     "in place": {"in_place": True},
     "half resident": {**CASES["S=1, d=0"], "offload_ratio": 0.5},
     "half resident, S=4, d=1": {**CASES["S=4, d=1"], "offload_ratio": 0.5},
+    "moves of owners": {"update_interval": "auto", "publish_lag": 0, "clip_prediction": False},
 }
 """Where DeepSpeed has no part."""
 EXACT = {"update_interval": 1, "publish_lag": 0, "overlap_step": False, "topk_ratio": 0.0}
-BEFORE = 3
-"""Steps before each interrupted one, so that windows are open and jobs in flight."""
+BEFORE = 6
+"""Steps before the interrupted one, so that windows are open and jobs in flight."""
+ALL_STEPS = BEFORE + 4
+MOVES = ((3, 1, 0, 0.3), (BEFORE + 1, 1, 0, 0.8))
+"""As `auto` decides: (step, S, d, share that the device owns behind it). The last of them is interrupted."""
 random = functools.partial(random_tensors, shapes=SHAPES)
 
 
@@ -57,29 +62,34 @@ def train(direct: DirectStep) -> None:
     direct.step.step()
 
 
-class Twins:
-    """A training that is interrupted, and one with the same gradients that is not."""
+@functools.cache
+def states() -> list[list[Tensor]]:
+    """The state after each number of steps, without moves and uninterrupted."""
+    with direct_step([random(0)], loss_scale=4.0, **EXACT) as control:
+        found = [control.state()]
+        for _ in range(ALL_STEPS):
+            train(control)
+            control.step.flush()
+            found.append(control.state())
+    return found
 
-    def __init__(self, **keys: Any) -> None:
-        options: dict[str, Any] = {"loss_scale": 4.0}
-        self.interrupted = DirectStep([random(0)], **options, **keys)
-        self.control = DirectStep([random(0)], **options, **EXACT)
-        for _ in range(BEFORE):
-            train(self.interrupted)
 
-    def close(self) -> None:
-        self.interrupted.close()
-        self.control.close()
-
-    def interrupt(self, context: Interrupt) -> str:
-        """Interrupts a step and the flush after it, then flushes; returns how it ended. If whole, the control has the same bits."""
-        direct, control = self.interrupted, self.control
+def interrupted_step(name: str, context: Interrupt) -> str:
+    """Interrupts a step and the flush after it, and of moves those to the device and back; then goes on. Returns how it ended."""
+    moves = name == "moves of owners"
+    with (
+        scripted(MOVES) if moves else nullcontext(),
+        direct_step([random(0)], loss_scale=4.0, **DIRECT[name]) as direct,
+    ):
         for _ in range(BEFORE):
             train(direct)
-        count = int(direct.step.count)
         context.records = direct.parts.rank.records
         with context:
             train(direct)
+            if moves:
+                direct.parts.moves.give_back(1, direct.step.count)
+                train(direct)
+                direct.training.give_back()
             direct.step.flush()
         try:
             direct.step.flush()
@@ -88,78 +98,19 @@ class Twins:
             assert not direct.step.is_exact
             return "lost"
         assert direct.step.is_exact
-        assert direct.count == int(direct.step.count) in (count, count + 1)
-        while int(control.step.count) < direct.count:
-            train(control)
-        control.step.flush()
-        assert all(map(torch.equal, direct.state(), control.state()))
+        assert direct.count == int(direct.step.count) >= BEFORE
+        assert all(map(torch.equal, direct.state(), states()[int(direct.count)]))
+        while direct.count < ALL_STEPS:
+            train(direct)
+            direct.step.flush()
+        assert all(map(torch.equal, direct.state(), states()[ALL_STEPS]))
         return "whole"
 
 
 @pytest.mark.parametrize("name", DIRECT)
 @strides(60, 1)
 def test_whole_or_said_to_be_lost(name: str, stride: int) -> None:
-    twins = [Twins(**DIRECT[name])]
-
-    def interrupted(context: Interrupt) -> str:
-        outcome = twins[-1].interrupt(context)
-        if outcome == "lost":
-            twins.pop().close()
-            twins.append(Twins(**DIRECT[name]))
-        return outcome
-
-    try:
-        assert sweep(interrupted, stride=stride) > 1000 / stride
-    finally:
-        twins.pop().close()
-
-
-MOVES = ((BEFORE, 1, 0, 0.3), (2 * BEFORE, 1, 0, 0.8))
-"""As `auto` decides: (step, S, d, share that the device owns behind it). The last of them is interrupted."""
-MOVED_STEPS = 3 * BEFORE
-"""Of a training with these moves."""
-
-
-@functools.cache
-def states() -> list[list[Tensor]]:
-    """The state after each number of steps, without moves and uninterrupted."""
-    with direct_step([random(0)], loss_scale=4.0, **EXACT) as control:
-        found = [control.state()]
-        for _ in range(MOVED_STEPS):
-            train(control)
-            control.step.flush()
-            found.append(control.state())
-    return found
-
-
-def interrupted_moves(context: Interrupt) -> str:
-    """Interrupts a step that makes blocks resident, calls that give back all but one and all, and a step between; how it ended."""
-    keys = {**CASES["S=1, d=0"], "update_interval": "auto", "clip_prediction": False}
-    with scripted(MOVES), direct_step([random(0)], loss_scale=4.0, **keys) as direct:
-        while direct.step.number < 2 * BEFORE - 1:
-            train(direct)
-        context.records = direct.parts.rank.records
-        with context:
-            train(direct)
-            direct.parts.moves.give_back(1, direct.step.count)
-            train(direct)
-            direct.training.give_back()
-        try:
-            direct.step.flush()
-        except WorkerError as error:
-            assert "the exact optimizer state is lost" in str(error)
-            return "lost"
-        assert all(map(torch.equal, direct.state(), states()[int(direct.count)]))
-        while direct.count < MOVED_STEPS:
-            train(direct)
-            direct.step.flush()
-        assert all(map(torch.equal, direct.state(), states()[MOVED_STEPS]))
-        return "whole"
-
-
-@strides(60, 4)
-def test_moves_of_owners(stride: int) -> None:
-    assert sweep(interrupted_moves, stride=stride) > 600 / stride
+    assert sweep(functools.partial(interrupted_step, name), stride=stride) > 1000 / stride
 
 
 FIT = Case(steps=8, model_options={"shapes": TINY}, max_norm=1.0)
