@@ -55,6 +55,38 @@ class UsedEarly(TiedNet):
         return super().loss(step, micro, rank)
 
 
+def produce_on_two_streams(trainer: pl.Trainer) -> None:
+    """Has every second gradient come up on a stream of its own, as where autograd or torch.compile uses several."""
+    optimizer, calls = optimizer_of(trainer), itertools.count()
+    runtime = runtime_of(optimizer.training.parts.rank.device)
+    main, second = runtime.current_stream(), runtime.new_stream()
+    process, end = optimizer.process_gradients, optimizer.independent_gradient_partition_epilogue
+
+    def on_its_stream(*args: Any) -> None:
+        if next(calls) % 2:
+            process(*args)
+            return
+        second.wait_stream(main)
+        with runtime.on(second):
+            process(*args)
+
+    def epilogue() -> None:
+        # As autograd does at the end of a backward pass.
+        main.wait_stream(second)
+        end()
+
+    optimizer.process_gradients, optimizer.independent_gradient_partition_epilogue = on_its_stream, epilogue
+
+
+def read_gradients(trainer: pl.Trainer) -> None:
+    for parameter in trainer.lightning_module.parameters():
+        safe_get_full_grad(parameter)
+
+
+TWO_PRODUCERS = (At("on_train_start", produce_on_two_streams),)
+READS_GRADIENTS = At("on_before_optimizer_step", read_gradients)
+
+
 FIXED, NETWORK = (on_this_machine(RACES[name]) for name in ("fixed gradients", "a network"))
 CASES = {
     **{name: on_this_machine(case) for name, case in RACES.items()},
@@ -94,6 +126,12 @@ CASES = {
         offload_ratio=0.5, accumulate_on="host"
     ),
     "all resident": replace(NETWORK, stage=3, flush_after=(5,)).with_keys(offload_ratio=0),
+    # A bucket is filled again behind its copies to the host, also from a stream that does not wait for the one of the reduction.
+    **{
+        f"{name}, two streams": replace(on_this_machine(RACES[name]), callbacks=TWO_PRODUCERS)
+        for name in ("fixed gradients", "submitted in backward")
+    },
+    "whole gradients are read": replace(NETWORK, steps=3, callbacks=(READS_GRADIENTS,)),
 }
 
 
@@ -107,6 +145,8 @@ FAST = (
     "a layer of the first micro-batch",
     "in host memory",
     "half resident",
+    "submitted in backward, two streams",
+    "whole gradients are read",
 )
 """Each finds waits that the others do not need."""
 
@@ -141,18 +181,22 @@ def lift_bound(trainer: pl.Trainer) -> None:
 ON_HOST = replace(CASES["in host memory"], callbacks=(At("on_train_start", lift_bound),), flush_after=())
 
 
-def test_fetches_are_ordered_without_a_wait_of_the_host() -> None:
-    """One rank's, of which each is waited for by the stream of the module that needs it."""
-    device = record(ON_HOST)
-    assert not device.order.races
-    # DeepSpeed's bound of the gradients under way.
-    assert {*device.waits()} == {"stage3.__reduce_and_partition_ipg_grads"}
+WAITS_IN_STEP: dict[str, set[str]] = {
+    "fixed gradients": set(),
+    "submitted in backward": set(),
+    # DeepSpeed's bound of the gradients under way. One rank uses its pieces without a wait.
+    "stage 3": {"stage3.__reduce_and_partition_ipg_grads"},
+    # Fetches, each of which is waited for by the stream of the module that needs it.
+    "in host memory": {"stage3.__reduce_and_partition_ipg_grads"},
+}
 
 
-def test_one_rank_uses_its_pieces_without_a_wait_of_the_host() -> None:
-    device = record(CASES["stage 3"])
+@pytest.mark.parametrize("name", [pytest.param("fixed gradients", marks=pytest.mark.slow), *list(WAITS_IN_STEP)[1:]])
+def test_what_a_step_waits_for(name: str) -> None:
+    """One that is neither selecting nor synchronous; a flush and a selection are waited for."""
+    device = record(ON_HOST if name == "in host memory" else CASES[name].with_keys(select_interval=0))
     assert not device.order.races
-    assert not [place for place in device.waits() if place.startswith(("fetch", "partition_parameters"))]
+    assert {*device.waits()} == WAITS_IN_STEP[name]
 
 
 def test_weights_in_host_memory_are_fetched_anew_in_each_step() -> None:
@@ -192,17 +236,6 @@ def test_late_fetches_are_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(late) > 25
 
 
-def test_whole_gradients_that_are_read_have_arrived() -> None:
-    read = At("on_before_optimizer_step", lambda t: [safe_get_full_grad(p) for p in t.lightning_module.parameters()])
-    assert not record(replace(NETWORK, steps=3, callbacks=(read,))).order.races
-
-
-@pytest.mark.parametrize("name", [pytest.param("fixed gradients", marks=pytest.mark.slow), "submitted in backward"])
-def test_a_step_does_not_wait(name: str) -> None:
-    """Neither selecting nor synchronous; a flush and a selection are waited for."""
-    assert not any(record(CASES[name].with_keys(select_interval=0)).waits())
-
-
 def test_a_clipped_step_waits_for_the_worker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it submits more blocks at its end than there are publish buffers: 24 and 3.
 
@@ -232,38 +265,6 @@ def test_a_clipped_step_waits_for_the_worker_alone(monkeypatch: pytest.MonkeyPat
     device = record(case.with_keys(select_interval=0))
     assert not device.order.races
     assert not any(device.waits())
-
-
-def produce_on_two_streams(trainer: pl.Trainer) -> None:
-    """Has every second gradient come up on a stream of its own, as where autograd or torch.compile uses several."""
-    optimizer, calls = optimizer_of(trainer), itertools.count()
-    runtime = runtime_of(optimizer.training.parts.rank.device)
-    main, second = runtime.current_stream(), runtime.new_stream()
-    process, end = optimizer.process_gradients, optimizer.independent_gradient_partition_epilogue
-
-    def on_its_stream(*args: Any) -> None:
-        if next(calls) % 2:
-            process(*args)
-            return
-        second.wait_stream(main)
-        with runtime.on(second):
-            process(*args)
-
-    def epilogue() -> None:
-        # As autograd does at the end of a backward pass.
-        main.wait_stream(second)
-        end()
-
-    optimizer.process_gradients, optimizer.independent_gradient_partition_epilogue = on_its_stream, epilogue
-
-
-TWO_PRODUCERS = (At("on_train_start", produce_on_two_streams),)
-
-
-@pytest.mark.parametrize("name", [pytest.param("fixed gradients", marks=pytest.mark.slow), "submitted in backward"])
-def test_a_bucket_is_refilled_behind_its_copies_to_the_host(name: str) -> None:
-    """Also from a stream that does not wait for the one of the reduction."""
-    assert not record(replace(CASES[name], callbacks=TWO_PRODUCERS)).order.races
 
 
 def test_gradients_larger_than_a_bucket_are_kept_for_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
