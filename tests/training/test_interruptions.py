@@ -20,7 +20,7 @@ from eventful_training import random_tensors
 from fabric_runs import set_up, train_step
 from harness import Case, fit, run_here, state_of, workers
 from interrupts import Interrupt, strides, sweep
-from lightning_zenflow.worker.process import SupervisedWorker, Worker, WorkerError
+from lightning_zenflow.worker.process import SupervisedWorker, WorkerError
 from models import TINY, LinearLossModule
 from recorded_device.tensors import DEVICE
 from recorded_device.watch import recorded_device
@@ -43,6 +43,7 @@ DIRECT: dict[str, dict[str, Any]] = {
     "in place": {"in_place": True},
     "half resident": {**CASES["S=1, d=0"], "offload_ratio": 0.5},
     "half resident, S=4, d=1": {**CASES["S=4, d=1"], "offload_ratio": 0.5},
+    "freezing": CASES["S=4, d=1"],
     "moves of owners": {"update_interval": "auto", "publish_lag": 0, "clip_prediction": False},
 }
 """Where DeepSpeed has no part."""
@@ -75,11 +76,13 @@ def states() -> list[list[Tensor]]:
 
 
 def interrupted_step(name: str, context: Interrupt) -> str:
-    """Interrupts a step and the flush after it, and of moves those to the device and back; then goes on. Returns how it ended."""
-    moves = name == "moves of owners"
+    """Interrupts a step and the flush after it, and between them moves to the device and back, or changes of what is trained, which are
+    undone; then goes on. Returns how it ended.
+    """
+    moves, first, *others = name == "moves of owners", *map(nn.Parameter, random(0))
     with (
         scripted(MOVES) if moves else nullcontext(),
-        direct_step([random(0)], loss_scale=4.0, **DIRECT[name]) as direct,
+        direct_step([[first, *others]], loss_scale=4.0, **DIRECT[name]) as direct,
     ):
         for _ in range(BEFORE):
             train(direct)
@@ -90,7 +93,11 @@ def interrupted_step(name: str, context: Interrupt) -> str:
                 direct.parts.moves.give_back(1, direct.step.count)
                 train(direct)
                 direct.training.give_back()
+            for trains in (False, True) if name == "freezing" else ():
+                first.requires_grad_(trains)
+                direct.step.follow_freezing()
             direct.step.flush()
+        first.requires_grad_(True)
         try:
             direct.step.flush()
         except WorkerError as error:
@@ -98,6 +105,7 @@ def interrupted_step(name: str, context: Interrupt) -> str:
             assert not direct.step.is_exact
             return "lost"
         assert direct.step.is_exact
+        direct.step.follow_freezing()
         assert direct.count == int(direct.step.count) >= BEFORE
         assert all(map(torch.equal, direct.state(), states()[int(direct.count)]))
         while direct.count < ALL_STEPS:
@@ -234,31 +242,6 @@ def test_a_write_to_exact_weights_is_not_lost() -> None:
 
     assert sweep(interrupted, stride=4) > 0
     fabric.strategy.teardown()
-
-
-def test_an_interrupted_change_of_what_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of `requires_grad`, which is set back before training goes on, when a new worker has been given the change."""
-
-    def interrupt(_: SupervisedWorker) -> Worker:
-        raise KeyboardInterrupt
-
-    states = []
-    for keys in (EXACT, CASES["S=4, d=1"]):
-        parameters = [nn.Parameter(weights) for weights in random(0)]
-        with direct_step([parameters], **keys) as direct:
-            for number in range(1, 9):
-                if number == 5 and keys is not EXACT:
-                    parameters[0].requires_grad_(False)
-                    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                        patch.setattr(SupervisedWorker, "_start", interrupt)
-                        direct.step.follow_freezing()
-                    parameters[0].requires_grad_()
-                direct.step.follow_freezing()
-                direct.backward(random(number))
-                direct.step.step()
-            direct.step.flush()
-            states.append(direct.state())
-    assert all(map(torch.equal, *states))
 
 
 def steps(direct: DirectStep, numbers: Sequence[int], *, first: int = 0) -> None:
