@@ -78,13 +78,8 @@ def produce_on_two_streams(trainer: pl.Trainer) -> None:
     optimizer.process_gradients, optimizer.independent_gradient_partition_epilogue = on_its_stream, epilogue
 
 
-def read_gradients(trainer: pl.Trainer) -> None:
-    for parameter in trainer.lightning_module.parameters():
-        safe_get_full_grad(parameter)
-
-
 TWO_PRODUCERS = (At("on_train_start", produce_on_two_streams),)
-READS_GRADIENTS = At("on_before_optimizer_step", read_gradients)
+READ = At("on_before_optimizer_step", lambda t: [safe_get_full_grad(p) for p in t.lightning_module.parameters()])
 
 
 FIXED, NETWORK = (on_this_machine(RACES[name]) for name in ("fixed gradients", "a network"))
@@ -131,7 +126,7 @@ CASES = {
         f"{name}, two streams": replace(on_this_machine(RACES[name]), callbacks=TWO_PRODUCERS)
         for name in ("fixed gradients", "submitted in backward")
     },
-    "whole gradients are read": replace(NETWORK, steps=3, callbacks=(READS_GRADIENTS,)),
+    "whole gradients are read": replace(NETWORK, steps=3, callbacks=(READ,)),
 }
 
 
@@ -181,22 +176,17 @@ def lift_bound(trainer: pl.Trainer) -> None:
 ON_HOST = replace(CASES["in host memory"], callbacks=(At("on_train_start", lift_bound),), flush_after=())
 
 
-WAITS_IN_STEP: dict[str, set[str]] = {
-    "fixed gradients": set(),
-    "submitted in backward": set(),
-    # DeepSpeed's bound of the gradients under way. One rank uses its pieces without a wait.
-    "stage 3": {"stage3.__reduce_and_partition_ipg_grads"},
-    # Fetches, each of which is waited for by the stream of the module that needs it.
-    "in host memory": {"stage3.__reduce_and_partition_ipg_grads"},
-}
-
-
-@pytest.mark.parametrize("name", [pytest.param("fixed gradients", marks=pytest.mark.slow), *list(WAITS_IN_STEP)[1:]])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("fixed gradients", marks=pytest.mark.slow), "submitted in backward", "stage 3", "in host memory"],
+)
 def test_what_a_step_waits_for(name: str) -> None:
-    """One that is neither selecting nor synchronous; a flush and a selection are waited for."""
+    """Neither selecting nor synchronous: under stage 3 for DeepSpeed's bound of the gradients under way, else for nothing. For a fetch the
+    stream of the module waits that needs it.
+    """
     device = record(ON_HOST if name == "in host memory" else CASES[name].with_keys(select_interval=0))
     assert not device.order.races
-    assert {*device.waits()} == WAITS_IN_STEP[name]
+    assert {*device.waits()} == ({"stage3.__reduce_and_partition_ipg_grads"} if CASES[name].stage == 3 else set())
 
 
 def test_weights_in_host_memory_are_fetched_anew_in_each_step() -> None:
