@@ -21,6 +21,7 @@ from lightning.fabric.plugins import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from as_before import assert_as_before, looks
 from fabric_runs import launch, set_up, train_step
 from harness import EVERYTHING, PLACES, Case, run_here, snapshot, workers
 from lightning_zenflow.checkpoint.files import CheckpointError
@@ -29,7 +30,7 @@ from lightning_zenflow.step_meter import METRICS
 from models import OptimizerOptions
 from networks import SmallNet
 from same_bits import assert_same_run, assert_same_tensors
-from side_by_side import LATE
+from side_by_side import HOW, LATE
 
 
 def copies(model: nn.Module) -> list[torch.Tensor]:
@@ -38,8 +39,8 @@ def copies(model: nn.Module) -> list[torch.Tensor]:
 
 @pytest.fixture
 def loop(request: pytest.FixtureRequest) -> Any:
-    """A `SmallNet` under Fabric after two steps: (fabric, model, optimizer)."""
-    fabric, model, optimizer, _ = set_up(SmallNet(), **LATE)
+    """A `SmallNet` under Fabric after two steps, with late weights or other keys: (fabric, model, optimizer)."""
+    fabric, model, optimizer, _ = set_up(SmallNet(), **getattr(request, "param", LATE))
     request.addfinalizer(fabric.strategy.teardown)
     for step in range(2):
         train_step(fabric, model, optimizer, step)
@@ -141,10 +142,14 @@ def test_an_entry_that_the_checkpoint_does_not_have(format_: Any, tmp_path: Path
     fabric.strategy.teardown()
 
 
+@pytest.mark.parametrize("loop", [LATE, HOW["in host memory"]], indirect=True, ids=["late", "in host memory"])
 def test_a_teacher_beside_the_model(loop: Any, tmp_path: Path) -> None:
+    """It is in the end what it was before, as the model is in `fabric_runs.run_case`."""
     fabric, model, optimizer = loop
-    teacher = fabric.setup_module(nn.Linear(3, 2))
-    assert teacher(torch.ones(1, 3)).shape == (1, 2)
+    module, _ = linear()
+    before, weights = looks(module), copies(module)
+    teacher = fabric.setup_module(module)
+    assert teacher(torch.ones(1, 3)).shape == (1, 3)
     fabric.save(tmp_path / "one", {"model": model})
     for save_or_load in (fabric.save, fabric.load):
         with pytest.raises(MisconfigurationException, match="one model that was set up, under one name, got 2"):
@@ -156,6 +161,9 @@ def test_a_teacher_beside_the_model(loop: Any, tmp_path: Path) -> None:
         fabric.backward(loss, model=teacher)
     fabric.backward(loss, model=model)
     optimizer.step()
+    fabric.strategy.teardown()
+    assert_as_before(before, module)
+    assert_same_tensors(copies(module), weights)
 
 
 def test_an_interrupted_backward_pass_ends_training_but_not_the_exact_state(loop: Any) -> None:
