@@ -2,7 +2,6 @@
 
 import copy
 import copyreg
-import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero import GatheredParameters
 from lightning.pytorch.callbacks import LambdaCallback
-from test_module_after_fit import STAGES, Owned
+from test_module_after_fit import STAGES, Owned, read, written
 from torch import nn
 from typing_extensions import override
 
@@ -32,17 +31,6 @@ class Hooked(Owned):
         super().__init__()
         self.save_hyperparameters()
         self.net = net
-
-
-def written(value: Any) -> bytes:
-    """A file of torch's with a value."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def read(content: bytes) -> Any:
-    return torch.load(io.BytesIO(content), weights_only=False)
 
 
 def facts(module: nn.Module) -> dict[str, Any]:
