@@ -16,7 +16,7 @@ from models import SHAPES, OptimizerOptions, decay, hyperparameters
 from networks import TIED_NETS
 from processes import shared_bytes
 from random_modules import FLOAT32_ONLY, LAYERS, PARTS, Part, RandomNet
-from same_bits import assert_as_promised, assert_is_adamw
+from same_bits import assert_as_promised, assert_is_adamw, shows_adamw
 
 GROUPS = st.builds(
     hyperparameters,
@@ -99,9 +99,7 @@ def train_and_check(case: Case) -> None:
     run = run_here(case)
     assert len(run.shown) == case.steps
     config = case.make_strategy().zenflow_config
-    # A forward pass behind a step submitted in backward sees a predicted clip factor.
-    predicted = config.submits_in_backward and config.predicts_clipping and bool(case.max_norm)
-    nothing_late = config.is_immediate and config.weight_prediction in ("auto", 0) and not predicted
+    nothing_late = shows_adamw(case.with_keys(moments_dtype="float32"))
     if config.moments_dtype != "float32":
         # Moments are rounded where windows end, which is each step only if there are no longer ones, and of resident blocks at flushes.
         if (config.update_interval, config.publish_lag) != (1, 0) or config.offload_ratio not in ("auto", 1.0):

@@ -110,6 +110,7 @@ def assert_is_adamw(case: Case, *runs: Run, world_size: int = 0, shown: bool = F
         if rounds:
             bits.close_windows(_closing(case, step + 1, blocks, in_backward=in_backward), step + 1)
     for run in runs:
+        assert run.schedules == runs[0].schedules
         assert (run.skipped, run.counts) == (exact.skipped, [exact.count] * len(oracle.parameter_groups))
         for kind in _KINDS:
             ours = getattr(run, kind)
@@ -204,7 +205,7 @@ def _is_predicted(case: Case) -> bool:
     return config.submits_in_backward and config.predicts_clipping and bool(hostile)
 
 
-def _shows_adamw(case: Case) -> bool:
+def shows_adamw(case: Case) -> bool:
     """Whether every forward pass sees AdamW's weights: what is in place is corrected where it was predicted, what is resident is exact."""
     if case.strategy_options.get("in_place") or case.offload_parameters:
         return True
@@ -233,6 +234,6 @@ def _knows_every_step(case: Case) -> bool:
 
 def assert_as_promised(case: Case, *runs: Run) -> None:
     """What holds of a case's runs, of all ranks: the state is AdamW's, and so is what is shown, or it is the oracle's in every step."""
-    assert_is_adamw(case, *runs, shown=_shows_adamw(case))
+    assert_is_adamw(case, *runs, shown=shows_adamw(case))
     if _knows_every_step(case):
         compare_with_oracle(case, runs)

@@ -20,7 +20,7 @@ from lightning_zenflow.core.partition import round_up
 from lightning_zenflow.deepspeed.stage_2 import ZenFlowZeroOptimizer
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.rank_state import Block, StepContext
-from models import OptimizerOptions
+from models import LinearLossModule, OptimizerOptions, hyperparameters
 from same_bits import assert_as_promised, assert_is_adamw, assert_same_run, compare_with_oracle
 
 STEPS = 11
@@ -220,7 +220,25 @@ CLIPPED = {
 """Blocks are submitted in backward, with factors that differ from the true ones."""
 
 
-ALL = CASES | HOSTILE | STEP_BY_STEP | PROVISIONAL
+class OnlyLast(LinearLossModule):
+    """Trains a matrix that has no gradient in every other step."""
+
+    def optimized(self) -> list[list[torch.nn.Parameter]]:
+        return [[self.weights[6]]]
+
+
+WITHOUT_GRADIENTS = {
+    f"no gradient at all, S={s}, d={d}": Case(
+        model=OnlyLast,
+        optimizer=OptimizerOptions(given=[hyperparameters(lr=0.1)]),
+        steps=6,
+        update_interval=s,
+        publish_lag=d,
+    )
+    for s, d in ((1, 0), (4, 1))
+}
+"""Which counts as one of zero."""
+ALL = WITHOUT_GRADIENTS | CASES | HOSTILE | STEP_BY_STEP | PROVISIONAL
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -9,7 +9,6 @@ import math
 import shutil
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,19 +26,18 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from callbacks import After, At
-from harness import Case, fit, make_trainer, run_here, weights_of
+from harness import fit, make_trainer, weights_of
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.checkpoint.checkpoints import Checkpoints
 from lightning_zenflow.worker.process import WorkerError
-from models import TINY, LinearLossModule, OptimizerOptions, hyperparameters
+from models import TINY, LinearLossModule
 from networks import Deep, OddNet, TiedNet
-from same_bits import assert_is_adamw
 from side_by_side import NOTHING_LATE, Net, compare, train
 
 IN_PIECES = partial(Deep, n_layers=3, width=8)
@@ -260,22 +258,6 @@ def test_a_checkpoint_without_a_training(tmp_path: Path) -> None:
     trainer.strategy.connect(Net())
     with pytest.raises(MisconfigurationException, match="must come after `fit`"):
         trainer.save_checkpoint(tmp_path / "a.ckpt")
-
-
-class OnlyLast(LinearLossModule):
-    """Trains a matrix that has no gradient in every other step."""
-
-    @override
-    def optimized(self) -> list[list[nn.Parameter]]:
-        return [[self.weights[6]]]
-
-
-@pytest.mark.parametrize(("update_interval", "publish_lag"), [(1, 0), (4, 1)])
-def test_steps_without_any_gradient(update_interval: int, publish_lag: int) -> None:
-    """Count as steps with a gradient of zero."""
-    case = Case(model=OnlyLast, optimizer=OptimizerOptions(given=[hyperparameters(lr=0.1)]), steps=6)
-    case = replace(case, update_interval=update_interval, publish_lag=publish_lag)
-    assert_is_adamw(case, run_here(case))
 
 
 def test_the_users_error_is_raised_if_the_last_checkpoint_fails(tmp_path: Path) -> None:

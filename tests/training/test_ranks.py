@@ -20,6 +20,7 @@ import pytest
 import torch
 from test_data_types import CASES as SHORT_MOMENTS
 from test_equivalence import ACCUMULATED, BF16, FLUSHES, case_of
+from test_equivalence import CASES as SEQUENCES
 from test_equivalence import STEP_BY_STEP as LATE
 from test_foreign_state import State, assert_found
 from test_optimizer_in_backward import CORRECTS, PREDICTED
@@ -63,10 +64,7 @@ LATE_3 = replace(FIXED_3, topk_ratio=0.05).with_keys(reduce_bucket_size=400)
 OF_STAGE_3 = {
     "in host memory, clipped": case_of(BF16, 0, 1, 0, offload_parameters=True),
     "S=4, d=1, top-k": LATE_3,
-    "everything": case_of(ACCUMULATED, 0.3, 4, 1, flush_after=(5,)).with_keys(**EVERYTHING),
-    "changes of schedule": case_of(BF16, 0.3, 1, 0, schedules=((2, 4, 1), (4, 1, 0), (5, 2, 1), (8, 1, 1))).with_keys(
-        **AUTO, **EVERYTHING
-    ),
+    **{name: SEQUENCES[name] for name in ("everything", "changes of schedule")},
     "freezing": case_of("fp32", 0.3, 4, 1, model_options=FREEZES).with_keys(**EVERYTHING),
     "int8 moments, tiny": case_of("fp32", 0, 1, 0, model_options={"shapes": ((2, 1), (1,))}).with_keys(
         moments_dtype="int8"
@@ -100,6 +98,8 @@ OF_ADAMW = {
     "S=1, d=0, clipped": replace(CLIPPED, update_interval=1, publish_lag=0),
     "S=1, d=1, Adam": replace(ADAM, update_interval=1),
     "everything": replace(CLIPPED, topk_ratio=0.3, flush_after=(6,), strategy_options=EVERYTHING),
+    # By what each rank measures.
+    "changes of schedule": Case(steps=24, max_norm=1.0, topk_ratio=0.3, strategy_options={**EVERYTHING, **AUTO}),
     "not finite on one rank": replace(CLIPPED, model_options=NOT_FINITE),
     # The second rank's partition holds nothing but padding.
     "tiny": replace(FIXED, model_options={"shapes": ((2, 1), (1,))}),
