@@ -21,15 +21,10 @@ from lightning_zenflow import ZenFlowStrategy
 from models import SHAPES, LinearLossModule, TestModule
 from rank_processes import run_each
 from same_bits import assert_is_adamw
-from side_by_side import NOTHING_LATE
+from side_by_side import HOW
 from zenflow_reference import AdamWState
 
-LATE: dict[str, Any] = {"update_interval": 4, "publish_lag": 1, "select_interval": 5, "full_warm_up_rounds": 0}
-KEYS: dict[str, dict[str, Any]] = {
-    "nothing late": NOTHING_LATE,
-    "late": LATE,
-    "in backward": {"update_interval": 1, "publish_lag": 0},
-}
+LATE, STAGE_3 = HOW["late"], HOW["stage 3"]
 KINDS = ("exp_avg", "exp_avg_sq")
 
 
@@ -138,15 +133,15 @@ def test_written_state_is_what_training_goes_on_with(name: str, accumulate: int)
     states: list[list[Tensor]] = []
     reads = At("on_train_end", lambda _: states.extend(read(parameters)))
     options = {"callbacks": [At("on_train_batch_end", write), reads], "accumulate_grad_batches": accumulate}
-    fit(model, ZenFlowStrategy(**KEYS[name]), steps=6, **options)
+    fit(model, ZenFlowStrategy(**HOW[name]), steps=6, **options)
     exact = AdamWState(weights=value, exp_avg=[0 * v for v in value], exp_avg_sq=value, counts=[5] * len(value))
     _, gradients, groups = Case(steps=6, accumulate=accumulate).fixed_gradients()
     exact.step(gradients[5], groups[5])
     torch.testing.assert_close(states, [exact.weights, exact.exp_avg, exact.exp_avg_sq], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("keys", "latest"), [(NOTHING_LATE, 1), (LATE, 5), (KEYS["in backward"], 1)], ids=KEYS)
-def test_the_model_shows_what_was_written(keys: dict[str, Any], latest: int) -> None:
+@pytest.mark.parametrize(("how", "latest"), [("nothing late", 1), ("late", 5), ("in backward", 1)])
+def test_the_model_shows_what_was_written(how: str, latest: int) -> None:
     """At most S + d steps later; what the device owns, after the next step."""
     written, model = 3, LinearLossModule(length=200)
     shown: list[list[Tensor]] = []
@@ -159,7 +154,7 @@ def test_the_model_shows_what_was_written(keys: dict[str, Any], latest: int) -> 
                 utils.safe_set_full_fp32_param(p, torch.full_like(p, far))
 
     # Columns are selected once, so that none is read from the arena later.
-    strategy = ZenFlowStrategy(**{**keys, "topk_ratio": 0.3, "select_interval": 0, "weight_prediction": 0})
+    strategy = ZenFlowStrategy(**{**HOW[how], "topk_ratio": 0.3, "select_interval": 0, "weight_prediction": 0})
     fit(model, strategy, steps=written + latest + 1, callbacks=[At("on_train_batch_end", write)])
     for i, before in enumerate(shown[written - 1]):
         new = [(of_step[i] > far / 2).float().mean().item() for of_step in shown[written:]]
@@ -173,7 +168,6 @@ def replace_gradient(p: Tensor) -> None:
 
 
 BETWEEN, BEFORE = "on_train_batch_end", "on_before_optimizer_step"
-STAGE_3 = {**NOTHING_LATE, "stage": 3}
 REFUSED: list[tuple[dict[str, Any], str, Callable[[Tensor], object], str]] = [
     (
         LATE,
