@@ -5,8 +5,8 @@ Written against Accelerate 1.15. `_prepare_deepspeed` is private, and so are the
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from lightning_zenflow.checkpoint.engine import ZenFlowEngine
 from lightning_zenflow.config import KEYS, ZenFlowConfig
-from lightning_zenflow.core.errors import Calls, MisconfigurationException
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.process import world_size
 from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, resolve_config, without
 from lightning_zenflow.deepspeed.environment import use_cpu_accelerator
@@ -71,14 +71,13 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
         MisconfigurationException: an option asks for what ZenFlow does not support here.
     """
 
-    calls = Calls(
+    calls = ZenFlowStrategy.calls._replace(
         setup="model, optimizer = accelerator.prepare(model, optimizer)",
         backward="accelerator.backward",
         clip="accelerator.clip_grad_norm_",
         accumulate="run the micro-batches of a step under `accelerator.accumulate(model)`",
         front="ZenFlowAccelerator",
         read="behind `accelerator.backward`",
-        write="before the forward pass or behind `optimizer.step`",
     )
     state: AcceleratorState
 
@@ -126,13 +125,37 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
         self.start()
 
     def start(self) -> ZenFlowStrategy:
-        """Returns `strategy`, whose first call makes the process group where no launcher has: Accelerate expects one under DeepSpeed."""
-        if self.strategy is None:
-            config = without(self.deepspeed_plugin.deepspeed_config, "auto")
-            self.strategy = _strategy_of(config, self._keys, self.device)
-            self.strategy.calls = self.calls
-            self.strategy.setup_environment()
-        return self.strategy
+        """Returns `strategy`, with the ranks and the device of this accelerator. The first call makes it, and the process group where no
+        launcher has: Accelerate expects one under DeepSpeed. `prepare` replaces its DeepSpeed configuration.
+        """
+        if self.strategy is not None:
+            return self.strategy
+        config = without(self.deepspeed_plugin.deepspeed_config, "auto")
+        config = {key: value for key, value in config.items() if key not in ("train_batch_size", *OF_THE_LOOP)}
+        # What launchers set; else there is one rank, which sets it for DeepSpeed.
+        is_launched = "LOCAL_RANK" in os.environ
+        # Private: the limit of the ranks' group, which Accelerate has made, with the `ddp_timeout` of transformers; not all backends tell.
+        backend: Any = dist.group.WORLD._get_backend(self.device) if is_launched and dist.group.WORLD else None
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        strategy = ZenFlowStrategy(config, **self._keys, **({} if timeout is None else {"timeout": timeout}))
+        given = strategy.zenflow_config
+        for key in given.model_fields_set & set(_OF_LIGHTNING):
+            raise MisconfigurationException(
+                f"ZenFlowAccelerator: {key} must be absent, got {getattr(given, key)!r}: it is of Lightning's checkpoints and callbacks"
+            )
+        ranks = world_size() if is_launched else 1
+        # The second is that of DeepSpeed's launcher.
+        on_host = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks)
+        strategy.cluster_environment = TorchElasticEnvironment() if is_launched else LightningEnvironment()
+        # With an index, which Accelerate's has under a launcher only.
+        strategy.parallel_devices = [torch.device(self.device.type, rank) for rank in range(on_host)]
+        strategy.num_nodes = ranks // on_host
+        strategy.accelerator = CPUAccelerator() if self.device.type == "cpu" else CUDAAccelerator()
+        strategy.precision = DeepSpeedPrecision("32-true")
+        strategy.calls = self.calls
+        self.strategy = strategy
+        strategy.setup_environment()
+        return strategy
 
     @override
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
@@ -196,20 +219,17 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
         return trained.engine, trained.optimizer, None, trained.engine.lr_scheduler
 
     @override
-    @contextmanager
-    def no_sync(self, model: Module) -> Iterator[None]:
-        with self.start().micro_batches.no_backward_sync(model, True):
-            yield
+    def no_sync(self, model: Module) -> AbstractContextManager[None]:
+        return self.start().micro_batches.no_backward_sync(model, True)
 
     @override
     def backward(self, loss: Tensor, *, scale_wrt_gas: bool = True, **kwargs: Any) -> None:
         """Backward pass of a micro-batch, whose loss is divided by their number in a step if `scale_wrt_gas`."""
         strategy = self.start()
-        engine: Any = None if strategy.trained is None else strategy.trained.engine
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps
-        with strategy.micro_batches.no_backward_sync(engine, not self.sync_gradients):
-            strategy.backward(loss, engine, **kwargs)
+        with strategy.micro_batches.no_backward_sync(strategy.model, not self.sync_gradients):
+            strategy.backward(loss, strategy.model, **kwargs)
 
     @override
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Tensor:
@@ -268,37 +288,12 @@ class ZenFlowAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has n
         AcceleratorState._reset_state()
 
 
-def _strategy_of(config: Mapping[str, Any], keys: Mapping[str, Any], device: torch.device) -> ZenFlowStrategy:
-    """Fabric's strategy with ranks and device of an accelerator. `prepare` replaces its DeepSpeed configuration."""
-    config = {key: value for key, value in config.items() if key not in ("train_batch_size", *OF_THE_LOOP)}
-    # What launchers set; else there is one rank, which sets it for DeepSpeed.
-    is_launched = "LOCAL_RANK" in os.environ
-    # Private: the limit of the ranks' group, which Accelerate has made, with the `ddp_timeout` of transformers; not all backends tell.
-    backend: Any = dist.group.WORLD._get_backend(device) if is_launched and dist.group.WORLD else None
-    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-    strategy = ZenFlowStrategy(config, **keys, **({} if timeout is None else {"timeout": timeout}))
-    given = strategy.zenflow_config
-    for key in given.model_fields_set & set(_OF_LIGHTNING):
-        raise MisconfigurationException(
-            f"ZenFlowAccelerator: {key} must be absent, got {getattr(given, key)!r}: it is of Lightning's checkpoints and callbacks"
-        )
-    ranks = dist.get_world_size() if is_launched and dist.is_initialized() else 1
-    # The second is that of DeepSpeed's launcher.
-    on_host = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks)
-    strategy.cluster_environment = TorchElasticEnvironment() if is_launched else LightningEnvironment()
-    # With an index, which Accelerate's has under a launcher only.
-    strategy.parallel_devices = [torch.device(device.type, rank) for rank in range(on_host)]
-    strategy.num_nodes = ranks // on_host
-    strategy.accelerator = CPUAccelerator() if device.type == "cpu" else CUDAAccelerator()
-    strategy.precision = DeepSpeedPrecision("32-true")
-    return strategy
-
-
 class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
     """The optimizer that `prepare` returns."""
 
     optimizer: ZenFlowOptimizer
     gradient_state: GradientState
+    zero_grad = AcceleratedOptimizer.zero_grad  # which DeepSpeed's wrapper leaves out
 
     def __init__(self, strategy: ZenFlowStrategy, optimizer: Any) -> None:
         super().__init__(optimizer)
@@ -310,7 +305,3 @@ class _Optimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
         has_gradients = self.optimizer.training.steps.micro_batches > 0
         if self.gradient_state.sync_gradients and (has_gradients or closure is not None):
             self._strategy.optimizer_step(self, **({} if closure is None else {"closure": closure}))
-
-    @override
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        AcceleratedOptimizer.zero_grad(self, set_to_none)

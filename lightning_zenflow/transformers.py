@@ -5,7 +5,7 @@ Written against transformers 5.23: its module `trainer` names the accelerator's 
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 from accelerate.optimizer import AcceleratedOptimizer
@@ -17,12 +17,6 @@ from typing_extensions import override
 
 from lightning_zenflow.accelerate import ZenFlowAccelerator
 from lightning_zenflow.core.errors import MisconfigurationException
-
-if TYPE_CHECKING:
-    _Trainer = Trainer
-else:
-    # Any Trainer that is the class behind it.
-    _Trainer = object
 
 _LOGGED = ("stall/device_percent", "stall/host_percent", "overlap/worker_busy_percent", "overlap/late_blocks_percent")
 _OF_BLOCK = {"lr", "betas", "eps", "weight_decay", "torch_adam"}
@@ -38,7 +32,7 @@ class _Accelerator(ZenFlowAccelerator):
     )
 
 
-class ZenFlowTraining(_Trainer):
+class ZenFlowTraining(Trainer):
     """Mixin of a `Trainer`, before it in the bases: ``class ZenFlowSFTTrainer(ZenFlowTraining, SFTTrainer): ...``. It is for late weights
     and for parameters in host memory; else the Trainer itself takes ``optimizers=(OffloadAdamW(...), None)``.
 
@@ -58,7 +52,6 @@ class ZenFlowTraining(_Trainer):
     # The Trainer's own.
     model_wrapped: Any
     deepspeed: Any
-    is_deepspeed_enabled: bool
 
     @override
     def create_accelerator_and_postprocess(self) -> None:
@@ -105,8 +98,7 @@ class ZenFlowTraining(_Trainer):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if (strategy := self.accelerator.strategy) is not None:
-            strategy.start_epoch(int(self.state.epoch or 0))
+        self.accelerator.start().start_epoch(int(self.state.epoch or 0))
         return super().training_step(*args, **kwargs)
 
     @override
@@ -162,7 +154,7 @@ def _set_up(trainer: Any, num_training_steps: int) -> tuple[Optimizer | None, An
     return trainer.optimizer, trainer.lr_scheduler
 
 
-class ZenFlowTrainer(ZenFlowTraining, Trainer):
+class ZenFlowTrainer(ZenFlowTraining):
     """The `Trainer` of transformers with ZeRO's offload that does not wait for the CPU.
 
     ``from lightning_zenflow.transformers import ZenFlowTrainer as Trainer`` below the other imports is complete; see `ZenFlowTraining`.
