@@ -54,12 +54,12 @@ class Saves:
         """True inside a batch or a call that must not be disturbed."""
         return self.in_batch or self._depth > 0
 
-    def when_possible(self, save: Callable[[], None]) -> None:
+    def when_possible(self, save: Callable[..., None], *arguments: Any) -> None:
         """Calls what saves, or depends on a save, now or behind what waits already."""
         if self.must_wait:
-            self._waiting.append(save)
+            self._waiting.append(partial(save, *arguments))
         else:
-            save()
+            save(*arguments)
 
     def end_batch(self) -> None:
         """Ends the batch that is under way, and after an exception whatever else was."""
@@ -167,10 +167,7 @@ class TrainerCheckpoints:
         # Private: where Lightning keeps them.
         number = getattr(self._strategy.cluster_environment, "requeue_signal", None) or signal.SIGUSR1
         if handlers := getattr(signal.getsignal(number), "signal_handlers", None):
-            handlers[:] = [partial(self._handle, handler) for handler in handlers]
-
-    def _handle(self, handler: Callable[..., None], *arguments: Any) -> None:
-        self.saves.when_possible(partial(handler, *arguments))
+            handlers[:] = [partial(self.saves.when_possible, handler) for handler in handlers]
 
     def state_dict(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The module's state dict by `read`, for the hooks of a save, as `save` writes it: the first call of a save."""
@@ -210,8 +207,8 @@ class TrainerCheckpoints:
         if self.saves.must_wait:
             if (trained := self._checkpoints.trained) is not None:
                 trained.training.in_update.resume()
-            again = partial(self.module.trainer.save_checkpoint, place_of(path))
-            self.saves.when_possible(partial(again, "optimizer_states" not in checkpoint, storage_options))
+            again, weights_only = self.module.trainer.save_checkpoint, "optimizer_states" not in checkpoint
+            self.saves.when_possible(again, place_of(path), weights_only, storage_options)
             rank_zero_info(
                 f"ZenFlow: {path} will be saved at the end of the batch, or of the save or the like that is under way"
             )
@@ -238,9 +235,7 @@ class TrainerCheckpoints:
             raise MisconfigurationException(
                 f"save_checkpoint({str(path)!r}) must come after `fit` has set up the model: DeepSpeed saves weights and states"
             )
-        evaluates = trained is not None and trained.engine is not engine and trained.engine.module is self.module
-        if evaluates:
-            assert trained is not None
+        if evaluates := trained is not None and engine is not trained.engine and trained.engine.module is self.module:
             engine = trained.engine
         optimizer = None if trained is None else trained.optimizer
         without_frozen = self._strategy.exclude_frozen_parameters
@@ -312,7 +307,7 @@ class TrainerCheckpoints:
     def remove(self, path: Any) -> None:
         """Removes a checkpoint, which another one replaces: behind the other's save, and not if that has failed."""
         if self.saves.must_wait:
-            self.saves.when_possible(partial(self.remove, place_of(path)))
+            self.saves.when_possible(self.remove, place_of(path))
         elif not self.saves.is_missing and not self._checkpoints.behind(partial(self._remove, place_of(path))):
             with raising_together(OSError):
                 self._remove(path)
