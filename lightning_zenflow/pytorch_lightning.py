@@ -14,16 +14,16 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from lightning_zenflow import register
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import catch_as
-from lightning_zenflow.stall_monitor import StallMonitoring
+from lightning_zenflow.stall_monitor import StallMonitor as LightningsMonitor
 from lightning_zenflow.steps import TrainerPrecision
 from lightning_zenflow.strategy import TrainerStrategy
 
 __all__ = ["StallMonitor", "ZenFlowConfig", "ZenFlowStrategy"]
 
 
-# The mixins' annotations name the classes of `lightning.pytorch`.
-class StallMonitor(StallMonitoring, pl.Callback):  # type: ignore[misc]  # noqa: D101
-    __doc__ = StallMonitoring.__doc__
+# Annotations name the classes of `lightning.pytorch`, whose `Callback` does nothing itself.
+class StallMonitor(LightningsMonitor, pl.Callback):  # type: ignore[misc]  # noqa: D101
+    __doc__ = LightningsMonitor.__doc__
 
 
 class ZenFlowPrecision(TrainerPrecision, DeepSpeedPrecision):  # type: ignore[misc]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -10,17 +10,11 @@ from typing_extensions import override
 
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.optimizer.offload_adamw import OffloadAdamW
-from lightning_zenflow.step_meter import OVERVIEW, SUMMED_UP, StepMeter
+from lightning_zenflow.step_meter import OVERVIEW, StepMeter
 from lightning_zenflow.training import Training
 
-if TYPE_CHECKING:
-    _Callback = pl.Callback
-else:
-    # Lightning has this class twice, for each of its Trainers: each front's is a subclass of one of them.
-    _Callback = object
 
-
-class StallMonitoring(_Callback):
+class StallMonitor(pl.Callback):
     """Logs the metrics of docs/tuning.md through the trainer's loggers, every `log_every_n_steps` steps.
 
     `ZenFlowStrategy` adds one unless `stall_monitor` is false; under other strategies the steps are those of `OffloadAdamW`, the second of
@@ -47,9 +41,8 @@ class StallMonitoring(_Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         meters = _meters_of(trainer)
-        if not trainer.is_global_zero:
-            return
-        self._meters, self._logged = meters, set()
+        if trainer.is_global_zero:
+            self._meters, self._logged = meters, set()
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
@@ -96,18 +89,6 @@ class StallMonitoring(_Callback):
         for meter in meters:
             meter.sum_up(self._summary_from)
         self._meters = list
-
-
-class StallMonitor(StallMonitoring, pl.Callback):  # noqa: D101
-    __doc__ = StallMonitoring.__doc__
-
-
-def add_monitor(trainer: pl.Trainer, kind: type[StallMonitoring]) -> None:
-    """Adds the strategy's own monitor to a Trainer, unless the user has given one."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # one of Trainer's connectors sets it
-    if not any(isinstance(callback, StallMonitoring) for callback in callbacks):
-        # First: at the end it would be behind the checkpoint callbacks, which Lightning keeps last.
-        callbacks.insert(0, kind(summary_from=SUMMED_UP))
 
 
 def tensorboard_layout(logged: Collection[str]) -> dict[str, dict[str, list[Any]]]:

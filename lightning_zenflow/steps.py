@@ -93,22 +93,16 @@ class TrainerSteps:
     def begin_batch(self) -> None:
         """Before a batch."""
         self._engine.set_gradient_accumulation_boundary(False)
-        training = self._training
         if self._plugin is not None and self._module.automatic_optimization:
             # What the backward pass predicts clip factors from; in manual optimization the norm that was given last.
-            given = training.max_norm or math.inf if self._clips_itself else self._trainer.gradient_clip_val
-            training.max_norm = given or self._plugin.max_norm
-        training.before_forward()
-        training.start_epoch(self._trainer.current_epoch)
-
-    def run_forward(self, forward: Callable[[], Any]) -> Any:
-        """A forward pass of training or validation."""
-        may_repeat = not self._training.closed and self._training.steps.can_give_back
-        return self._training.run_forward(forward) if may_repeat else forward()
+            given = self._training.max_norm or math.inf if self._clips_itself else self._trainer.gradient_clip_val
+            self._training.max_norm = given or self._plugin.max_norm
+        self._training.before_forward()
+        self._training.start_epoch(self._trainer.current_epoch)
 
     def training_step(self, forward: Callable[[], Any]) -> Any:
         """The forward pass of a micro-batch. Lightning's DeepSpeed plugin checks only the output of a step's last one."""
-        output = self.run_forward(forward)
+        output = self._training.run_forward(forward)
         if output is None and self._module.automatic_optimization:
             raise MisconfigurationException(
                 "ZenFlowStrategy: training_step must return a loss, got None, which would block the other ranks: to skip a batch,"
@@ -135,8 +129,9 @@ class TrainerSteps:
                 )
         self._training.before_backward(last=self._engine.is_gradient_accumulation_boundary())
 
-    def begin_step(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Before a step; returns the closure that runs its last micro-batches, forward and backward, if there are some in `closure`."""
+    @contextmanager
+    def step(self, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+        """Context of a step: the closure that runs its last micro-batches, forward and backward, if there are some in `closure`."""
         steps, is_automatic = self._training.steps, self._module.automatic_optimization
         set_boundary = self._engine.set_gradient_accumulation_boundary
         set_boundary(is_automatic or steps.has_single_backward)
@@ -150,11 +145,9 @@ class TrainerSteps:
             set_boundary(True)
             return output
 
-        return complete
-
-    def end_step(self) -> None:
-        """Behind a step: in manual optimization another one may begin in the same batch."""
-        self._engine.set_gradient_accumulation_boundary(False)
+        yield complete
+        # In manual optimization another one may begin in the same batch.
+        set_boundary(False)
 
 
 # Private: Lightning's base class of what `fabric.no_backward_sync` calls; strategies have no other way to provide it.
@@ -184,7 +177,6 @@ class LoopSteps:
         self.engine, self.was_interrupted = trained.engine, False
         # DeepSpeed's `gradient_clipping`, of steps that no call clips; 0: no clipping.
         self._max_norm = trained.training.max_norm
-        self._norm_of_step: float | None = None
         # The first step may be clipped: no block is submitted before its factor is known.
         trained.training.max_norm = self._max_norm or math.inf
         self.meter = StepMeter(trained.training.parts, trained.training.config)
@@ -235,9 +227,6 @@ class LoopSteps:
                 f"{call} was called twice in a step, or after clipping: call `optimizer.step()` between them, or"
                 f" {self._calls.accumulate}, and clip after the last"
             )
-        if step.micro_batches == 0:
-            # The step before may have been dropped.
-            self._norm_of_step = None
         is_last = not self._micro_batches.more_to_come
         self.engine.set_gradient_accumulation_boundary(is_last)
         self.was_interrupted = True
@@ -259,16 +248,16 @@ class LoopSteps:
         if float(norm_type) != 2.0:
             raise MisconfigurationException(f"{call}: norm_type must be 2 under ZenFlow, got {norm_type!r}")
         self._refuse_without_gradients(call)
+        gradients = self._training.gradients
         # Who clips twice has clipped to the smaller norm.
-        self._norm_of_step = min(float(max_norm), math.inf if self._norm_of_step is None else self._norm_of_step)
-        self._training.gradients.max_norm = self._norm_of_step
+        gradients.max_norm = min(float(max_norm), math.inf if gradients.max_norm is None else gradients.max_norm)
         return self._training.gradient_norm()
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Context of a step."""
         self._refuse_without_gradients("optimizer.step")
-        max_norm, self._norm_of_step = self._norm_of_step, None
+        max_norm = self._training.gradients.max_norm
         self._training.max_norm = self._max_norm if max_norm is None else max_norm
         self.engine.set_gradient_accumulation_boundary(True)
         with self._trained.optimizer.in_engines_step():

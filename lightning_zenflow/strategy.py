@@ -2,8 +2,8 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -22,12 +22,13 @@ from lightning_zenflow.checkpoint.checkpoints import Checkpoints
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import Calls, MisconfigurationException
 from lightning_zenflow.core.process import one_at_a_time
-from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, read_settings
+from lightning_zenflow.deepspeed.config import prepare_deepspeed_config, read_settings, without
 from lightning_zenflow.deepspeed.environment import RankProcess, own_precision
 from lightning_zenflow.deepspeed.optimizer import ZenFlowOptimizer
 from lightning_zenflow.deepspeed.trained_engine import TrainedEngine, inference_engine, leaving_engines
 from lightning_zenflow.deepspeed.users_objects import configured, refuse_unsupported_module, refuse_unsupported_trainer
-from lightning_zenflow.stall_monitor import StallMonitor, StallMonitoring, add_monitor
+from lightning_zenflow.stall_monitor import StallMonitor
+from lightning_zenflow.step_meter import SUMMED_UP
 from lightning_zenflow.steps import TrainerPrecision, TrainerSteps, naming_late_reads
 from lightning_zenflow.trainer_checkpoints import Saves, TrainerCheckpoints
 
@@ -65,11 +66,16 @@ class TrainerStrategy(_DeepSpeedStrategy):
     strategy_name = "zenflow"
     # Lightning would read the variable's file again, and as JSON (`read_settings`).
     DEEPSPEED_ENV_VAR = ""
+    # An epoch's remaining micro-batches make a step of their own; DeepSpeed would count them into the next epoch.
+    handles_gradient_accumulation = False
+    # ZeRO reduces the gradients of every micro-batch.
+    block_backward_sync = nullcontext  # type: ignore[assignment]  # it is any context
+    lightning_restore_optimizer = True
     config: Any  # Lightning's own, which the constructor has prepared
     calls = Calls()
     lightning: ClassVar[ModuleType]
     """The package whose Trainer this strategy is for, as are the next two."""
-    stall_monitor: ClassVar[type[StallMonitoring]]
+    stall_monitor: ClassVar[type[StallMonitor]]
     precision_class: ClassVar[type[TrainerPrecision]]
 
     def __init__(
@@ -104,8 +110,7 @@ class TrainerStrategy(_DeepSpeedStrategy):
         offload_parameters: bool | None = None,
         **deepspeed_options: Any,
     ) -> None:
-        place = {"stage": stage, "offload_parameters": offload_parameters}
-        deepspeed_options |= {key: value for key, value in place.items() if value is not None}
+        deepspeed_options |= without({"stage": stage, "offload_parameters": offload_parameters}, None)
         self._settings = read_settings(
             config,
             deepspeed_options,
@@ -164,8 +169,11 @@ class TrainerStrategy(_DeepSpeedStrategy):
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
         # Private: `model.trainer` is an error where there is none.
-        if model._trainer is not None and self.zenflow_config.stall_monitor:
-            add_monitor(model._trainer, self.stall_monitor)
+        trainer: Any = model._trainer
+        monitors = trainer is not None and self.zenflow_config.stall_monitor
+        if monitors and not any(isinstance(callback, StallMonitor) for callback in trainer.callbacks):
+            # First: at the end it would be behind the checkpoint callbacks, which Lightning keeps last.
+            trainer.callbacks.insert(0, self.stall_monitor(summary_from=SUMMED_UP))
 
     @DeepSpeedStrategy.precision_plugin.setter  # type: ignore[attr-defined, untyped-decorator]  # mypy sees no property
     def precision_plugin(self, plugin: Any) -> None:
@@ -258,18 +266,6 @@ class TrainerStrategy(_DeepSpeedStrategy):
         # Private: the engine of a model that is evaluated. Lightning's own method removes all hooks of the model, the user's as well.
         self.model = inference_engine(model, self.config, self.root_device)
 
-    @property
-    @override
-    def handles_gradient_accumulation(self) -> bool:
-        """False: an epoch's remaining micro-batches make a step of their own; DeepSpeed would count them into the next epoch."""
-        return False
-
-    @contextmanager
-    @override
-    def block_backward_sync(self) -> Generator[None]:
-        """No effect: ZeRO reduces the gradients of every micro-batch."""
-        yield
-
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         call = partial(super().training_step, *args, **kwargs)
@@ -277,8 +273,8 @@ class TrainerStrategy(_DeepSpeedStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        call = partial(super().validation_step, *args, **kwargs)
-        return call() if self._steps is None else self._steps.run_forward(call)
+        call, trained = partial(super().validation_step, *args, **kwargs), self._checkpoints.trained
+        return call() if trained is None else trained.training.run_forward(call)
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Any:
@@ -290,12 +286,8 @@ class TrainerStrategy(_DeepSpeedStrategy):
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        if self._steps is not None:
-            closure = self._steps.begin_step(closure)
-        output = super().optimizer_step(optimizer, closure, *args, **kwargs)
-        if self._steps is not None:
-            self._steps.end_step()
-        return output
+        with nullcontext(closure) if self._steps is None else self._steps.step(closure) as whole:
+            return super().optimizer_step(optimizer, whole, *args, **kwargs)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -365,11 +357,6 @@ class TrainerStrategy(_DeepSpeedStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self._requests.load_model(checkpoint, strict=strict)
-
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return True
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

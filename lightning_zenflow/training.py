@@ -259,9 +259,11 @@ class Training:
         self.parts.moves.give_back(0, self.steps.count)
 
     def run_forward(self, forward: Callable[[], _Output]) -> _Output:
-        """Calls `forward`, where blocks can be given back. If the device runs out of memory beside them, they are, for good, and one rank
-        alone calls `forward` once more, with the same random numbers; on several a collective may be over on some, and the error goes on.
+        """Calls `forward`. If the device runs out of memory beside blocks that can be given back, they are, for good, and one rank alone
+        calls `forward` once more, with the same random numbers; on several a collective may be over on some, and the error goes on.
         """
+        if self.closed or not self.steps.can_give_back:
+            return forward()
         device, n_bytes = self.parts.rank.device, self.parts.residents.n_bytes
         state, states_there = torch.get_rng_state(), get_device_states(torch.empty(0, device=device))
         try:

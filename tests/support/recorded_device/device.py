@@ -29,7 +29,6 @@ _DEEPSPEED = ("stage_1_and_2.py", "stage3.py")
 _OTHERS = (
     "strategy.",
     "steps.complete",
-    "steps.run_forward",
     "training.run_forward",
     "construction.",
     "trained_engine.",
