@@ -40,6 +40,9 @@ else:
 Strategy: TypeAlias = FabricsStrategy | TrainersStrategy
 """Lightning's."""
 
+CPU = torch.device("cpu")
+"""The device of every rank on a CPU: `module.to` with an index would give weights other memory."""
+
 
 class CpuAccelerator(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed has no type information
     """DeepSpeed's CPU accelerator without what needs more than torch."""
@@ -96,8 +99,7 @@ class RankProcess:
         with _as_one_device(lightnings.DeepSpeedStrategy.__module__) if is_alone else nullcontext():
             set_up()
         if strategy.root_device.type == "cpu":
-            # `module.to` with an index would give weights other memory.
-            strategy.parallel_devices = [torch.device("cpu")] * len(devices)
+            strategy.parallel_devices = [CPU] * len(devices)
         if (timeout := strategy._timeout) is not None:
             # Private: all of ZeRO's collectives use this group, with torch's default timeout; before 2.14 torch has no public setter.
             set_timeout = getattr(torch.distributed, "set_timeout", None) or distributed_c10d._set_pg_timeout
