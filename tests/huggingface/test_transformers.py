@@ -288,43 +288,26 @@ def test_reference_model(launcher: str, tmp_path: Path, monkeypatch: pytest.Monk
     end(ours)
 
 
-def snippet(*texts: str, document: Path = ROOT / "docs" / "recipes.md") -> str:
-    """The document's block that has these texts."""
-    blocks = [block.partition("```")[0] for block in document.read_text().split("```python\n")[1:]]
-    (found,) = (block for block in blocks if all(text in block for text in texts))
-    return found
+PYTHON = [
+    block.partition("```")[0]
+    for document in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    for block in document.read_text().split("```python\n")[1:]
+]
+SNIPPETS = [snippet for snippet in PYTHON if "TrainingArguments" in snippet or "lightning_zenflow.accelerate" in snippet]
 
 
-def test_example_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
+def test_snippets_of_the_documents(snippet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a model from a folder, as without network."""
     monkeypatch.chdir(tmp_path)
-    example, name = snippet("TrainingArguments", document=ROOT / "README.md"), "Qwen/Qwen3-1.7B"
-    assert name in example
-    names = {"dataset": Tokens()}
-    exec(example.replace(name, str(save_tiny_model(tmp_path / "llama", "llama"))), names)
-    before = AutoModelForCausalLM.from_pretrained(tmp_path / "llama", dtype="bfloat16")
-    trained = names["model"].parameters()
-    assert any(not torch.equal(p, q) for p, q in zip(before.parameters(), trained, strict=True))
-
-
-def test_loop_under_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+    is_loop, folder = "TrainingArguments" not in snippet, str(save_tiny_model(tmp_path / "llama", "llama"))
+    model = Net() if is_loop else AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    before = [p.detach().clone() for p in model.parameters()]
     data = TensorDataset(torch.randn(32, 16, dtype=torch.float32), torch.zeros(32, dtype=torch.int64))
-    names = {"model": Net(), "loader": DataLoader(data, batch_size=4)}
-    before = Net()
-    with new_process():
-        exec(snippet("lightning_zenflow.accelerate"), names)
-    after = names["accelerator"].unwrap_model(names["model"])
-    assert any(not torch.equal(p, q) for p, q in zip(before.parameters(), after.parameters(), strict=True))
-    assert (tmp_path / "state" / "pytorch_model" / "mp_rank_00_model_states.pt").is_file()
-
-
-@pytest.mark.parametrize("imported", ["import OffloadAdamW", "import ZenFlowTrainer"])
-def test_trainer_of_transformers(imported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    model, before = tiny_llama(), tiny_llama()
-    exec(snippet(imported, "TrainingArguments"), {"model": model, "dataset": Tokens()})
-    assert any(not torch.equal(p, q) for p, q in zip(before.parameters(), model.parameters(), strict=True))
+    names = {"model": model, "dataset": Tokens(), "loader": DataLoader(data, batch_size=4)}
+    exec(snippet.replace("Qwen/Qwen3-1.7B", folder), names)
+    assert any(not torch.equal(p, q.float()) for p, q in zip(before, names["model"].parameters(), strict=True))
+    assert is_loop == (tmp_path / "state" / "pytorch_model" / "mp_rank_00_model_states.pt").is_file()
 
 
 @pytest.mark.parametrize("has_configuration", [False, True])
