@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from cpp_build import BUILD_TIMEOUT_S, VARIANTS, configure, folder_of, program, run
+from cpp_build import BUILD_TIMEOUT_S, configure, folder_of, program, run, variants
 from lightning_zenflow import native
 from lightning_zenflow.core.step_inputs import step_word
 from lightning_zenflow.worker.arena import Arena
@@ -29,7 +29,7 @@ _RUN_TIMEOUT_S = 600
 pytestmark = pytest.mark.timeout(2 * BUILD_TIMEOUT_S)
 
 
-@pytest.mark.parametrize("variant", ["quick", *(pytest.param(v, marks=pytest.mark.slow) for v in list(VARIANTS)[1:])])
+@pytest.mark.parametrize("variant", variants())
 def test_parts(variant: str, tmp_path: Path) -> None:
     with changed_arena("") as arena:
         (tmp_path / "arena").write_bytes(os.pread(arena.fd, os.fstat(arena.fd).st_size, 0))
@@ -292,12 +292,7 @@ def test_a_trainer_that_dies_before_the_worker_is_ready() -> None:
         assert end_of(folder_of("quick") / "zenflow-worker", arena.fd, [], stdin=theirs) == (0, "", [])
 
 
-VARIANTS_WITH_ERRORS = pytest.mark.parametrize(
-    "variant", ["quick", *(pytest.param(v, marks=pytest.mark.slow) for v in ("release", "address"))]
-)
-
-
-@VARIANTS_WITH_ERRORS
+@pytest.mark.parametrize("variant", variants("thread"))
 def test_invalid_arenas_are_refused(variant: str) -> None:
     worker = folder_of(variant) / "zenflow-worker"
     for moments, changes in ((torch.float32, INVALID), (torch.int8, WITH_SCALES)):
@@ -310,7 +305,7 @@ def test_invalid_arenas_are_refused(variant: str) -> None:
     os.close(fd)
 
 
-@VARIANTS_WITH_ERRORS
+@pytest.mark.parametrize("variant", variants("thread"))
 def test_invalid_messages_and_arguments_are_refused(variant: str) -> None:
     """With a closed standard error as well."""
     worker = folder_of(variant) / "zenflow-worker"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from cpp_build import VARIANTS, folder_of
+from cpp_build import folder_of, variants
 from lightning_zenflow.core.step_inputs import step_word
 from lightning_zenflow.native import Acknowledged, JournalEntry, MessageHeader, MessageType, Tentative, Touch
 from small_arena import resolved
@@ -28,7 +28,7 @@ TYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.int8), (torch.fl
 Make = Callable[..., Blocks]
 
 
-@pytest.fixture(params=["quick", *(pytest.param(v, marks=pytest.mark.slow) for v in list(VARIANTS)[1:])])
+@pytest.fixture(params=variants())
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """`Blocks` with a worker of each build, or of the one that the variable names."""
     if "LIGHTNING_ZENFLOW_WORKER" not in os.environ:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cpp_build import VARIANTS, folder_of
+from cpp_build import folder_of, variants
 from lightning_zenflow import native
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from models import generator
@@ -210,18 +210,13 @@ def check(cases: Iterable[Case], variant: str) -> None:
                 torch.testing.assert_close(ours, exact, rtol=5e-6, atol=0, equal_nan=True)
 
 
-ON_EACH_VARIANT = pytest.mark.parametrize(
-    "variant", ["quick", *(pytest.param(v, marks=pytest.mark.slow) for v in list(VARIANTS)[1:] if v != "thread")]
-)
-
-
-@ON_EACH_VARIANT
+@pytest.mark.parametrize("variant", variants("thread"))
 def test_sizes_steps_and_types(variant: str) -> None:
     sizes = [*itertools.product((0, 1, 17, 513), (0, 1, 2, 5)), (4097, 2)]
     check((case for n, n_steps in sizes for case in each_kind(n, n_steps, DECOUPLED)), variant)
 
 
-@ON_EACH_VARIANT
+@pytest.mark.parametrize("variant", variants("thread"))
 def test_decay_slow_moments_and_alignment(variant: str) -> None:
     """A first moment is slow from beta1 = 1 - 2^-8 on, which its rounding to 16 bits depends on."""
     groups = [[NO_DECAY], [GRADIENT_DECAY], [DECOUPLED, NO_DECAY, GRADIENT_DECAY]]
@@ -230,7 +225,7 @@ def test_decay_slow_moments_and_alignment(variant: str) -> None:
     check((case for offset in (1, 3, 8, 15) for case in each_kind(267, 2, DECOUPLED, offset=offset)), variant)
 
 
-@ON_EACH_VARIANT
+@pytest.mark.parametrize("variant", variants("thread"))
 def test_special_values(variant: str) -> None:
     special = [0.0, -0.0, 2.0**-149, -(2.0**-130), 1e38, -1e38, math.inf, -math.inf, math.nan, 65504.0]
     values, cases = torch.tensor(special), []

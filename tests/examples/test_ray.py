@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_readme import RAY, ROOT, blocks
+from test_readme import RAY
 
-from example_runs import run_python
+from example_runs import ROOT, blocks, run_python
 from processes import is_alive
 from ray_module import SAMPLES, STEPS, MyModule
 

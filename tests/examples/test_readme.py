@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,8 +24,7 @@ from typing_extensions import override
 from benchmarks.common.processes import fresh_environment
 from benchmarks.common.results import RESULTS
 from docs import draw_pictures, first_page, quote_tables, release, versions
-from docs.release import with_absolute_links, with_addresses
-from example_runs import ROOT
+from example_runs import ROOT, blocks
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.cli import main
 from models import OptimizerOptions
@@ -53,12 +53,6 @@ HUGGING_FACE = ("lightning_zenflow.accelerate", "TrainingArguments")
 
 def short(path: Path) -> str:
     return str(path.relative_to(ROOT))
-
-
-def blocks(document: Path, language: str) -> list[str]:
-    """The fenced blocks in a language; "" for output."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", document.read_text(), re.DOTALL | re.MULTILINE)
-    return [body for lang, body in found if lang == language]
 
 
 def code_in_prose(document: Path) -> list[str]:
@@ -281,30 +275,24 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 ADDRESS = "https://github.com/OWNER/NAME"
 
 
-def test_links_of_the_readme_are_absolute() -> None:
-    text = with_absolute_links(README.read_text(), ADDRESS, "v0.1.0")
-    targets = re.findall(r"\]\(([^)\s]+)\)", text)
-    assert len(targets) > 15 and all(target.startswith("https://") for target in targets)
-    assert f"{ADDRESS}/raw/v0.1.0/docs/images/steps_side_by_side.svg" in targets
-    assert f"{ADDRESS}/blob/v0.1.0/docs/configuration.md" in targets
-
-
-def test_addresses_are_added_to_the_metadata() -> None:
-    before = (ROOT / "pyproject.toml").read_text()
-    after = with_addresses(before, ADDRESS)
-    assert f'[project.urls]\nRepository = "{ADDRESS}"\n' in after
-    assert [line for line in after.splitlines() if ADDRESS not in line] == before.splitlines()
-
-
-def test_a_tag_is_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("revision", ["main", "v{}"])
+def test_a_release_has_addresses_and_absolute_links(
+    revision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tag is the version."""
     monkeypatch.setattr(release, "ROOT", tmp_path)
-    (tmp_path / "README.md").write_text("[all](docs/tuning.md)")
-    (tmp_path / "pyproject.toml").write_text('version = "1.2.3"\n[project.urls]\n')
-    with pytest.raises(ValueError, match=r"the tag must be v1\.2\.3, .*got v1\.2\.4"):
-        release.main(ADDRESS, "v1.2.4")
-    for revision in ("main", "v1.2.3"):
-        release.main(ADDRESS, revision)
-    assert (tmp_path / "README.md").read_text() == f"[all]({ADDRESS}/blob/main/docs/tuning.md)"
+    readme, pyproject = (Path(shutil.copy(ROOT / name, tmp_path)) for name in ("README.md", "pyproject.toml"))
+    (version,) = re.findall(r'^version = "(.+)"$', before := pyproject.read_text(), re.MULTILINE)
+    with pytest.raises(ValueError, match=rf"the tag must be v{re.escape(version)}, .*got v{re.escape(version)}0"):
+        release.main(ADDRESS, f"v{version}0")
+    revision = revision.format(version)
+    release.main(ADDRESS, revision)
+    targets = re.findall(r"\]\(([^)\s]+)\)", readme.read_text())
+    assert len(targets) > 15 and all(target.startswith("https://") for target in targets)
+    assert f"{ADDRESS}/raw/{revision}/docs/images/steps_side_by_side.svg" in targets
+    assert f"{ADDRESS}/blob/{revision}/docs/configuration.md" in targets
+    assert f'[project.urls]\nRepository = "{ADDRESS}"\n' in pyproject.read_text()
+    assert [line for line in pyproject.read_text().splitlines() if ADDRESS not in line] == before.splitlines()
 
 
 def test_versions_and_authors_are_those_of_the_citation() -> None:

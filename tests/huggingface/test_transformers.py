@@ -19,14 +19,13 @@ from trl.models.utils import prepare_deepspeed
 
 import sft
 from accelerate_loops import EXACT, LATE, Net, new_process
+from example_runs import ROOT, blocks
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.deepspeed.users_module import is_in_pieces
 from rank_processes import free_port
 from same_bits import assert_same_tensors
 from tiny_models import save_tiny_model
 from tiny_trainers import Tokens, configuration, logged, tiny_llama, trainer
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -288,12 +287,12 @@ def test_reference_model(launcher: str, tmp_path: Path, monkeypatch: pytest.Monk
     end(ours)
 
 
-PYTHON = [
-    block.partition("```")[0]
+SNIPPETS = [
+    snippet
     for document in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-    for block in document.read_text().split("```python\n")[1:]
+    for snippet in blocks(document, "python")
+    if "TrainingArguments" in snippet or "lightning_zenflow.accelerate" in snippet
 ]
-SNIPPETS = [snippet for snippet in PYTHON if "TrainingArguments" in snippet or "lightning_zenflow.accelerate" in snippet]
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))

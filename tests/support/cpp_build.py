@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,11 @@ VARIANTS = {
 }
 """CMake's options of each variant. Address includes undefined behaviour."""
 BUILD_TIMEOUT_S = 900
+
+
+def variants(*left_out: str) -> list[Any]:
+    """Parameters of tests, of which all but the quick one are slow."""
+    return [pytest.param(v, marks=[pytest.mark.slow] * (v != "quick")) for v in VARIANTS if v not in left_out]
 
 
 def run(command: list[str | Path], **environment: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""The examples' commands, run as a user runs them."""
+"""The examples' commands, run as a user runs them, and blocks of the documents."""
 
 import csv
 import os
@@ -34,6 +34,12 @@ def run_example(folder: Path, script: str, *arguments: str, timeout: float) -> s
     strange = re.findall(r".*(?:[Dd]eprecat|Warning|Failed to load).*", done.stderr)
     assert not strange, strange
     return done.stdout
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    """The fenced blocks in a language; "" for output."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", document.read_text(), re.DOTALL | re.MULTILINE)
+    return [body for lang, body in found if lang == language]
 
 
 def csv_rows(path: Path) -> list[dict[str, str]]:

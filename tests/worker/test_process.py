@@ -68,20 +68,6 @@ def test_more_messages_than_the_socket_holds(worker: Worker) -> None:
         worker.wait()
 
 
-@pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], Path]:
-    """Puts another executable in the worker's place; its path."""
-
-    def write(content: bytes) -> Path:
-        path = tmp_path / "zenflow-worker"
-        path.write_bytes(content)
-        path.chmod(0o755)
-        monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(path))
-        return path
-
-    return write
-
-
 def test_a_worker_that_receives_nothing(worker: Worker) -> None:
     """Started in its own time, it is waited for briefly."""
     worker._timeout_s = 0.2
@@ -240,10 +226,12 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_an_executable_that_does_not_begin(
-    name: str, arena: Arena, two_cores: list[int], install: Callable[[bytes], Path]
+    name: str, arena: Arena, two_cores: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     damage, message = DAMAGE[name]
-    install(damage(worker_executable().read_bytes()))
+    path = Path(shutil.copy(worker_executable(), tmp_path))
+    path.write_bytes(damage(path.read_bytes()))
+    monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(path))
     limit_s = 2 if name == "another program" else 30
     start = partial(Worker, arena, cores=two_cores, timeout_s=limit_s, word_timeout_s=30)
     with leaves_no_file_open():

@@ -299,30 +299,24 @@ def test_deepspeeds_block() -> None:
         ({"zero_optimization": {"zenflow": True}}, r"zero_optimization\.zenflow must be a mapping, got True"),
         ({"topk_ratio": "${nowhere}"}, "nowhere"),
         ({"topk_ratio": 1.5}, r"ZenFlowConfig: topk_ratio must be a number from 0 to 1, got 1.5"),
+        # Of files alone, in JSON where there are braces.
+        ('{"fp16": {}, "fp16": {}}', "cannot be read: Duplicate keys"),
+        ('{"fp16": "\xff"}', "cannot be read: .*codec"),
+        ("topk_ratio: [0.1", "cannot be read: "),
+        ("topk_ratio: 0.1\ntopk_ratio: 0.2", "cannot be read: .*duplicate"),
+        ("- 1", r"mine.yaml must be a mapping, .*, got \[1\]"),
+        (None, "cannot be read: .*No such file"),
     ],
 )  # fmt: skip
-def test_mistakes_name_their_source(content: dict[str, Any], message: str, tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    OmegaConf.save(OmegaConf.create(content), path)
-    for source, name in ((content, "config"), (path, str(path))):
-        with pytest.raises((MisconfigurationException, ValueError), match=message) as error:
+def test_mistakes_name_their_source(content: dict[str, Any] | str | None, message: str, tmp_path: Path) -> None:
+    is_json = isinstance(content, str) and content.startswith("{")
+    sources: dict[str, Any] = {str(path := tmp_path / ("mine.json" if is_json else "mine.yaml")): path}
+    if isinstance(content, str):
+        path.write_text(content, encoding="latin-1")
+    elif content is not None:
+        OmegaConf.save(OmegaConf.create(content), path)
+        sources["config"] = content
+    for name, source in sources.items():
+        with pytest.raises((MisconfigurationException, ValueError), match=f"(?s){message}") as error:
             resolve_config(source, {})
         assert str(error.value).startswith(name)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("missing.json", None, "missing.json: cannot be read: .*No such file"),
-        ("a.json", '{"fp16": {}, "fp16": {}}', "cannot be read: Duplicate keys"),
-        ("a.json", '{"fp16": "\xff"}', "cannot be read: .*codec"),
-        ("a.yaml", "topk_ratio: [0.1", "cannot be read: "),
-        ("a.yaml", "topk_ratio: 0.1\ntopk_ratio: 0.2", "cannot be read: .*duplicate"),
-        ("a.yaml", "- 1", r"a.yaml must be a mapping, .*, got \[1\]"),
-    ],
-)
-def test_files_that_cannot_be_read(name: str, content: str | None, message: str, tmp_path: Path) -> None:
-    if content is not None:
-        (tmp_path / name).write_text(content, encoding="latin-1")
-    with pytest.raises(MisconfigurationException, match=f"(?s){message}"):
-        resolve_config(tmp_path / name, {})
