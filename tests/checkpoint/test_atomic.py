@@ -9,6 +9,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -113,16 +114,11 @@ def test_folders_that_cannot_be_synced_are_no_error_and_files_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    code = errno.EINVAL
-
-    def fsync(fd: int) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "fsync", fsync := Mock(side_effect=OSError(errno.EINVAL, "Invalid argument")))
     sync_all([tmp_path])
     with pytest.raises(OSError, match="Invalid argument"):
         sync_all([tmp_path / "file"])
-    code = errno.EIO
+    fsync.side_effect = OSError(errno.EIO, "Input/output error")
     with pytest.raises(OSError, match="Input/output error"):
         sync_all([tmp_path])
 

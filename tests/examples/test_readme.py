@@ -80,14 +80,6 @@ class Model(Perceptron):
         return DataLoader(range(self.length), batch_size=32)
 
 
-def parse_only(module: str, arguments: list[str]) -> None:
-    """A benchmark's program accepts the arguments."""
-    program = importlib.import_module(module)
-    if hasattr(program, "__path__"):
-        program = importlib.import_module(f"{module}.__main__")
-    program.parse_arguments(arguments)
-
-
 def is_run(name: str, by: Path) -> bool:
     """Whether a script or a test has a text, which runs or imports what is documented."""
     places = [ROOT / ".ci" / "run", *(ROOT / "scripts").iterdir(), *(ROOT / "tests").rglob("test_*.py")]
@@ -130,7 +122,11 @@ def test_command(document: str, command: str, capsys: pytest.CaptureFixture[str]
         name = words[2].removeprefix("docs.")
         assert f"{name}." in Path(__file__).read_text() or is_run(words[2], ROOT), f"nothing runs {command!r}"
     elif words[:2] == ["python", "-m"]:
-        parse_only(words[2], words[3:])
+        # A benchmark's program accepts the arguments.
+        program = importlib.import_module(words[2])
+        if hasattr(program, "__path__"):
+            program = importlib.import_module(f"{words[2]}.__main__")
+        program.parse_arguments(words[3:])
     elif words[0] == "python":
         assert is_run(Path(words[1]).name, ROOT), f"nothing runs {command!r}"
     else:

@@ -81,16 +81,13 @@ def test_room_without_the_peak_of_the_start() -> None:
     torch.cuda.empty_cache()
 
 
-def network(width: int, layers: int, **options: Any) -> Case:
-    given = {"precision": "bf16-true", "accelerator": "gpu", "recorded": False, "strategy_options": APPROXIMATE}
-    return Case(model="Perceptron", model_options={"widths": [width] * (layers + 1)}, **{**given, **options})
-
-
 def test_memory_ceiling() -> None:
     gc.collect()
     before = torch.cuda.memory_allocated()
     width, layers, bucket = 2048, 24, 8_000_000
-    case = network(width, layers, max_norm=1.0, steps=16)
+    given: dict[str, Any] = {"precision": "bf16-true", "accelerator": "gpu", "strategy_options": APPROXIMATE}
+    options = {"widths": [width] * (layers + 1)}
+    case = Case(model="Perceptron", model_options=options, recorded=False, max_norm=1.0, steps=16, **given)
     case = case.with_keys(reduce_bucket_size=bucket, allgather_bucket_size=bucket)
     # In the steps from the tenth on.
     peaks, owned = list[int](), list[int]()

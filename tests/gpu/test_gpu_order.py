@@ -1,5 +1,6 @@
 """On a CUDA device: order between streams, and between device, host and worker. Delays anywhere change no bit."""
 
+import itertools
 import os
 import signal
 import threading
@@ -62,12 +63,10 @@ def late(owner: type, method: str) -> Callable[[pytest.MonkeyPatch], None]:
     original = getattr(owner, method)
 
     def install(monkeypatch: pytest.MonkeyPatch) -> None:
-        calls = 0
+        calls = itertools.count()
 
         def slow(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls % 3 == 1:
+            if next(calls) % 3 == 0:
                 torch.cuda._sleep(2 * MILLISECOND)
             return original(*args, **kwargs)
 

@@ -50,6 +50,8 @@ TRAINERS: dict[str, Callable[..., Any]] = {
     "SFT": sft,
     "DPO": partial(of_trl, DPOTrainer, DPOConfig, PAIRS),
     "LoRA": partial(sft, wrap=lambda model: get_peft_model(model, LORA)),
+    # By `peft_config` and `optimizer_cls_and_kwargs`.
+    "adapters and optimizer by the trainer": partial(sft, weight_decay=0.1),
 }
 
 
@@ -62,6 +64,9 @@ def test_trainers(which: str, options: dict[str, Any], tmp_path: Path) -> None:
 
     def train(who: Who, folder: str, resume: str | None = None, **more: Any) -> Any:
         def given(model: LlamaForCausalLM) -> dict[str, Any]:
+            if "by the trainer" in which:
+                kind, keys = (OffloadAdamW, {"worker_cores": 1}) if who == "ours" else (AdamW, {})
+                return {"peft_config": LORA, "optimizer_cls_and_kwargs": (kind, {"lr": 1e-2, **keys})}
             return {"optimizers": (make_optimizer(who, model.parameters()), None)}
 
         one = TRAINERS[which](tmp_path / folder, given=given, **options, **more)
@@ -75,19 +80,6 @@ def test_trainers(which: str, options: dict[str, Any], tmp_path: Path) -> None:
     again = train("ours", "again", str(first))
     assert logged(again, "loss") == logged(ours, "loss")
     assert_same_tensors([*again.model.state_dict().values()], [*ours.model.state_dict().values()])
-
-
-def test_a_trainer_makes_adapters_and_optimizer(tmp_path: Path) -> None:
-    """By `peft_config` and `optimizer_cls_and_kwargs`."""
-
-    def train(kind: Any, **keys: Any) -> Any:
-        given = {"peft_config": LORA, "optimizer_cls_and_kwargs": (kind, {"lr": 1e-2, **keys})}
-        one = sft(tmp_path, given=lambda _: given, save_strategy="no", weight_decay=0.1)
-        one.train()
-        return one
-
-    ours, theirs = train(OffloadAdamW, worker_cores=1), train(AdamW)
-    torch.testing.assert_close(logged(ours, "loss"), logged(theirs, "loss"), rtol=3e-6, atol=0)
 
 
 @pytest.mark.parametrize("has_trained", [False, True])

@@ -14,8 +14,10 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import psutil
 import pytest
@@ -79,19 +81,14 @@ def test_a_worker_that_receives_nothing(worker: Worker) -> None:
 
 def test_a_worker_that_does_not_end(arena: Arena, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel has to unmap its memory, which takes seconds for a terabyte."""
-
-    def wait(*, timeout: float) -> int:
-        limits.append(timeout)
-        raise subprocess.TimeoutExpired("zenflow-worker", timeout)
-
-    limits: list[float] = []
+    wait = Mock(side_effect=subprocess.TimeoutExpired("zenflow-worker", 10))
     os.kill(worker.pid, signal.SIGSTOP)
     with monkeypatch.context() as patch:
         patch.setattr(worker._process, "wait", wait)
         with pytest.raises(WorkerError, match="was killed but did not end within 10"):
             worker.close()
     unmap_s = os.fstat(arena.fd).st_size / 2**35
-    assert limits == [1 + unmap_s, 10 + unmap_s]
+    assert wait.call_args_list == [call(timeout=1 + unmap_s), call(timeout=10 + unmap_s)]
     assert worker._socket.fileno() < 0
 
 
@@ -142,12 +139,11 @@ def test_states_are_there_before_the_trainer_writes(dtype: str, n_bytes: int, mo
     """The worker touches them at its start, on its own NUMA nodes, and no other memory."""
     seen = []
 
-    class LooksFirst(HostState):
-        def __init__(self, *args, arena, **kwargs) -> None:  # type: ignore[no-untyped-def]
-            seen.append((os.fstat(arena.fd), n_bytes * arena.master.numel()))
-            super().__init__(*args, arena=arena, **kwargs)
+    def looks_first(*args: Any, arena: Arena, **kwargs: Any) -> HostState:
+        seen.append((os.fstat(arena.fd), n_bytes * arena.master.numel()))
+        return HostState(*args, arena=arena, **kwargs)
 
-    monkeypatch.setattr(assembly, "HostState", LooksFirst)
+    monkeypatch.setattr(assembly, "HostState", looks_first)
     with direct_step([[torch.zeros(512, 512)]], publish_lag=1, moments_dtype=dtype):
         [(file, states)] = seen
     # Header and tables are the trainer's.
@@ -193,18 +189,11 @@ os.execve(worker, sys.argv, os.environ)
 """
 
 
-def with_bytes(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
-    def change(content: bytes) -> bytes:
-        assert old in content and len(old) == len(new)
-        return content.replace(old, new)
-
-    return change
-
-
 def of_another_architecture(content: bytes) -> bytes:
     return content[:18] + (2).to_bytes(2, "little") + content[20:]  # e_machine: SPARC
 
 
+with_bytes = partial(methodcaller, "replace")
 CANNOT_RUN = "zenflow-worker cannot run on this machine .*: .*{}.*; .* build it here: `pip"
 DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "another program": (lambda _: b"#!/bin/sh\nexec sleep 1000\n", "did not answer within 2 s; raise `worker_timeout`"),

@@ -4,6 +4,7 @@ tests/cpp compares with AdamW in Python; the formula of the provisional update; 
 
 import math
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -325,11 +326,8 @@ def test_where_a_kernel_cannot_be_compiled_torch_takes_over(
 ) -> None:
     """Its first launch compiles, and raises what Triton raises then."""
     triton = pytest.importorskip("lightning_zenflow.kernels.triton", reason="Triton has no wheel for this platform")
-
-    def no_compiler(*_: object, **__: object) -> None:
-        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
-
-    monkeypatch.setattr(triton.TritonKernels, name, no_compiler)
+    error = RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+    monkeypatch.setattr(triton.TritonKernels, name, Mock(side_effect=error))
     monkeypatch.setenv("ZENFLOW_KERNELS", "triton")
     assert type(kernels_for(CPU)) is Kernels
     assert "Triton's kernels cannot be used, torch's are" in caplog.text

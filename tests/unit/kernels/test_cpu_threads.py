@@ -2,7 +2,6 @@
 
 import os
 import signal
-from typing import Any
 
 import pytest
 import torch
@@ -14,14 +13,11 @@ from processes import wait_for
 def test_no_thread_works_behind_an_interrupted_call() -> None:
     """A signal comes within a pass, or between two."""
 
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     def n_threads() -> int:
         return len(os.listdir("/proc/self/task"))
 
     kernels, gradient = CpuKernels(), torch.ones(1024, 1024, dtype=torch.float32)
-    before, handler = torch.get_num_threads(), signal.signal(signal.SIGVTALRM, interrupt)
+    before, handler = torch.get_num_threads(), signal.signal(signal.SIGVTALRM, signal.default_int_handler)
     try:
         torch.set_num_threads(3)
         kernels.route(gradient, (), per_axis=True)  # with torch's own threads, which stay

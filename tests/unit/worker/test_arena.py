@@ -5,7 +5,7 @@ import mmap
 import os
 import re
 from dataclasses import replace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -153,17 +153,12 @@ def test_memory_that_cannot_be_page_locked_stays_pageable(
     unlocked = [address for call, address in recording.calls if call == "unlock"]
     assert unlocked == [begin for i, begin in enumerate(begins, 1) if i not in (1, 3)]
     # Small memory beside the arena.
-    empty = torch.empty
-
-    def refuses(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
-        if pin_memory:
-            raise RuntimeError("cudaHostAlloc failed")
-        return empty(*args, **kwargs)
-
-    monkeypatch.setattr(torch, "empty", refuses)
+    empty = Mock(side_effect=[RuntimeError("cudaHostAlloc failed"), torch.empty(2, 3)])
+    monkeypatch.setattr(torch, "empty", empty)
     device.warn_of_pageable_memory.cache_clear()
     assert recording(torch.device("cuda")).empty_on_host((2, 3), torch.int64).shape == (2, 3)
     assert "cudaHostAlloc failed" in caplog.text
+    assert [made.kwargs.get("pin_memory") for made in empty.mock_calls] == [True, None]
 
 
 def test_copies_are_page_locked_on_pages_of_their_own(recording: type[Recording]) -> None:
