@@ -90,9 +90,6 @@ class Destination:
         return gradient.view(-1).narrow(0, self.begin, self.slot.numel()).view_as(self.slot)
 
 
-ColumnWrite = tuple[Tensor, Selection]
-"""A matrix, [rows, width], contiguous, model dtype, and what is written to it; the entries are read at each write."""
-
 DONE_NUMEL = 1024
 """Elements for each word of `Elements.done`."""
 
@@ -215,15 +212,13 @@ class Kernels:
     def select_parts(self, gradient: Tensor, destinations: Sequence[Destination]) -> None:
         """Gathers the selected columns of a gradient."""
         for destination in destinations:
-            if destination.selection is not None:
-                self.select(destination.part_of(gradient), destination.selection)
-
-    def select(self, part: Tensor, selection: Selection) -> None:
-        """Copies the selection's columns of a part of a gradient, [rows, width], to its entries."""
-        if selection.columns is None:
-            selection.entries.copy_(part)
-        else:
-            torch.index_select(part, 1, selection.columns, out=selection.entries)
+            if (selection := destination.selection) is None:
+                continue
+            part = destination.part_of(gradient)
+            if selection.columns is None:
+                selection.entries.copy_(part)
+            else:
+                torch.index_select(part, 1, selection.columns, out=selection.entries)
 
     def factored_step_(
         self, moment: SecondMoment, squared_norms: SquaredNorms, *, beta2: float, lr: float, scale: Tensor
@@ -285,8 +280,10 @@ class Kernels:
         """`GradientNorms.word`, which also changes `sum` and the block's `partial`."""
         return norms.word(block)
 
-    def column_writer(self, writes: Sequence[ColumnWrite]) -> Callable[[], None]:
-        """Returns a function that does matrix[:, columns] <- entries for all writes; prepared once, called in every step."""
+    def column_writer(self, writes: Sequence[tuple[Tensor, Selection]]) -> Callable[[], None]:
+        """Returns a function that does matrix[:, columns] <- entries for all matrices, [rows, width], model dtype; prepared once, called in
+        every step, with the entries that there are then.
+        """
         some = [(matrix, s.columns, s.entries) for matrix, s in writes if s.columns is not None]
         targets = [matrix for matrix, s in writes if s.columns is None]
         sources = [s.entries for _, s in writes if s.columns is None]

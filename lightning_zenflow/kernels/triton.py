@@ -20,7 +20,6 @@ from lightning_zenflow.kernels.base import (
     DONE_NUMEL,
     IN_ORDER,
     SMALLEST,
-    ColumnWrite,
     Copies,
     Destination,
     Elements,
@@ -132,7 +131,7 @@ class TritonKernels(Kernels):
         return word.view(torch.int32)
 
     @override
-    def column_writer(self, writes: Sequence[ColumnWrite]) -> Callable[[], None]:
+    def column_writer(self, writes: Sequence[tuple[Tensor, Selection]]) -> Callable[[], None]:
         writes = [(matrix, s) for matrix, s in writes if s.entries.numel()]
         if not writes:
             return lambda: None
@@ -141,30 +140,25 @@ class TritonKernels(Kernels):
             columns, n_indices = (0, 0) if s.columns is None else (s.columns.data_ptr(), s.columns.numel())
             sizes = n_indices, *matrix.shape, s.entries.shape[1]
             rows.append((matrix.data_ptr(), columns, s.entries.data_ptr(), *sizes))
+        rectangle = torch.tensor([device.COPY_ROWS.value, device.COPY_COLUMNS.value], dtype=torch.int64, device="cpu")
+        shapes = torch.tensor([s.entries.shape for _, s in writes], dtype=torch.int64, device="cpu")
         # Each program has the number of its write, and its own in that write.
-        n_programs = torch.tensor(
-            [_copy_programs(*s.entries.shape) for _, s in writes], dtype=torch.int64, device="cpu"
-        )
+        n_programs = (-(-shapes // rectangle)).prod(1)
         of_write = torch.repeat_interleave(n_programs)
         first = (n_programs.cumsum(0) - n_programs)[of_write]
         programs = torch.stack([of_write, torch.arange(len(first), dtype=torch.int64, device="cpu") - first], dim=1)
         runtime = runtime_of(writes[0][0].device)
-        on_host = [
-            runtime.empty_on_host(table.shape, table.dtype).copy_(table)
+        # In stream order, without waiting for the device.
+        tables = [
+            runtime.empty_on_host(table.shape, table.dtype).copy_(table).to(runtime.device, non_blocking=True)
             for table in (torch.tensor(rows, dtype=torch.int64, device="cpu"), programs)
         ]
-        # In stream order, without waiting for the device.
-        tables = [table.to(runtime.device, non_blocking=True) for table in on_host]
 
         def write() -> None:
             # The tables hold addresses in the tensors of `writes`, which must live as long as this function.
             device.write_columns[(len(tables[1]),)](*tables, writes[0][0], enable_fp_fusion=False)
 
         return write
-
-
-def _copy_programs(n_rows: int, n_selected: int) -> int:
-    return int(triton.cdiv(n_rows, device.COPY_ROWS.value) * triton.cdiv(n_selected, device.COPY_COLUMNS.value))
 
 
 def kernels_that_run(device: torch.device) -> TritonKernels:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_zenflow.core.device import AsyncHostCopy, DeviceNumber, runtime_of
 from lightning_zenflow.core.partition import Tile, column_count
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
-from lightning_zenflow.kernels.base import ColumnWrite, Elements, Selection
+from lightning_zenflow.kernels.base import Elements, Selection
 from lightning_zenflow.offload.rank_state import RankState
 from lightning_zenflow.telemetry import Cause
 from lightning_zenflow.worker.moments import Moment
@@ -185,7 +185,7 @@ class DeviceColumns:
             staging = torch.empty(n, dtype=rank.dtype, device=rank.device)
             self._elements.append(Elements.of(state, staging, staging))
         self.selections: dict[int, Selection] = {}
-        writes: list[ColumnWrite] = []
+        writes: list[tuple[Tensor, Selection]] = []
         for number, owned in self._tiles.items():
             tile = owned.tile
             on_device = None if owned.columns is None else owned.columns.to(rank.device, non_blocking=True)

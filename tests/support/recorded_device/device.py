@@ -320,7 +320,7 @@ class RecordedAccelerator(CpuAccelerator):
         self._recorded.synchronize()
 
 
-_OF_PASSES = ("route", "select", "column_writer")
+_OF_PASSES = ("route", "column_writer")
 """Methods that call passes and copy."""
 
 

@@ -195,7 +195,8 @@ def test_columns_there_and_back(on: Implementation, dtype: torch.dtype) -> None:
             assert torch.equal(matrix, expected)
             if of_matrix is not None:
                 found = torch.empty_like(values)
-                on.kernels.select(matrix, Selection(columns=of_matrix, entries=found))
+                selection = Selection(columns=of_matrix, entries=found)
+                on.kernels.select_parts(matrix, [Destination(begin=0, slot=matrix, selection=selection)])
                 assert torch.equal(found, values)
 
 
