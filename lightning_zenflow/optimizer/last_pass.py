@@ -10,14 +10,11 @@ _SILENT_STEPS = 50
 
 
 class LastPass:
-    """Which backward pass of a step is its last, as far as that is known when the pass begins.
+    """Which backward pass of a step is its last, as far as that is known when the pass begins. `n_passes`: those of a step."""
 
-    Attributes:
-        learned: backward passes of a step; 0: those inside a closure are the last ones; None: not known yet.
-    """
-
-    def __init__(self, given: int | None) -> None:
-        self.learned = given
+    def __init__(self, n_passes: int | None) -> None:
+        # 0: those inside a closure are the last ones. None: not known yet.
+        self._learned = n_passes
         self._said: bool | None = None
         self._n_silent = 0
 
@@ -32,17 +29,17 @@ class LastPass:
 
     def is_last(self, number: int) -> bool:
         """Whether the backward pass that begins, the `number`-th of its step, is the last."""
-        return bool(self.learned and number >= self.learned) if self._said is None else self._said
+        return bool(self._learned and number >= self._learned) if self._said is None else self._said
 
     def end_step(self, n_passes: int, *, in_closure: bool, was_known: bool) -> None:
         """Learns from a step, and warns where nothing hides."""
-        if self.learned is None:
-            self.learned = 0 if in_closure else n_passes
+        if self._learned is None:
+            self._learned = 0 if in_closure else n_passes
             return
         self._n_silent = 0 if was_known else self._n_silent + 1
         if self._n_silent == _SILENT_STEPS:
             rank_zero_warn(
                 f"OffloadAdamW: in {_SILENT_STEPS} steps no backward pass was known to be the last one of its step, so that no update was"
-                f" hidden: set accumulation_steps to the number of backward passes, which is {n_passes} now and was {self.learned} in the"
+                f" hidden: set accumulation_steps to the number of backward passes, which is {n_passes} now and was {self._learned} in the"
                 " first step"
             )

@@ -1,7 +1,7 @@
 """AdamW whose state is in host memory, updated behind the backward pass, as an optimizer of torch."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NoReturn
 
@@ -21,17 +21,6 @@ from lightning_zenflow.optimizer.last_pass import LastPass
 from lightning_zenflow.optimizer.parameters import trained_parameters
 from lightning_zenflow.step_meter import StepMeter
 from lightning_zenflow.telemetry import Reading
-
-_OF_TORCH = {
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-    "decoupled_weight_decay": True,
-}
-"""Keys of a parameter group of `torch.optim.AdamW`, which reads them where it continues from a `state_dict`."""
 
 
 class OffloadAdamW(Optimizer):
@@ -88,20 +77,19 @@ class OffloadAdamW(Optimizer):
         )
         self._engine: OptimizerEngine | None = None
         self._signs = LastPass(accumulation_steps)
-        self._hooks = dict[Tensor, Any]()
-        weakref.finalize(self, _remove, self._hooks)
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **_OF_TORCH})
+        self._hooked = dict[Tensor, None]()
+        # Which torch's reads in parameter groups, where it continues from a `state_dict`; the last one before torch 2.7 too.
+        any_parameter = torch.empty(0, dtype=torch.float32, device="cpu")
+        defaults = torch.optim.AdamW([any_parameter]).defaults | {"decoupled_weight_decay": True}
+        super().__init__(params, defaults | {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.register_state_dict_post_hook(_add_state)  # before the user's hooks
         read_hyperparameters(self)
-        if any(p.device.type != "cpu" or isinstance(p, DTensor) for p in self._hooks):
+        if any(p.device.type != "cpu" or isinstance(p, DTensor) for p in self._hooked):
             self._started()
 
     def _started(self) -> OptimizerEngine:
         """The training. On a CPU it begins with the first use, as parameters may be moved to a device before; for DTensors at once, as all
-        ranks begin together.
-
-        Raises:
-            MisconfigurationException: parameters cannot be trained like this.
+        ranks begin together. MisconfigurationException: parameters cannot be trained like this.
         """
         if self._engine is None:
             self._refuse_later()
@@ -109,13 +97,13 @@ class OffloadAdamW(Optimizer):
             weakref.finalize(self, self._engine.end)
             # For those who make state by a step with zero gradients where there is none, as torch.distributed.checkpoint. Without tensors:
             # Lightning would move them to the device.
-            self.state.update({p: {} for p in self._hooks})
+            self.state.update({p: {} for p in self._hooked})
         return self._engine
 
     def _refuse_later(self) -> None:
         """Refuses parameters whose gradients would not be noticed."""
         for of in trained_parameters(self.param_groups)[0]:
-            if of.parameter not in self._hooks:
+            if of.parameter not in self._hooked:
                 raise MisconfigurationException(
                     f"OffloadAdamW: {of.name}.requires_grad must be True when the optimizer gets it, got a parameter that was frozen then"
                     " or has taken the place of another: freeze behind the optimizer's construction, and construct it behind `fully_shard`,"
@@ -141,12 +129,10 @@ class OffloadAdamW(Optimizer):
         if closure is not None:
             with self._signs.saying(is_last=True), torch.enable_grad():
                 loss = closure()
-        if any(p.grad is not None and p not in self._hooks for g in self.param_groups for p in g["params"]):
+        if any(p.grad is not None and p not in self._hooked for g in self.param_groups for p in g["params"]):
             self._refuse_later()
-        if self._engine is None and any(p.grad is not None for p in self._hooks):
-            self._started()
-        if self._engine is not None:
-            self._engine.step(in_closure=closure is not None)
+        if self._engine is not None or any(p.grad is not None for p in self._hooked):
+            self._started().step(in_closure=closure is not None)
         return loss
 
     @override
@@ -189,11 +175,9 @@ class OffloadAdamW(Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         groups, saved_groups = self.param_groups, state_dict["param_groups"]
-        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved_groups]:
-            raise ValueError(
-                f"state_dict must have parameter groups of {[len(g['params']) for g in groups]} parameters, got"
-                f" {[len(g['params']) for g in saved_groups]}"
-            )
+        sizes, saved_sizes = ([len(g["params"]) for g in of_groups] for of_groups in (groups, saved_groups))
+        if sizes != saved_sizes:
+            raise ValueError(f"state_dict must have parameter groups of {sizes} parameters, got {saved_sizes}")
         for group, saved in zip(groups, saved_groups, strict=True):
             group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
         indices = [index for saved in saved_groups for index in saved["params"]]
@@ -218,7 +202,8 @@ class OffloadAdamW(Optimizer):
 
         for p in self.param_groups[-1]["params"]:
             if p.requires_grad:
-                self._hooks[p] = p.register_post_accumulate_grad_hook(arrived)
+                self._hooked[p] = None
+                weakref.finalize(self, p.register_post_accumulate_grad_hook(arrived).remove)
 
     @property
     def telemetry(self) -> Reading | None:
@@ -245,9 +230,4 @@ class OffloadAdamW(Optimizer):
 def _add_state(optimizer: Optimizer, packed: dict[str, Any]) -> None:
     assert isinstance(optimizer, OffloadAdamW)
     if (engine := optimizer._engine) is not None:
-        packed["state"], packed[CHECKPOINT_KEY] = engine.state(), engine.training.state_dict()
-
-
-def _remove(hooks: Mapping[Tensor, Any]) -> None:
-    for handle in hooks.values():
-        handle.remove()
+        packed["state"], packed[CHECKPOINT_KEY] = engine.state(), engine.training.steps.state_dict()
