@@ -173,7 +173,7 @@ class TrainerCheckpoints:
         """The module's state dict by `read`, for the hooks of a save, as `save` writes it: the first call of a save."""
         if (trained := self._checkpoints.trained) is not None:
             if self.saves.must_wait:
-                trained.training.in_update.pause()
+                trained.training.in_update.is_paused = True
             else:
                 try:
                     self._make_exact()
@@ -206,7 +206,7 @@ class TrainerCheckpoints:
         self.saves.is_missing = True
         if self.saves.must_wait:
             if (trained := self._checkpoints.trained) is not None:
-                trained.training.in_update.resume()
+                trained.training.in_update.is_paused = False
             again, weights_only = self.module.trainer.save_checkpoint, "optimizer_states" not in checkpoint
             self.saves.when_possible(again, place_of(path), weights_only, storage_options)
             rank_zero_info(

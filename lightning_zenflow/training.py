@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -28,15 +28,6 @@ from lightning_zenflow.worker.process import SupervisedWorker, WorkerError
 _log = logging.getLogger(__name__)
 
 _Output = TypeVar("_Output")
-
-
-class StepResult(NamedTuple):
-    """What a step has done."""
-
-    norm: Tensor
-    """Of the whole gradient before clipping: 0-D float32 on the device."""
-    finite: bool | None
-    """Whether weights have been changed; None: nobody has asked."""
 
 
 class Training:
@@ -70,10 +61,8 @@ class Training:
         self.in_backward = False
         self._process, self._thread = os.getpid(), threading.get_ident()
 
-    def start(self, part: RankPart, engine: Engine, *, add: Callable[[Tensor, Tensor], object] | None = None) -> None:
-        """Makes the arena, which takes the place of the engine's memory, and starts the worker; all ranks call it together. `add`: see
-        `ServedGradients`.
-        """
+    def start(self, part: RankPart, engine: Engine) -> None:
+        """Makes the arena, which takes the place of the engine's memory, and starts the worker; all ranks call it together."""
         self.parts = parts = build(self.config, part, self._resources)
         self.host_state, self._worker, self.telemetry = parts.host_state, parts.rank.worker, parts.rank.telemetry
         self._engine, self._optimizer = engine, part.optimizer
@@ -89,7 +78,7 @@ class Training:
             gather_weights=self._gather_weights,
         )
         self.full_state = FullState(self.steps, parts, self.host_state.states, part, flush=self.flush)
-        self.gradients = ServedGradients(self.full_state, engine, self.config, self.calls, add=add)
+        self.gradients = ServedGradients(self.full_state, engine, self.config, self.calls)
         self.written = WrittenWeights(self.steps, parts, part, self.calls)
         self.in_update = WeightsInUpdate(parts.rank.weights, part, self.calls)
         # The engine's start needs up to 6 bytes a parameter more than a step, which `HostRuntime.room` would count for ever.
@@ -163,9 +152,9 @@ class Training:
         self._guard()
         return norm
 
-    def step(self, *, asks_finite: bool) -> StepResult | None:
-        """One optimizer step; None: there was no gradient since the last one. With `asks_finite` the host waits for the device to know
-        whether weights have changed.
+    def step(self, *, asks_finite: bool) -> tuple[Tensor, bool | None] | None:
+        """One optimizer step; None: there was no gradient since the last one. Returns the norm of the whole gradient before clipping, 0-D
+        float32 on the device, and whether weights have changed: with `asks_finite`, for which the host waits for the device, else None.
         """
         self._follow_dropped()
         if self.steps.micro_batches == 0:
@@ -198,7 +187,7 @@ class Training:
                 rank_zero_info("ZenFlow: weights are written in place time and again: each step waits for its updates")
             self.flush(lays_down=False)
         self.written.note(behind_step=True)
-        return StepResult(scale.norm, finite)
+        return scale.norm, finite
 
     def drop_gradients(self) -> None:
         """Drops the gradients since the last step."""
@@ -283,26 +272,21 @@ class Training:
         set_device_states(*states_there, device_type=device.type)
         return forward()
 
-    def state_dict(self) -> dict[str, Any]:
-        """State of the run besides AdamW's (`ZenFlowStep.state_dict`); right after a flush."""
-        return self.steps.state_dict()
-
     def load(self, weights: Mapping[str, Tensor], saved: Mapping[str, Any] | None) -> None:
         """Continues from whole states, right after a flush and after the model has loaded its weights; all ranks call it together.
 
         Args:
             weights: master weights by name, [*shape of the parameter], any type; others stay.
             saved: "count" of applied steps, and "counts" of each parameter's own, the same where there is none; "groups" of options;
-                "moments" by key and name, 0 where there is none; "zenflow", this rank's `state_dict` or None, and whether it "continues"
-                bit for bit as far as the caller knows, true where it is missing. None: weights only.
+                "moments" by key and name, 0 where there is none; "zenflow", this rank's state of `ZenFlowStep` or None, and whether it
+                "continues" bit for bit as far as the caller knows, true where it is missing. None: weights only.
         """
         for name, shape in self.full_state.shapes.items():
             if name in weights:
                 self.full_state.write(name, weights[name])
             for key, of_names in sorted(({} if saved is None else saved["moments"]).items(), reverse=True):
-                moment = of_names.get(name)
                 zero = torch.zeros((), dtype=torch.float32, device="cpu").expand(shape)
-                self.full_state.write(name, zero if moment is None else moment, key)
+                self.full_state.write(name, of_names.get(name, zero), key)
         self.continue_from(saved)
 
     def continue_from(self, saved: Mapping[str, Any] | None) -> None:

@@ -102,17 +102,15 @@ class FullState:
 
     def shown(self) -> list[str]:
         """Names of the parameters that show, right after a flush, this rank's part of the master weights. No collective."""
-        names = []
-        for name, p in self.parameters.items():
-            if name in self._slices:
-                _, s = self._slices[name]
-                weights = p if self._piece_of is None else self._piece_of(p)
-                begin = s.start if weights is p else 0
-                part = weights.detach().reshape(-1)[begin : begin + s.numel].cpu()
-                if not torch.equal(part, self._states[None].read(s.begin, s.numel).to(part.dtype)):
-                    continue
-            names.append(name)
-        return names
+        others = set[str]()
+        for name, (_, s) in self._slices.items():
+            p = self.parameters[name]
+            weights = p if self._piece_of is None else self._piece_of(p)
+            begin = s.start if weights is p else 0
+            part = weights.detach().reshape(-1)[begin : begin + s.numel].cpu()
+            if not torch.equal(part, self._states[None].read(s.begin, s.numel).to(part.dtype)):
+                others.add(name)
+        return [name for name in self.parameters if name not in others]
 
     def _exact(self, name: str, key: str | None) -> Moment:
         """A state by its key, exact."""

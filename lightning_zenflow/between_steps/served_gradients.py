@@ -1,9 +1,8 @@
 """What stands in `parameter.grad` from a backward pass to the step, and what the user's code, torch's own too, has asked of it."""
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, reduce
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,48 +12,24 @@ from torch.utils._pytree import (
 )  # private: torch's own way to look at arguments of `__torch_dispatch__`
 from typing_extensions import Self, override
 
-from lightning_zenflow.between_steps.full_state import FullState
-from lightning_zenflow.core.errors import Calls, MisconfigurationException
 from lightning_zenflow.core.step_inputs import GivenFactor, clip_factor
+
+if TYPE_CHECKING:
+    from lightning_zenflow.between_steps.uses import ServedGradients
 
 _aten = torch.ops.aten
 
 
-def refused_use(calls: Calls, what: str) -> MisconfigurationException:
-    """The error for a use of a gradient that cannot be served."""
-    return MisconfigurationException(
-        f"{calls.front}: {what}: gradients are taken in backward; read them {calls.read}; change them in backward, with"
-        f" `parameter.register_hook(lambda gradient: ...)`; clip them all by `{calls.clip}`; drop those of a whole step with"
-        " `optimizer.zero_grad()`; to leave a parameter as it is, call `parameter.requires_grad_(False)` before the forward pass"
-    )
-
-
 class StepGradients:
-    """The gradients of the step that is next, as the user's code reads and scales them.
-
-    Args:
-        state: of the parameters.
-        names: of those that have a gradient.
-        loss_scale: what the loss was multiplied by; reads are without it.
-        follows_factors: whether a factor of the user's can be in all weights that a forward pass sees, or is learned.
-        error: makes the error for what cannot be served.
+    """The gradients of the step that is next, as the user's code reads and scales them: those of the parameters `names`, of a loss that was
+    multiplied by `loss_scale`. Reads are without it.
 
     Attributes:
-        max_norm: to which the front has clipped them; None: it has not.
         factors: what the user's code has multiplied, each with the names of its gradients, what it was made of, and whether that divides.
     """
 
-    def __init__(
-        self,
-        state: FullState,
-        names: Iterable[str],
-        loss_scale: float,
-        follows_factors: bool,
-        error: Callable[[str], Exception],
-    ) -> None:
-        self._state, self._names, self._loss_scale, self.error = state, {*names}, loss_scale, error
-        self._follows_factors = follows_factors
-        self.max_norm: float | None = None
+    def __init__(self, served: "ServedGradients", names: Iterable[str], loss_scale: float) -> None:
+        self._served, self._names, self._loss_scale, self.error = served, {*names}, loss_scale, served.error
         self.factors: list[tuple[Tensor, set[str], Tensor, bool]] = []
         self._unscaling: Tensor | None = None
 
@@ -64,14 +39,15 @@ class StepGradients:
 
     def read(self, name: str) -> Tensor:
         """A copy of a gradient, with what has been multiplied to it: of the parameter's shape, type and device. A collective."""
-        return self._as_read(self._state.gradient(name), name).to(self._state.parameters[name].dtype)
+        state = self._served.state
+        return self._as_read(state.gradient(name), name).to(state.parameters[name].dtype)
 
     def _as_read(self, value: Tensor, name: str) -> Tensor:
         """Multiplies what has been multiplied to a gradient, in place."""
         value.div_(self._loss_scale)
-        if self.max_norm is not None:
+        if (max_norm := self._served.max_norm) is not None:
             squares = torch.stack(list(self._norms.values())).double().div_(self._loss_scale).square_()
-            value.mul_(clip_factor(squares.sum(), max_norm=self.max_norm, loss_scale=1.0))
+            value.mul_(clip_factor(squares.sum(), max_norm=max_norm, loss_scale=1.0))
         for factor, names, *_ in self.factors:
             if name in names:
                 value.mul_(factor)
@@ -79,7 +55,7 @@ class StepGradients:
 
     @cached_property
     def _norms(self) -> dict[str, Tensor]:
-        return self._state.gradient_norms()
+        return self._served.state.gradient_norms()
 
     def scale(self, name: str, factor: Any, *, inverse: bool = False, unscales: bool = False) -> None:
         """Multiplies a gradient by a number, or with `inverse` divides it; `unscales`: which takes off a loss scale.
@@ -88,7 +64,7 @@ class StepGradients:
         number = torch.as_tensor(factor, dtype=torch.float32).detach()
         if number.numel() != 1:
             raise self.error("all of it must be multiplied by one number")
-        if not self._follows_factors:
+        if not self._served.follows_factors:
             raise self.error(
                 "`parameter.grad` must not be scaled where weights are late or shown with a predicted factor, unless update_interval=1,"
                 " publish_lag=0 and clip_prediction=False"
@@ -110,24 +86,11 @@ class StepGradients:
 
     def factor(self) -> GivenFactor | None:
         """Product of the factors; None: there is none. MisconfigurationException: one is on some gradients only."""
-        product = None
-        for factor, names, *_ in self.factors:
-            if names != self._names:
-                raise self.error(
-                    "all gradients of the optimizer must be scaled alike: clip all of its parameters together"
-                )
-            product = factor if product is None else product * factor
-        return None if product is None else GivenFactor(product, self._unscaling)
-
-
-class GradientHolder(Protocol):
-    """What a `ServedGradient` asks."""
-
-    def of_step(self) -> StepGradients:
-        """Gradients of the step that is next; MisconfigurationException: there are none."""
-
-    def add(self, name: str, gradient: Tensor) -> None:
-        """Receives the gradient of a further micro-batch, which autograd adds to the one of a parameter."""
+        if any(names != self._names for _, names, *_ in self.factors):
+            raise self.error("all gradients of the optimizer must be scaled alike: clip all of its parameters together")
+        if not self.factors:
+            return None
+        return GivenFactor(reduce(torch.mul, (factor for factor, *_ in self.factors)), self._unscaling)
 
 
 class ServedGradient(Tensor):
@@ -141,15 +104,18 @@ class ServedGradient(Tensor):
 
     _name: str
     _whole: torch.Size
-    _holder: GradientHolder
+    _holder: "ServedGradients"
     _copy: Tensor | None = None
 
     @staticmethod
-    def __new__(cls, like: Tensor, shape: torch.Size, name: str, holder: GradientHolder) -> Self:
-        """The one of a parameter by its name, or of its local shard, `like`, whose whole shape this is."""
+    def __new__(
+        cls, like: Tensor, shape: torch.Size, name: str, holder: "ServedGradients", copy: Tensor | None = None
+    ) -> Self:
+        """The one of a parameter by its name, or of its local shard, `like`, whose whole shape this is; or a view, which has a `copy`.
+        `holder` is a weak reference: who keeps a gradient keeps no training.
+        """
         served = cls._of_shape(like, shape)
-        # Who keeps a gradient keeps no training.
-        served._name, served._whole, served._holder = name, shape, weakref.proxy(holder)
+        served._name, served._whole, served._holder, served._copy = name, shape, holder, copy
         return served
 
     @classmethod
@@ -158,11 +124,6 @@ class ServedGradient(Tensor):
         strides = like.stride() if like.shape == shape else None
         made: Self = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=like.dtype, device=like.device)
         return made
-
-    def _view(self, copy: Tensor) -> Self:
-        view = self._of_shape(copy, copy.shape)
-        view._name, view._whole, view._holder, view._copy = self._name, copy.shape, self._holder, copy
-        return view
 
     def put_into(self, parameter: Tensor) -> None:
         """Becomes the `grad` of its parameter, whose shape it must have for that: under stage 3 it is empty unless it is gathered."""
@@ -189,7 +150,7 @@ class ServedGradient(Tensor):
             first._holder.add(first._name, args[1])
             return first
         if operation in (_aten.linalg_vector_norm, _aten.norm) and all(is_whole) and _is_plain_norm(args[1:], kwargs):
-            return first._of_step.norm(first._name)
+            return first._holder.of_step().norm(first._name)
         if operation is _aten._foreach_norm and len(args) < 3 and not kwargs:
             return [torch.linalg.vector_norm(gradient, *args[1:]) for gradient in served]
         if operation in (_aten.mul_, _aten._foreach_mul_, _aten.div_, _aten._foreach_div_) and any(is_whole):
@@ -197,7 +158,7 @@ class ServedGradient(Tensor):
             factors = args[1] if isinstance(args[1], list | tuple) else [args[1]] * len(served)
             for gradient, factor, records in zip(served, factors, is_whole, strict=True):
                 if records:
-                    gradient._of_step.scale(gradient._name, factor, inverse=inverse)
+                    gradient._holder.of_step().scale(gradient._name, factor, inverse=inverse)
                 else:  # of another optimizer, or an empty shard
                     (gradient.div_ if inverse else gradient.mul_)(factor)
             return first if operation in (_aten.mul_, _aten.div_) else None
@@ -205,28 +166,24 @@ class ServedGradient(Tensor):
             _, found_inf, inverse_scale = args
             func([g for g in served if not isinstance(g, cls)], found_inf, inverse_scale)
             for gradient in (g for g in served if isinstance(g, cls)):
-                is_infinite = ~gradient._of_step.norm(gradient._name).isfinite()
+                is_infinite = ~gradient._holder.of_step().norm(gradient._name).isfinite()
                 found_inf.copy_(torch.maximum(found_inf, is_infinite.to(found_inf)))
-                gradient._of_step.scale(gradient._name, inverse_scale, unscales=True)
+                gradient._holder.of_step().scale(gradient._name, inverse_scale, unscales=True)
             return None
         for number, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written = args[number] if number < len(args) else kwargs.get(argument.name)
                 for gradient in (g for g in tree_leaves(written) if isinstance(g, cls)):
-                    raise gradient._of_step.error(f"`{func}` would change it")
+                    raise gradient._holder.of_step().error(f"`{func}` would change it")
         copies = tree_map(lambda value: value.read() if isinstance(value, cls) else value, (args, kwargs))
         result = func(*copies[0], **copies[1])
         if func._schema.is_mutable or all(returned.alias_info is None for returned in func._schema.returns):
             return result
-        return tree_map(first._view, result)
-
-    @property
-    def _of_step(self) -> StepGradients:
-        return self._holder.of_step()
+        return tree_map(lambda copy: cls(copy, copy.shape, first._name, first._holder, copy), result)
 
     def read(self) -> Tensor:
         """`StepGradients.read`, of the parameter or of its local shard. Waits for the device."""
-        return self._of_step.read(self._name) if self._copy is None else self._copy
+        return self._holder.of_step().read(self._name) if self._copy is None else self._copy
 
     # What torch answers without an operation.
     @override

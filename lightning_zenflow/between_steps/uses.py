@@ -4,8 +4,7 @@ torch optimizer; gradients that backward has taken can be read; weights of which
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -17,10 +16,11 @@ from torch.utils._pytree import tree_leaves  # private: torch's own way to look 
 from typing_extensions import override
 
 from lightning_zenflow.between_steps.full_state import FullState
-from lightning_zenflow.between_steps.served_gradients import ServedGradient, StepGradients, refused_use
+from lightning_zenflow.between_steps.served_gradients import ServedGradient, StepGradients
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import AsyncHostCopy
 from lightning_zenflow.core.errors import Calls, MisconfigurationException, other_backward
+from lightning_zenflow.core.partition import Slice
 from lightning_zenflow.core.shards import as_shard, local_part
 from lightning_zenflow.core.step_inputs import GivenFactor
 from lightning_zenflow.offload.build import Engine, RankPart
@@ -44,12 +44,11 @@ class WrittenWeights:
 
     def __init__(self, steps: ZenFlowStep, parts: StepParts, part: RankPart, calls: Calls) -> None:
         self._steps, self._jobs, self._rank, self._moves = steps, parts.jobs, parts.rank, parts.moves
-        self._calls, self._piece_of = calls, part.piece_of
+        self._calls, self._piece_of, self._slices = calls, part.piece_of, parts.rank.partition.slices
         self._names, self._parameters = list(part.parameters), list(part.parameters.values())
         self._numels = [shape.numel() for shape in part.shapes.values()]
-        self._slices = {s.parameter: index for index, s in enumerate(parts.rank.partition.slices)}
         self._followed_until, self._found = 0, False
-        self._kept = dict[int, Tensor]()
+        self._kept = dict[int, Tensor]()  # by the slice's index
         self._compared: tuple[AsyncHostCopy, set[int]] | None = None
         self.note()
 
@@ -127,7 +126,8 @@ class WrittenWeights:
                 " update_interval=1 and publish_lag=0",
             )
         # An interruption may cut the copies: a flush must not take what is missing for noticed.
-        self._kept |= {n: self._weights(n).to("cpu", copy=True) for n in self._slices.keys() & found}
+        written = [(index, s) for index, s in enumerate(self._slices) if s.parameter in found]
+        self._kept |= {index: self._weights(s).to("cpu", copy=True) for index, s in written}
         self._found = bool(found) or on_any_rank
         if self._found:
             self._followed_until = self._steps.number + FOLLOWED
@@ -140,12 +140,12 @@ class WrittenWeights:
         """Makes what `look` has found the model's weights and, where elements differ, the master weights; right after a flush."""
         if self._kept:
             self._moves.write_by_owners(self._steps.number)
-        for number, written in self._kept.items():
-            masters = list(self._rank.masters_of(self._slices[number]))
+        for index, written in self._kept.items():
+            masters = list(self._rank.masters_of(index))
             for master, part in zip(masters, torch.split(written, list(map(len, masters))), strict=True):
                 theirs = part.to(master.device)
                 master.copy_(torch.where(theirs == master.to(theirs.dtype), master, theirs.to(master.dtype)))
-            self._weights(number).copy_(written)
+            self._weights(self._slices[index]).copy_(written)
         found, self._found, self._kept = self._found, False, {}
         return found
 
@@ -188,10 +188,9 @@ class WrittenWeights:
         raise MisconfigurationException(f"{self._calls.front}: {name} must not be written {how}")
 
     def _numbers(self, differs: Tensor) -> set[int]:
-        return {number for number, other in zip(self._slices, differs.tolist(), strict=True) if other}
+        return {s.parameter for s, other in zip(self._slices, differs.tolist(), strict=True) if other}
 
-    def _weights(self, number: int) -> Tensor:
-        s = self._rank.partition.slices[self._slices[number]]
+    def _weights(self, s: Slice) -> Tensor:
         return self._rank.weights_at(s.param_group, s.begin, s.numel)
 
     def _sum(self) -> Tensor:
@@ -205,37 +204,22 @@ class WrittenWeights:
 
 
 class ServedGradients:
-    """`ServedGradient` in `grad` of the parameters that have a gradient of the step that is next, of a DTensor as its local shard.
-
-    Args:
-        state: of the parameters.
-        engine: has the loss scale.
-        config: of the training.
-        calls: the front's, for messages.
-        add: receives a parameter and a gradient that autograd adds to its present one; the front then calls `put` when a gradient arrives.
-            None: `mark` puts them behind a backward pass, and none are there in one.
+    """`ServedGradient` in `grad` of the parameters that have a gradient of the step that is next, of a DTensor as its local shard: from its
+    arrival on if the engine has `add_gradient`, otherwise from the end of a backward pass to the next one.
 
     Attributes:
-        max_norm: as of `StepGradients`.
+        follows_factors: whether a factor of the user's can be in all weights that a forward pass sees, or is learned.
+        max_norm: to which the front has clipped the gradients; None: it has not.
     """
 
-    def __init__(
-        self,
-        state: FullState,
-        engine: Engine,
-        config: ZenFlowConfig,
-        calls: Calls,
-        *,
-        add: Callable[[Tensor, Tensor], object] | None,
-    ) -> None:
-        self._state, self._engine, self._add = state, engine, add
+    def __init__(self, state: FullState, engine: Engine, config: ZenFlowConfig, calls: Calls) -> None:
+        self.state, self._engine, self._calls, self._add = state, engine, calls, engine.add_gradient
         # Who puts them at their arrival has its factors learned.
-        is_true = add is not None or not (config.predicts_clipping and config.submits_in_backward)
-        self._follows_factors = config.is_immediate and is_true
-        self._calls, self._error, self._names = calls, partial(refused_use, calls), state.names
+        is_true = self._add is not None or not (config.predicts_clipping and config.submits_in_backward)
+        self.follows_factors = config.is_immediate and is_true
         self._of_parameter = {
-            p: as_shard(ServedGradient(local_part(p), state.shapes[name], name, self), p)
-            for p, name in self._names.items()
+            p: as_shard(ServedGradient(local_part(p), state.shapes[name], name, weakref.proxy(self)), p)
+            for p, name in state.names.items()
         }
         self._put: dict[Tensor, None] = {}
         self._asked: StepGradients | None = None
@@ -259,7 +243,7 @@ class ServedGradients:
     def begin_pass(self) -> None:
         """Before a backward pass; MisconfigurationException: gradients have been scaled already."""
         if self._asked is not None and self._asked.factors:
-            raise self._error(
+            raise self.error(
                 "a backward pass must not add to gradients that have been scaled: scale or clip behind the last one"
             )
         self.forget()
@@ -269,7 +253,7 @@ class ServedGradients:
     def mark(self, trained: Iterable[bool]) -> None:
         """Behind a backward pass: puts those of all parameters that the step updates, unless each is put at its arrival."""
         if self._add is None:
-            for p in itertools.compress(self._names, trained):
+            for p in itertools.compress(self.state.names, trained):
                 self.put(p)
 
     def clear(self) -> None:
@@ -287,10 +271,10 @@ class ServedGradients:
 
     def are_dropped(self, *, pending: bool) -> bool:
         """Whether the user's code has removed them, by `module.zero_grad()`; refuses others, and some while a step is `pending`."""
-        replaced = {self._names[p]: p.grad for p in self._put if not self.stands_in(p)}
+        replaced = {self.state.names[p]: p.grad for p in self._put if not self.stands_in(p)}
         in_part = 0 < len(replaced) < len(self._put)
         if (pending and in_part) or any(gradient is not None for gradient in replaced.values()):
-            raise self._error(f"`grad` of {', '.join(replaced)} must not be assigned between backward and step")
+            raise self.error(f"`grad` of {', '.join(replaced)} must not be assigned between backward and step")
         return bool(replaced) and not in_part
 
     @property
@@ -303,23 +287,30 @@ class ServedGradients:
         return None if self._asked is None else self._asked.factor()
 
     def of_step(self) -> StepGradients:
-        """See `GradientHolder`."""
-        if not (self._put and self._state.has_gradients):
-            raise self._error("`parameter.grad` must be used before `optimizer.step()`, got a use behind it")
+        """Gradients of the step that is next; MisconfigurationException: there are none."""
+        if not (self._put and self.state.has_gradients):
+            raise self.error("`parameter.grad` must be used before `optimizer.step()`, got a use behind it")
         if self._asked is None:
-            names = (self._names[p] for p in self._put)
-            self._asked = StepGradients(self._state, names, self._engine.loss_scale, self._follows_factors, self._error)
-        self._asked.max_norm = self.max_norm
+            self._asked = StepGradients(self, (self.state.names[p] for p in self._put), self._engine.loss_scale)
         return self._asked
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """See `GradientHolder`."""
+        """Receives the gradient of a further micro-batch, which autograd adds to the one of a parameter."""
         # Private: as `torch.utils.checkpoint`.
         if torch._C._current_graph_task_id() == -1:
-            raise self._error("something other than a backward pass would change it")
+            raise self.error("something other than a backward pass would change it")
         if self._add is None:
             raise other_backward(self._calls)
-        self._add(self._state.parameters[name], gradient)
+        self._add(self.state.parameters[name], gradient)
+
+    def error(self, what: str) -> MisconfigurationException:
+        """The error for a use of a gradient that cannot be served."""
+        calls = self._calls
+        return MisconfigurationException(
+            f"{calls.front}: {what}: gradients are taken in backward; read them {calls.read}; change them in backward, with"
+            f" `parameter.register_hook(lambda gradient: ...)`; clip them all by `{calls.clip}`; drop those of a whole step with"
+            " `optimizer.zero_grad()`; to leave a parameter as it is, call `parameter.requires_grad_(False)` before the forward pass"
+        )
 
 
 # Private: torch's documented way to see each operation, and its stack of those who do. Neither has a public name.
@@ -327,6 +318,7 @@ class WeightsInUpdate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # no
     """Refuses operations of torch that read or write the weights' memory, from `begin` to `end`, in the thread that calls both: a forward
     pass, a copy, `state_dict`, pickling. An operation that is refused has changed nothing. What reads the memory without an operation is
     not seen: `tolist` of a weight on the CPU. `weights` are flat tensors in whose memory all trained weights are, or this rank's pieces.
+    While `is_paused` all is allowed, for hooks whose result is dropped.
     """
 
     def __init__(self, weights: Iterable[Tensor], part: RankPart, calls: Calls) -> None:
@@ -335,7 +327,7 @@ class WeightsInUpdate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # no
         # It may stay on torch's stack when nothing else of the training is left.
         self._names = [(weakref.ref(p), name) for name, p in part.parameters.items()]
         self._piece_of, self._calls = part.piece_of, calls
-        self.is_active = self._is_paused = False
+        self.is_active = self.is_paused = False
 
     def begin(self) -> None:
         """Refuses from here on."""
@@ -348,11 +340,11 @@ class WeightsInUpdate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # no
         elif self not in others:
             # Below what the user has entered: torch removes the last one where a `with` ends, whichever that is.
             _set_modes([self, *others])
-        self.is_active = True
+        self.is_active, self.is_paused = True, False
 
     def end(self) -> None:
         """Allows all again; may be called at any time."""
-        self.is_active = self._is_paused = False
+        self.is_active = self.is_paused = False
         modes = _get_current_dispatch_mode_stack()
         if modes == [self] and self.old_dispatch_mode_flags:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -361,16 +353,8 @@ class WeightsInUpdate(TorchDispatchMode):  # type: ignore[no-untyped-call]  # no
 
     @property
     def is_left(self) -> bool:
-        """Whether it is without effect: ended in another thread, or left by a training that is gone."""
-        return not self.is_active or all(p() is None for p, _ in self._names)
-
-    def pause(self) -> None:
-        """Allows all until `resume`, for hooks whose result is dropped."""
-        self.is_active, self._is_paused = False, self.is_active
-
-    def resume(self) -> None:
-        """Ends `pause`."""
-        self.is_active, self._is_paused = self._is_paused, False
+        """Whether it is without effect: paused, ended in another thread, or left by a training that is gone."""
+        return self.is_paused or not self.is_active or all(p() is None for p, _ in self._names)
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

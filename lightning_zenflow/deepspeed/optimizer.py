@@ -176,9 +176,9 @@ class ZenFlowOptimizer(ZeROOptimizer, Engine):  # type: ignore[misc]  # DeepSpee
         if done is None:
             return
         # Private: DeepSpeed's engine reads it for `get_global_grad_norm`.
-        self._global_grad_norm = done.norm
-        if done.finite is not None:
-            self.overflow = not done.finite
+        self._global_grad_norm, finite = done
+        if finite is not None:
+            self.overflow = not finite
             # Private: the loss scaler's own rule, which DeepSpeed's `step` calls.
             self._update_scale(self.overflow)
         self._is_behind_step = True
@@ -260,7 +260,7 @@ class ZenFlowOptimizer(ZeROOptimizer, Engine):  # type: ignore[misc]  # DeepSpee
         with self.users.as_deepspeeds():
             state: dict[str, Any] = super().state_dict()
             state[self.state_key] = self.training.host_state.as_saved(state[self.state_key], self.reordered.copies)
-            state[CHECKPOINT_KEY] = self.training.state_dict()
+            state[CHECKPOINT_KEY] = self.training.steps.state_dict()
             return state
 
     @override

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -88,14 +87,19 @@ class RankPart:
         return {name: p for group in self.groups for name, p in group.items()}
 
 
-class Engine(Protocol):
-    """What a training asks of the optimizer around it."""
+class Engine:
+    """What a training asks of the optimizer around it, which may have nothing to do."""
 
     loss_scale: float
     """Factor that the loss is multiplied by before backward."""
+    add_gradient: Callable[[Tensor, Tensor], None] | None = None
+    """Receives a parameter and a gradient that autograd adds to its present one; the engine then calls `ServedGradients.put` for a gradient
+    that arrives. None: the training does, behind a backward pass.
+    """
 
     def read_groups(self) -> list[GroupHyperparameters]:
         """Present hyperparameters of each flat partition; never waits for a device."""
+        raise NotImplementedError
 
     def gather_weights(self) -> None:
         """Exchanges the ranks' updated weights, where that is not done when they are used."""

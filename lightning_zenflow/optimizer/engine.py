@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import runtime_of
@@ -19,10 +20,10 @@ from lightning_zenflow.core.errors import Calls, MisconfigurationException, unus
 from lightning_zenflow.core.process import raising_together, world_size
 from lightning_zenflow.core.shards import as_shard, local_part
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, read_hyperparameters
-from lightning_zenflow.offload.build import rank_resources
+from lightning_zenflow.offload.build import Engine, rank_resources
 from lightning_zenflow.offload.run_state import CHECKPOINT_KEY, MOMENTS
 from lightning_zenflow.optimizer.last_pass import LastPass
-from lightning_zenflow.optimizer.parameters import Trained, rank_part, refuse_unsupported, trained_parameters
+from lightning_zenflow.optimizer.parameters import TrainedParameter, rank_part, refuse_unsupported, trained_parameters
 from lightning_zenflow.step_meter import StepMeter
 from lightning_zenflow.training import Training
 
@@ -40,10 +41,9 @@ CALLS = Calls(
 )
 
 
-class OptimizerEngine:
-    """The training of an `OffloadAdamW`, from its first gradient on: the `Engine` of a `Training`.
-
-    It does not hold the optimizer, which ends it.
+class OptimizerEngine(Engine):
+    """The training of an `OffloadAdamW`, from its first gradient on. It does not hold the optimizer, which ends it. Weights are where FSDP2
+    looks for them, and have no other streams or places.
     """
 
     loss_scale = 1.0
@@ -61,11 +61,10 @@ class OptimizerEngine:
         self.training = Training(config, resources, CALLS, frozen)
         if config.predicts_clipping:
             self.training.max_norm = math.inf
-        self.training.start(part, self, add=self.add_gradient)
+        self.training.start(part, self)
         self._gradients = self.training.gradients
         self.meter = StepMeter(self.training.parts, config)
         self._task = -1
-        self._knows_last = False
 
     def arrived(self, parameter: Tensor) -> None:
         """Takes the gradient of a parameter, in its hook in backward."""
@@ -86,6 +85,7 @@ class OptimizerEngine:
             # An empty shard is in collectives over gradients, such as norms; FSDP2's own keeps the memory of all gradients beside it.
             parameter.grad = torch.zeros_like(parameter, requires_grad=False)
 
+    @override
     def add_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Receives a gradient of a parameter of which this rank has a part, its first one of a step or a further one."""
         # Private: as `torch.utils.checkpoint`, which tells one backward pass from another by it.
@@ -100,7 +100,8 @@ class OptimizerEngine:
             )
         # Its memory may be of another stream, and is freed behind this call.
         self._runtime.keep_for(self._stream, gradient)
-        self.training.receive(self.training.slice_of[parameter], gradient.detach().reshape(-1), last=self._knows_last)
+        index, is_last = self.training.slice_of[parameter], self.training.steps.is_complete
+        self.training.receive(index, gradient.detach().reshape(-1), last=is_last)
 
     def _begin_backward(self, task: int) -> None:
         steps = self.training.steps
@@ -110,9 +111,8 @@ class OptimizerEngine:
                 " `optimizer.zero_grad()` before it; or set accumulation_steps to the number of backward passes of a step; or put those"
                 " that are not the last into `with optimizer.accumulate():`"
             )
-        last = self._signs.is_last(steps.micro_batches + 1)
-        self.training.before_backward(last=last)
-        self._task, self._knows_last = task, last
+        self.training.before_backward(last=self._signs.is_last(steps.micro_batches + 1))
+        self._task = task
         # Private: what runs behind a backward pass, as of torch's own FSDP and DDP.
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -150,8 +150,9 @@ class OptimizerEngine:
             self._gradients.clear()
             self.training.end(keep_state=False)
 
+    @override
     def refuse_unused(self) -> None:
-        """See `Engine`. No collective: FSDP2 reduces a gradient on all ranks or none, those of empty shards too."""
+        """No collective: FSDP2 reduces a gradient on all ranks or none, those of empty shards too."""
         of_step = zip(self._trained, self.training.steps.trained, strict=True)
         if found := [of.name for of, is_trained in of_step if is_trained and of.parameter.grad is None]:
             raise unused(found)
@@ -195,7 +196,7 @@ class OptimizerEngine:
             for of in self._trained
         }
 
-    def _state_of(self, of: Trained, key: str | None) -> Tensor:
+    def _state_of(self, of: TrainedParameter, key: str | None) -> Tensor:
         """A parameter's moment or, with None, its master weights, of this rank: [*shape of its part] float32 on the CPU."""
         training = self.training
         if (in_memory := training.full_state.in_memory(of.name, key)) is not None:
@@ -223,21 +224,16 @@ class OptimizerEngine:
                 local_part(of.parameter).copy_(weights[of.name])
         training.written.note()
 
+    @override
     def read_groups(self) -> list[GroupHyperparameters]:
-        """See `Engine`, as below."""
         optimizer = self._optimizer()
         assert optimizer is not None, "the optimizer ends the run"
         of_groups = read_hyperparameters(optimizer)
         return [of_groups[of.group] for of in self._trained]
 
+    @override
     def refuse_use(self) -> None:
-        """See `Engine`: behind `close`."""
         if self.training.closed:
             raise MisconfigurationException(
                 "OffloadAdamW: a backward pass must not come behind `close()`: make another optimizer, and load this one's `state_dict()`"
             )
-
-    def _nothing(self) -> None:
-        """Weights are where FSDP2 looks for them, and have no other streams or places."""
-
-    gather_weights = take_weights = join_reads = refuse_other_backward = has_ended = _nothing

@@ -18,7 +18,7 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
+class TrainedParameter:
     """One parameter that is trained."""
 
     name: str
@@ -29,22 +29,22 @@ class Trained:
     """Among all parameters of the optimizer, as its state counts them."""
 
 
-def trained_parameters(param_groups: Sequence[dict[str, Any]]) -> tuple[list[Trained], dict[str, Tensor]]:
+def trained_parameters(param_groups: Sequence[dict[str, Any]]) -> tuple[list[TrainedParameter], dict[str, Tensor]]:
     """The parameters of an optimizer's groups that require gradients, and the others by name. Names are those that it was given."""
-    trained, frozen, number = list[Trained](), dict[str, Tensor](), 0
+    trained, frozen, number = list[TrainedParameter](), dict[str, Tensor](), 0
     for group, values in enumerate(param_groups):
         names = values.get("param_names")
         for index, p in enumerate(values["params"]):
             name = names[index] if names else f"parameter {number}"
             if p.requires_grad:
-                trained.append(Trained(name=name, parameter=p, group=group, number=number))
+                trained.append(TrainedParameter(name=name, parameter=p, group=group, number=number))
             else:
                 frozen[name] = p
             number += 1
     return trained, frozen
 
 
-def refuse_unsupported(trained: Sequence[Trained]) -> None:
+def refuse_unsupported(trained: Sequence[TrainedParameter]) -> None:
     """Raises MisconfigurationException for parameters that would be trained wrongly."""
     if not trained:
         raise MisconfigurationException("OffloadAdamW: some parameter must require gradients, got none that does")
@@ -84,7 +84,7 @@ def _problem(parameter: Tensor, first: Tensor) -> str:
     return "" if p.is_contiguous() else f"its memory must be contiguous, got strides {p.stride()}"
 
 
-def rank_part(trained: Sequence[Trained]) -> RankPart:
+def rank_part(trained: Sequence[TrainedParameter]) -> RankPart:
     """The part of a rank, each parameter or local shard a partition of its own, in the parameter's memory. Shapes are those of the shards.
 
     The optimizer of the part is AdamW of torch over float32 copies, whose memory the arena replaces; its groups are the single parameters.

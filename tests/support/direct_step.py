@@ -8,20 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from cases import flatten, show
 from harness import Case, Run, snapshot, state_of, untrained
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import Calls
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, read_hyperparameters
-from lightning_zenflow.offload.build import RankPart, RankResources
+from lightning_zenflow.offload.build import Engine, RankPart, RankResources
 from lightning_zenflow.training import Training
 from lightning_zenflow.worker.machine import WorkerCores, allowed_cores
 from oracle import slices_of_rank
 from scripted_schedule import scripted
 
 
-class DirectStep:
+class DirectStep(Engine):
     """The step of a training, and the `Engine` around it. The weights lie in one flat tensor for each parameter group, as under DeepSpeed.
 
     Args:
@@ -113,19 +114,15 @@ class DirectStep:
         self._fetches = False
         self.training.end(keep_state=False)
 
+    @override
     def read_groups(self) -> list[GroupHyperparameters]:
-        """See `Engine`, as below."""
         return read_hyperparameters(self.optimizer)
 
+    @override
     def take_weights(self) -> None:
         """Shows copies of weights that are in place."""
         if self.in_place:
             self._show([flat.clone() for flat in self.shown])
-
-    def _nothing(self) -> None:
-        """There are no other ranks, streams or backward passes."""
-
-    gather_weights = join_reads = refuse_use = refuse_other_backward = refuse_unused = has_ended = _nothing
 
     def _show(self, flats: Sequence[Tensor]) -> None:
         self.shown = list(flats)
