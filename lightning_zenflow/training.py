@@ -272,14 +272,18 @@ class Training:
         set_device_states(*states_there, device_type=device.type)
         return forward()
 
+    def state_dict(self) -> dict[str, Any]:
+        """State of the run besides AdamW's (`ZenFlowStep.state_dict`); right after a flush."""
+        return self.steps.state_dict()
+
     def load(self, weights: Mapping[str, Tensor], saved: Mapping[str, Any] | None) -> None:
         """Continues from whole states, right after a flush and after the model has loaded its weights; all ranks call it together.
 
         Args:
             weights: master weights by name, [*shape of the parameter], any type; others stay.
             saved: "count" of applied steps, and "counts" of each parameter's own, the same where there is none; "groups" of options;
-                "moments" by key and name, 0 where there is none; "zenflow", this rank's state of `ZenFlowStep` or None, and whether it
-                "continues" bit for bit as far as the caller knows, true where it is missing. None: weights only.
+                "moments" by key and name, 0 where there is none; "zenflow", this rank's `state_dict` or None, and whether it "continues"
+                bit for bit as far as the caller knows, true where it is missing. None: weights only.
         """
         for name, shape in self.full_state.shapes.items():
             if name in weights:

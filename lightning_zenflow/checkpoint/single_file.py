@@ -169,7 +169,7 @@ class FileSource:
             self._optimizer.gather_weights()
         if self._optimizer is not None and len(self._keys) > 1:
             of_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-            dist.gather_object(self._optimizer.training.steps.state_dict(), of_ranks)
+            dist.gather_object(self._optimizer.training.state_dict(), of_ranks)
             self.run_state = {
                 "ranks": of_ranks,
                 "loss_scaler": dict(vars(self._optimizer.loss_scaler)),

@@ -260,7 +260,7 @@ class ZenFlowOptimizer(ZeROOptimizer, Engine):  # type: ignore[misc]  # DeepSpee
         with self.users.as_deepspeeds():
             state: dict[str, Any] = super().state_dict()
             state[self.state_key] = self.training.host_state.as_saved(state[self.state_key], self.reordered.copies)
-            state[CHECKPOINT_KEY] = self.training.steps.state_dict()
+            state[CHECKPOINT_KEY] = self.training.state_dict()
             return state
 
     @override

@@ -230,4 +230,4 @@ class OffloadAdamW(Optimizer):
 def _add_state(optimizer: Optimizer, packed: dict[str, Any]) -> None:
     assert isinstance(optimizer, OffloadAdamW)
     if (engine := optimizer._engine) is not None:
-        packed["state"], packed[CHECKPOINT_KEY] = engine.state(), engine.training.steps.state_dict()
+        packed["state"], packed[CHECKPOINT_KEY] = engine.state(), engine.training.state_dict()
