@@ -254,7 +254,7 @@ class Training:
         if self.closed or not self.steps.can_give_back:
             return forward()
         device, n_bytes = self.parts.rank.device, self.parts.residents.n_bytes
-        state, states_there = torch.get_rng_state(), get_device_states(torch.empty(0, device=device))
+        state, states_there = torch.get_rng_state(), get_device_states(torch.empty(0, dtype=torch.uint8, device=device))
         try:
             return forward()
         except torch.OutOfMemoryError as error:

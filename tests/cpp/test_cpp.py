@@ -102,7 +102,7 @@ def job(*slots: int, **fields: int) -> bytes:
 
 def word(step: int) -> str:
     """The change in which a step's word has arrived."""
-    return f"step_words[{step}].copy_(step_word(torch.tensor(1.0), {step}))"
+    return f"word_of({step}).copy_(step_word(torch.tensor(1.0), {step}))"
 
 
 MESSAGES: list[tuple[str, list[bytes], str]] = [
@@ -179,7 +179,7 @@ def tables_of(arena: Arena) -> dict[str, Any]:
 @contextmanager
 def changed_arena(change: str, moments: torch.dtype = torch.float32) -> Iterator[Arena]:
     arena = Arena(make_partition(), replace(SIZES, moments_dtype=moments), device=torch.device("cpu"))
-    names = {**vars(native), **HUGE, **tables_of(arena), "step_words": arena.step_words}
+    names = {**vars(native), **HUGE, **tables_of(arena), "word_of": arena.word_of}
     exec(change, {**names, "torch": torch, "step_word": step_word})
     yield arena
     arena.close(keep_state=False)
