@@ -103,12 +103,12 @@ class Arena:
         self._runtime, self._cores = runtime_of(device), cores
         self._page_locked: list[int] = []
         self._copies: list[Tensor] = []  # must not be freed before they are unlocked
-        self._reserved: dict[int, int] = {}  # by the first byte of a section the end of what is reserved of it
+        self._reserved: list[tuple[int, int]] = []
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes of the shared memory that may be in use. The rest takes no memory."""
-        return sum(end - begin for begin, end in self._reserved.items())
+        return sum(end - begin for begin, end in self._reserved)
 
     def reserve(
         self, *, n_slots: int, n_publish_buffers: int, touch: Callable[[int, int, int], None] | None = None
@@ -118,18 +118,21 @@ class Arena:
         that of `SupervisedWorker`, allocates all else first.
         """
         header, row_bytes = self._header, self.slots.element_size() * self.slots.shape[1]
-        for section, end in (
+        for begin, end in (
             (0, header.master_offset),
             (header.master_offset, header.slots_offset),
             (header.slots_offset, header.slots_offset + n_slots * row_bytes),
             (header.publish_offset, header.publish_offset + n_publish_buffers * row_bytes),
         ):
+            for reserved_begin, reserved_end in self._reserved:
+                if reserved_begin <= begin < reserved_end:
+                    begin = reserved_end
             # Whole memory pages.
-            begin, end = self._reserved.get(section, section), round_up(end, PAGE_BYTES)
+            end = round_up(end, PAGE_BYTES)
             if begin >= end:
                 continue
-            self._reserved[section] = end
-            if self._runtime.runs_behind and section != header.master_offset:
+            self._reserved.append((begin, end))
+            if self._runtime.runs_behind and begin != header.master_offset:
                 if touch is not None:
                     # Slots and publish buffers of a section are rows; every block is divided among all threads.
                     n_rows = max(1, (end - begin) // row_bytes) if row_bytes else 1

@@ -35,7 +35,7 @@ def bytes_of(arena: Arena, tensor: Tensor) -> tuple[int, int]:
 
 def ranges_of_device(arena: Arena) -> list[tuple[int, int]]:
     """Reserved bytes [begin, end) that a device copies from or to: all but the states."""
-    return [(begin, end) for begin, end in arena._reserved.items() if begin != arena._header.master_offset]
+    return [(begin, end) for begin, end in arena._reserved if begin != arena._header.master_offset]
 
 
 def test_the_device_uses_all_reserved_memory_but_the_states() -> None:
