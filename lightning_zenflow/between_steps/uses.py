@@ -241,14 +241,19 @@ class ServedGradients:
         return parameter.grad is not None and parameter.grad is self._of_parameter.get(parameter)
 
     def begin_pass(self) -> None:
-        """Before a backward pass; MisconfigurationException: gradients have been scaled already."""
+        """Before a backward pass; as `change`."""
+        self.change()
+        self.max_norm = None
+        if self._add is None:
+            self.clear()
+
+    def change(self) -> None:
+        """Before a gradient arrives, behind which nothing holds that has been asked of them; MisconfigurationException: some are scaled."""
         if self._asked is not None and self._asked.factors:
             raise self.error(
                 "a backward pass must not add to gradients that have been scaled: scale or clip behind the last one"
             )
-        self.forget()
-        if self._add is None:
-            self.clear()
+        self._asked = None
 
     def mark(self, trained: Iterable[bool]) -> None:
         """Behind a backward pass: puts those of all parameters that the step updates, unless each is put at its arrival."""

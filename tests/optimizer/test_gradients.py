@@ -168,3 +168,21 @@ def test_use_of_an_updated_weight_in_backward() -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     optimizer.zero_grad()
+
+
+def test_read_in_backward() -> None:
+    """A hook's reads of some gradients fix nothing for later ones: norms and clipping are those of all."""
+    loop, model = make_loop("ours"), make_model()
+    norms: list[list[float]] = []
+    for of in (loop.model, model):
+        read = norms.append([]) or norms[-1]
+        for p in groups_of(of)[0]["params"]:
+            p.register_post_accumulate_grad_hook(lambda p, read=read: read.append(float(p.grad.norm())))
+    for of in (loop.model, model):
+        for number in range(2):
+            loss_of(of, number).backward()
+    torch.testing.assert_close(*norms, rtol=1e-5, atol=0)
+    totals = [clip_grad_norm_(of.parameters(), 0.1) for of in (loop.model, model)]
+    torch.testing.assert_close(*totals, rtol=1e-6, atol=0)
+    loop.optimizer.step()
+    close(loop)
