@@ -136,7 +136,7 @@ def test_five_steps_of_two_methods(tmp_path: Path, capsys: pytest.CaptureFixture
     assert all(run.val_loss is not None and 2 < run.val_loss < 4 for run in runs)
     with pytest.raises(SystemExit):
         convergence.parse_arguments(["--methods", "adamw,sgd"])
-    assert "a method must be one of adamw, adamw_nearest," in capsys.readouterr().err
+    assert "a method must be one of adamw, adamw_int8_nearest," in capsys.readouterr().err
 
 
 @pytest.mark.timeout(600)

@@ -261,7 +261,7 @@ def checkpoints_of_bfloat16() -> None:
     for losses in go_on("ours", "of_bfloat16", dtype=torch.bfloat16):
         # Later moments are rounded by other random numbers.
         assert losses[0] == whole[0]
-        assert_close(losses, whole, rtol=1e-4)
+        assert_close(losses, whole, rtol=1e-3)
 
 
 def on_one_rank() -> None:
