@@ -230,7 +230,7 @@ class Training:
             raise
         if has_written := self.written.take_over():
             self._engine.gather_weights()
-            self.parts.moves.state_written()
+            self.parts.moves.is_written = True
         if changes or has_written:
             self.written.note()
         if lays_down:

@@ -67,7 +67,7 @@ class FullState:
         if name in self._slices:
             _, s = self._slices[name]
             state.write(s.begin, value.detach().reshape(-1).narrow(0, s.start, s.numel))
-        self._parts.moves.state_written()
+        self._parts.moves.is_written = True
 
     @property
     def has_gradients(self) -> bool:

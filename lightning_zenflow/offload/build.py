@@ -203,11 +203,13 @@ def build(config: ZenFlowConfig, part: RankPart, resources: RankResources) -> St
     sizes = sizes_for(candidates)
     places = {name: place for place, name in enumerate(part.module_order or part.parameters)}
     order = last_arrivals(partition, [places[name] for name in part.parameters])
-    _refuse_lack_of_device_memory(config, partition, order, part)
+    # Blocks that the device owns from the start.
+    n_residents = 0 if config.offload_ratio == "auto" else round((1 - config.offload_ratio) * len(partition.blocks))
+    _refuse_lack_of_device_memory(config, partition, order[:n_residents], part)
     # Outermost, so that ranks that have built their parts release them if another one has not.
     with ExitStack() as undo:
         with raising_together(RuntimeError):
-            parts = _make(config, part, resources, partition, sizes, policy, order, undo)
+            parts = _make(config, part, resources, partition, sizes, policy, order, n_residents, undo)
         undo.pop_all()
     rank_zero_info(_description(config, parts.rank, policy.schedule, resources.cores))
     return parts
@@ -238,20 +240,15 @@ def _agree(
     return policy
 
 
-def _n_residents(config: ZenFlowConfig, partition: Partition) -> int:
-    """How many blocks are resident from the start."""
-    return 0 if config.offload_ratio == "auto" else round((1 - config.offload_ratio) * len(partition.blocks))
-
-
 def _refuse_lack_of_device_memory(
-    config: ZenFlowConfig, partition: Partition, order: Sequence[int], part: RankPart
+    config: ZenFlowConfig, partition: Partition, numbers: Sequence[int], part: RankPart
 ) -> None:
-    """Raises MisconfigurationException on all ranks if the device of one has no memory for its share; `order` as of `last_arrivals`."""
+    """Raises MisconfigurationException on all ranks if the device of one has no memory for the blocks with these numbers."""
     runtime = runtime_of(part.device)
     # That of the engine's start.
     runtime.forget_peak()
     room = max(0.0, runtime.room())
-    sizes = resident_bytes(partition, order[: _n_residents(config, partition)], part.weights[0].dtype)
+    sizes = resident_bytes(partition, numbers, part.weights[0].dtype)
     problem = None
     if (n_fitting := n_that_fit(sizes, room)) < len(sizes):
         least = math.ceil(100 * (1 - n_fitting / len(partition.blocks))) / 100
@@ -270,9 +267,12 @@ def _make(
     sizes: ArenaSizes,
     policy: SchedulePolicy,
     order: Sequence[int],
+    n_residents: int,
     undo: ExitStack,
 ) -> StepParts:
-    """Makes the components, in the order in which one needs another; `undo` releases them. `order` is that of `last_arrivals`."""
+    """Makes the components, in the order in which one needs another; `undo` releases them. The first `n_residents` blocks of
+    `order`, that of `last_arrivals`, begin on the device.
+    """
     cores = resources.cores.cores
     arena = Arena(partition, sizes, device=part.device, cores=cores)
     undo.callback(arena.close, keep_state=False)
@@ -305,15 +305,8 @@ def _make(
     host_state = HostState(part.optimizer, part.masters, partition=partition, arena=arena)
     if part.in_place and part.release_weights is not None:
         part.release_weights()
-    jobs = JobQueue(
-        rank,
-        policy.schedule,
-        config.compensation,
-        in_backward=config.submits_in_backward,
-        verifies=config.submits_in_backward and not config.predicts_clipping,
-    )
+    jobs = JobQueue(config, rank, policy.schedule)
     residents = Residents(rank, jobs, order)
-    n_residents = _n_residents(config, partition)
     residents.take(n_residents)
     if len(residents.blocks) < n_residents:
         raise RuntimeError(f"offload_ratio={config.offload_ratio}: the device has run out of memory; set a larger one")
@@ -321,27 +314,11 @@ def _make(
         # Their memory has been reserved by now.
         for of_group, begin in zip(weights, partition.group_begins, strict=True):
             of_group.copy_(arena.master.narrow(0, begin, of_group.numel()))
-    selector = Selector(
-        list(map(row_length, part.shapes.values())),
-        topk_ratio=config.topk_ratio,
-        by_epoch=config.select_strategy == "epoch",
-        interval=0 if config.select_interval == "auto" else config.select_interval,
-        device=rank.device,
-    )
+    selector = Selector(config, list(map(row_length, part.shapes.values())), rank.device)
     ownership = Ownership(rank)
-    provisional = None
-    if config.compensation.updates_provisionally:
-        provisional = ProvisionalUpdate(
-            rank, config.compensation, rank_number=0 if part.group is None else dist.get_rank(part.group)
-        )
-    fill = Fill(
-        rank,
-        jobs,
-        ownership,
-        provisional,
-        accumulate_on=config.accumulate_on,
-        speculates=not (config.predicts_clipping or part.in_place),
-    )
+    compensation = config.compensation
+    provisional = ProvisionalUpdate(rank, compensation) if compensation.updates_provisionally else None
+    fill = Fill(config, rank, jobs, ownership, provisional)
     moves = OwnerMoves(rank, residents, ownership, moves=config.offload_ratio == "auto")
     control = ScheduleControl(policy, rank, moves.shares) if config.measures or moves.watches else None
     planner = Planner(config, jobs, control, selector)

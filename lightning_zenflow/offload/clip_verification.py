@@ -65,14 +65,12 @@ class Verification:
         """
         last, in_place = shown[-1:], self._rank.in_place
         if in_place:
-            resubmitted = last if as_shown and self.n_clipped == 0 else shown
-            # In that order: the worker takes the newest first.
-            for block in resubmitted:
-                self._correct_in_place(block, context.number)
+            resubmitted = corrected = last if as_shown and self.n_clipped == 0 else shown
         else:
-            resubmitted = () if as_shown else shown
-            for block in last if as_shown else ():
-                self._enqueue_correction(block, None, context.number)
+            resubmitted, corrected = ((), last) if as_shown else (shown, ())
+        # In that order: in place the worker takes the newest first.
+        for block in corrected:
+            self._correct(block, context.number)
         if shown or (is_awaited and not in_place):
             self._shown, self._resubmitted, self.step = shown, resubmitted, context
         return () if in_place else resubmitted
@@ -80,8 +78,8 @@ class Verification:
     def before_fetch(self) -> None:
         """Ends the phase before weights are fetched, in place: waits for the step's word and corrects the blocks that differ."""
         if self._rank.in_place and self.step is not None:
-            self._in_flight.publish_blocks(self._shown[-1:], "publish_wait")
-            self.end(partial(self._correct_in_place, step=self.step.number))
+            self._in_flight.publish_blocks(self._shown[-1:])
+            self.end(partial(self._correct, step=self.step.number))
 
     def end(self, correct: Callable[[Block], object] | None = None) -> None:
         """Ends the phase, if it has begun, once the step's word has arrived; with `correct` for each block that shows another factor than
@@ -103,12 +101,12 @@ class Verification:
         self._rank.telemetry.counts.corrected_steps += any(others)
         self.step = None
 
-    def _correct_in_place(self, block: Block, step: int) -> None:
-        self._enqueue_correction(block, block.number, step + 1)
-
-    def _enqueue_correction(self, block: Block, buffer: int | None, due_step: int) -> None:
-        """Submits a block that was submitted in backward again, with the true factor; None: its weights are discarded."""
-        window = block.window
+    def _correct(self, block: Block, step: int) -> None:
+        """Submits a block that was submitted in backward again, with the true factor. In place the next step publishes it; otherwise its
+        weights are discarded.
+        """
+        window, in_place = block.window, self._rank.in_place
+        buffer, due_step = (block.number, step + 1) if in_place else (None, step)
         assert window is not None, "its last gradient is tentative"
         with self._rank.records:
             # The block's window goes on.

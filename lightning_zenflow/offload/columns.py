@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import AsyncHostCopy, DeviceNumber, runtime_of
 from lightning_zenflow.core.partition import Tile, column_count
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import Elements, Selection
 from lightning_zenflow.offload.rank_state import RankState
 from lightning_zenflow.telemetry import Cause
-from lightning_zenflow.worker.moments import Moment
 
 _GATHERED_AT_ONCE = 1 << 20
 """Entries of a tile that are gathered and copied at once, by whole rows: 12 MB of page-locked memory."""
@@ -51,7 +51,7 @@ class ColumnSquaredNorms:
 
 class Selector:
     """Decides, alike on every rank, in which steps columns are measured and which are selected. `columns` has for each parameter its
-    `row_length`. `interval` counts steps, or epochs; 0 selects once.
+    `row_length`.
 
     Attributes:
         epoch: that the next step belongs to.
@@ -60,13 +60,12 @@ class Selector:
             selected; not finite where all gradients are zero.
     """
 
-    def __init__(
-        self, columns: Sequence[int], *, topk_ratio: float, by_epoch: bool, interval: int, device: torch.device
-    ) -> None:
+    def __init__(self, config: ZenFlowConfig, columns: Sequence[int], device: torch.device) -> None:
         self._columns = columns
-        self._topk_ratio = topk_ratio
-        self._by_epoch = by_epoch
-        self._interval = interval
+        self._topk_ratio = config.topk_ratio
+        self._by_epoch = config.select_strategy == "epoch"
+        # In steps, or epochs; 0: selects once.
+        self._interval = 0 if config.select_interval == "auto" else config.select_interval
         self._device = device
         self.epoch = 0
         self.owned_norm_share = DeviceNumber()
@@ -142,10 +141,12 @@ def _of_parameters(flat: Tensor, columns: Sequence[int], numbers: Sequence[int])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnedTile:
-    """Device-owned entries of one tile, [rows, k], which begin at `begin` among those of a group of `DeviceColumns`."""
+    """Device-owned entries of one tile, [rows, k], which begin at `begin` among those of its group: the parameter group, and the applied
+    steps that its parameters have missed.
+    """
 
     tile: Tile
-    group: int
+    group: tuple[int, int]
     begin: int
     columns: Tensor | None
     """Int64 on the CPU, relative to the tile's first column; None if all of its columns are owned."""
@@ -166,24 +167,23 @@ class DeviceColumns:
         partition = rank.partition
         self._rank = rank
         kinds = {index: (partition.slices[index].param_group, n) for index, n in rank.trained.items()}
-        self._groups = sorted(set(kinds.values()))
         self.columns = columns
-        numels = [0] * len(self._groups)
+        numels = dict.fromkeys(sorted(set(kinds.values())), 0)
         self._tiles: dict[int, OwnedTile] = {}  # by number
         for number, tile in enumerate(partition.tiles):
             of_tile, k = _within(columns[tile.slice], tile, partition.slices[tile.slice].columns)
             # All of a resident block is updated at once.
             if tile.slice in kinds and k > 0 and rank.blocks.of_tile[number].resident is None:
-                group = self._groups.index(kinds[tile.slice])
+                group = kinds[tile.slice]
                 self._tiles[number] = OwnedTile(tile=tile, group=group, begin=numels[group], columns=of_tile, k=k)
                 numels[group] += tile.rows * k
-        self.numel = sum(numels)
+        self.numel = sum(numels.values())
         # The weights take the place of the gradient, from `step` or `load` to the next gradient. An array for each group.
-        self._elements: list[Elements] = []
-        for n in numels:
+        self._elements: dict[tuple[int, int], Elements] = {}
+        for group, n in numels.items():
             state = torch.empty(3, n, dtype=torch.float32, device=rank.device)
             staging = torch.empty(n, dtype=rank.dtype, device=rank.device)
-            self._elements.append(Elements.of(state, staging, staging))
+            self._elements[group] = Elements.of(state, staging, staging)
         self.selections: dict[int, Selection] = {}
         writes: list[tuple[Tensor, Selection]] = []
         for number, owned in self._tiles.items():
@@ -191,8 +191,7 @@ class DeviceColumns:
             on_device = None if owned.columns is None else owned.columns.to(rank.device, non_blocking=True)
             staging = self._elements[owned.group].gradient
             entries = staging.narrow(0, owned.begin, tile.rows * owned.k).view(tile.rows, owned.k)
-            param_group, _ = self._groups[owned.group]
-            matrix = rank.weights_at(param_group, tile.begin, tile.numel).view(tile.rows, tile.width)
+            matrix = rank.weights_at(owned.group[0], tile.begin, tile.numel).view(tile.rows, tile.width)
             self.selections[number] = selection = Selection(columns=on_device, entries=entries)
             writes.append((matrix, selection))
         self._write = rank.kernels.column_writer(writes)
@@ -211,16 +210,16 @@ class DeviceColumns:
                     for array, values in zip(to, part, strict=True):
                         array.copy_(values, non_blocking=True)
                     rank.telemetry.h2d_bytes += part.nbytes
-            for elements in self._elements:
+            for elements in self._elements.values():
                 elements.weights.copy_(elements.state[0])
                 elements.done.zero_()
 
     def _gather(self, owned: OwnedTile, row: int, n_rows: int) -> Tensor:
         """Entries of some rows, [3, n_rows * k] float32, page-locked."""
-        arena, width = self._rank.arena, owned.tile.width
+        width = owned.tile.width
         part = runtime_of(self._rank.device).empty_on_host((3, n_rows * owned.k), torch.float32)
         begin = owned.tile.begin + row * width
-        for array, to in zip((Moment(arena.master), arena.exp_avg, arena.exp_avg_sq), part, strict=True):
+        for array, to in zip(self._rank.arena.states, part, strict=True):
             if owned.columns is None:
                 to.copy_(array.read(begin, n_rows * width))
             else:
@@ -229,7 +228,7 @@ class DeviceColumns:
 
     def step(self, number: int, groups: Sequence[GroupHyperparameters], scale: StepScale) -> None:
         """One exact AdamW step of every entry; `groups` are hyperparameters of each parameter group."""
-        for (param_group, n_missed), elements in zip(self._groups, self._elements, strict=True):
+        for (param_group, n_missed), elements in self._elements.items():
             if elements.gradient.numel():
                 self._rank.kernels.adamw_(elements, groups[param_group], scale.without(n_missed), number)
 

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import DeviceNumber, runtime_of
 from lightning_zenflow.core.partition import Tile, tiles_of_slice
 from lightning_zenflow.core.step_inputs import GradientNorms, StepScale
@@ -96,7 +97,6 @@ class Vectors(NamedTuple):
     """Indexes into `Partition.tiles`, with the gradients of the tiles, [rows, width]."""
     runs: list[tuple[int, Tensor]]
     """First tile of each run of tiles that are adjacent in the partition, with the gradients of the run, flat."""
-    slices: set[int]
 
 
 class VectorGradients:
@@ -124,35 +124,34 @@ class VectorGradients:
                 tile = partition.tiles[index]
                 tiles.append((index, self._values.narrow(0, end, tile.numel).view(tile.rows, tile.width)))
                 end += tile.numel
-            slices = {partition.tiles[index].slice for index, _ in tiles}
             values = self._values.narrow(0, begin, end - begin)
             runs = runs_of(partition, (index for index, _ in tiles))
             of_runs = zip(runs, torch.split(values, list(runs.values())), strict=True) if runs else ()
-            self._of_block[block] = Vectors(values=values, tiles=tiles, runs=list(of_runs), slices=slices)
+            self._of_block[block] = Vectors(values=values, tiles=tiles, runs=list(of_runs))
         assert end == self._values.numel(), "blocks and slices ascend alike"
 
     def fill(self, blocks: Sequence[Block], arrived: Set[int]) -> Sequence[Tensor]:
         """Phase *fill* of some blocks, ascending; slices that have not `arrived` have the gradient zero. Returns `SquaredNorms.parts`."""
-        of_blocks = [self._of_block[block] for block in blocks]
-        hosted = (v.values.nbytes for block, v in zip(blocks, of_blocks, strict=True) if block.resident is None)
+        hosted = (self._of_block[block].values.nbytes for block in blocks if block.resident is None)
         self._rank.telemetry.d2h_bytes += sum(hosted)
         if len(blocks) == len(self._rank.blocks):
-            return self._fill(of_blocks, self._values, arrived)
-        return [norm for vectors in of_blocks for norm in self._fill([vectors], vectors.values, arrived)]
+            return self._fill(blocks, self._values, arrived)
+        return [norm for block in blocks for norm in self._fill([block], self._of_block[block].values, arrived)]
 
-    def _fill(self, blocks: Sequence[Vectors], values: Tensor, arrived: Set[int]) -> Sequence[Tensor]:
+    def _fill(self, blocks: Sequence[Block], values: Tensor, arrived: Set[int]) -> Sequence[Tensor]:
         """Fills some blocks; `values` is the concatenation of theirs."""
         if not values.numel():
             return ()
-        for index in set().union(*(block.slices for block in blocks)) - arrived:
+        for index in (self.of_slice.keys() - arrived) & {index for block in blocks for index in block.slices}:
             self.of_slice[index].zero_()
+        of_blocks = [self._of_block[block] for block in blocks]
         # A copy to the host is a call of its own, so that neighbours are copied as one.
-        runs = [run for block in blocks for run in block.runs]
+        runs = [run for vectors in of_blocks for run in vectors.runs]
         slots = [self._slots.view(first).as_strided((of_run.numel(),), (1,)) for first, of_run in runs]
         torch._foreach_copy_(slots, [of_run for _, of_run in runs], non_blocking=True)
         targets, sources = [], []
-        for block in blocks:
-            for tile, gradient in block.tiles:
+        for vectors in of_blocks:
+            for tile, gradient in vectors.tiles:
                 if (selection := self._ownership.selections.get(tile)) is not None:
                     targets.append(selection.entries)
                     sources.append(gradient)
@@ -189,24 +188,22 @@ class Fill:
 
     def __init__(
         self,
+        config: ZenFlowConfig,
         rank: RankState,
         jobs: JobQueue,
         ownership: Ownership,
         provisional: ProvisionalUpdate | None,
-        *,
-        accumulate_on: Literal["auto", "device", "host"],
-        speculates: bool,
     ) -> None:
         self._rank = rank
         self._jobs = jobs
         self._ownership = ownership
         self._provisional = provisional
-        self._speculates = speculates
-        self.accumulation = Accumulation(rank, jobs, where=accumulate_on)
+        self.accumulation = Accumulation(rank, jobs, where=config.accumulate_on)
         self._vectors = VectorGradients(rank, jobs.slots, ownership)
         partition = rank.partition
         self._arrived = dict[int, list[Tensor]]()  # with `SquaredNorms.parts` of each slice that has been measured
         self._unpolled: set[int] = set()
+        speculates = not (config.predicts_clipping or rank.in_place)
         self.norms = GradientNorms(len(rank.blocks), rank.device, speculates=speculates)
         self._factors: list[Tensor] = []  # of the blocks that were submitted in this backward pass
         self.factor_error = DeviceNumber()
@@ -275,7 +272,7 @@ class Fill:
     ) -> None:
         """Takes the step's own squared norm, 0-D float64 of all ranks, its scale, and `GivenFactor.unscaling`."""
         if context.submits_in_backward and context.inputs.max_norm > 0:
-            if not self._speculates:
+            if not self.norms.speculates:
                 self.norms.end_step(squared_norm, scale, context.inputs.loss_scale, unscaling)
             if self._factors and not self.factor_error.is_under_way:
                 self.factor_error.copy((torch.stack(self._factors) / scale.factor - 1).abs().mean())
@@ -378,11 +375,9 @@ class Fill:
         """Submits complete blocks whose windows close, in a step that submits in backward."""
         inputs = context.inputs
         # Whether there has been a step to predict from, or one to speculate that the next will be like it.
-        knows_factor = self._jobs.verification.may_speculate if self._speculates else self.norms.knows_last
+        knows_factor = self._jobs.verification.may_speculate if self.norms.speculates else self.norms.knows_last
         has_factor = inputs.max_norm == 0 or knows_factor
-        for block in blocks:
-            if block.resident is not None:
-                continue
+        for block in (block for block in blocks if block.resident is None):
             if submits := has_factor and self._jobs.can_submit_in_backward(block, context.number):
                 self._jobs.acquire([block], context.number)
                 self.norms.add(self._vectors.fill([block], self.arrived))

@@ -82,7 +82,6 @@ class JobsInFlight:
         The weights are `prediction_steps` along the momentum ahead of the exact ones. A job in backward has `overwritable`, the event from
         which on no kernel of the step reads or updates the block's weights.
         """
-        n_committed = len(window.slots) - (tentative is not Tentative.NONE)
         holds_buffer = buffer is not None and tentative is not Tentative.CORRECTION
         target = self._scratch if buffer is None else buffer
         assert target is not None, "only blocks that are submitted in backward discard weights"
@@ -106,7 +105,6 @@ class JobsInFlight:
             due_step=due_step,
             buffer=buffer,
             submission=submission,
-            committed_slots=window.slots[:n_committed],
             holds_buffer=holds_buffer,
             read=slices if overwritable is None else set(),
             overwritable=[] if overwritable is None else [(overwritable, slices)],
@@ -135,11 +133,11 @@ class JobsInFlight:
         for job in changed + self._take_newer_answers():
             self._publish_in_backward(job)
 
-    def read_answer(self, cause: Cause) -> bool:
+    def read_answer(self) -> bool:
         """Waits for the answer to one of the jobs; in backward. False if the worker has none."""
         if not self._unanswered:
             return False
-        self._wait_for(self._unanswered, cause)
+        self._wait_for(self._unanswered, "slot")
         for job in self._take_newer_answers() or [self._take_answer(self._unanswered[0])]:
             self._publish_in_backward(job)
         return True
@@ -154,11 +152,11 @@ class JobsInFlight:
         published, self._published = self._published, {}
         return published
 
-    def publish_blocks(self, blocks: Iterable[Block], cause: Cause) -> None:
+    def publish_blocks(self, blocks: Iterable[Block]) -> None:
         """Waits for all jobs of these blocks, so that the weights are those of the last one submitted."""
         for block in blocks:
             while block.jobs:
-                self._publish(block.jobs[0], cause)
+                self._publish(block.jobs[0], "publish_wait")
 
     def has_answers(self, block: Block) -> bool:
         """Whether the worker has done all jobs of a block."""
@@ -183,10 +181,9 @@ class JobsInFlight:
 
     def _publish(self, job: Job, cause: Cause) -> None:
         """Waits for a job, its block's oldest, copies its weights into the model and frees its slots and its buffer."""
+        counts, in_backward = self._rank.telemetry.counts, self._is_shown_tentatively(job)
         if job in self._unanswered:
-            self._rank.telemetry.counts.late_jobs += self._is_shown_tentatively(job) and not self._worker.has_answered(
-                job.submission
-            )
+            counts.late_jobs += in_backward and not self._worker.has_answered(job.submission)
             self._wait_for([job], cause)
             self._take_answer(job)
         copied = None
@@ -197,7 +194,6 @@ class JobsInFlight:
                 self._copies.join()
             self._copy(job, job.read)
             copied = runtime_of(self._rank.device).record_event() if job.holds_buffer else None
-        in_backward = self._is_shown_tentatively(job)
         # After all that may fail or be interrupted: a job whose weights are not in the model yet is published again.
         with self._rank.records:
             self._jobs.remove(job)
@@ -206,7 +202,7 @@ class JobsInFlight:
                 self._published[job.block] = job.window.last_step
                 if copied is not None:
                     self.free_buffers[job.buffer] = copied
-        self._rank.telemetry.counts.in_backward_jobs += in_backward
+        counts.in_backward_jobs += in_backward
 
     def forget_overwritable(self) -> None:
         """Forgets which slices the step reads no more: an interrupted step's weights may be read again."""
@@ -240,10 +236,11 @@ class JobsInFlight:
         return [self._take_answer(job) for job in list(self._unanswered) if job.submission.is_answered]
 
     def _take_answer(self, job: Job) -> Job:
-        """Takes the worker's answer, and frees slots."""
+        """Takes the worker's answer, and frees the slots of the gradients that are committed."""
+        n_committed = len(job.window.slots) - (job.tentative is not Tentative.NONE)
         with self._rank.records:
             self._unanswered.remove(job)
-            self._slots.free += job.committed_slots
+            self._slots.free += job.window.slots[:n_committed]
         return job
 
     def _publish_in_backward(self, job: Job) -> None:

@@ -8,8 +8,9 @@ from statistics import fmean
 
 from torch import Tensor
 
+from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import Event, runtime_of
-from lightning_zenflow.core.schedule import StaggeredSchedule, StalenessCompensation, UpdateSchedule
+from lightning_zenflow.core.schedule import StaggeredSchedule, UpdateSchedule
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, step_word
 from lightning_zenflow.native import Tentative
 from lightning_zenflow.offload.clip_verification import Verification
@@ -24,38 +25,30 @@ class JobQueue:
     (`JobsInFlight`). The step's word, behind all copies to slots, has its factor (clip coefficient over loss scale) and its number; the
     worker polls it. In place a job is waited for where its weights are fetched in the next step (`await_slice`).
 
-    `schedule` has S and d at the start. With `in_backward` and d = 0 a block is submitted as soon as it is filled: the step is then
-    *tentative*, with a predicted factor and a word of the block's own (`Fill`), and its gradient stays in the block's next window. With
-    `verifies` no forward pass may see another clip factor than the true one.
+    `schedule` has S and d at the start. If the configuration submits in backward, and with d = 0, a block is submitted as soon as it is
+    filled: the step is then *tentative*, with a predicted factor and a word of the block's own (`Fill`), and its gradient stays in the
+    block's next window. Unless clipping is predicted, no forward pass may see another clip factor than the true one (`Verification`).
 
     Attributes:
         shows_exact: whether the last step has ended with weights that have the gradients of all steps.
         submitted_in_backward: blocks that were submitted in the present step's backward pass, in order.
     """
 
-    def __init__(
-        self,
-        rank: RankState,
-        schedule: UpdateSchedule,
-        compensation: StalenessCompensation,
-        *,
-        in_backward: bool,
-        verifies: bool = False,
-    ) -> None:
+    def __init__(self, config: ZenFlowConfig, rank: RankState, schedule: UpdateSchedule) -> None:
         self._rank = rank
         self._worker = rank.worker
         self.slots = SlotPool(rank)
-        self._compensation = compensation
-        self._in_backward = in_backward
+        self._compensation = compensation = config.compensation
+        self._in_backward = config.submits_in_backward
+        self._verifies = self._in_backward and not config.predicts_clipping
         # Whether host-owned weights equal the master weights of some step at all times.
         self._publishes_exactly = compensation.weight_prediction == 0 and not compensation.updates_provisionally
         # In place a job may begin behind the end of its step. But weights that are published again start from rounded moments, if they are:
         # which job has shown the true factor makes a difference then, and must not depend on when the worker begins.
-        may_know = verifies and rank.in_place and not rank.arena.rounds
+        may_know = self._verifies and rank.in_place and not rank.arena.rounds
         self._in_backward_tentative = Tentative.TRUE_IF_KNOWN if may_know else Tentative.PREDICTED
-        self.in_flight = JobsInFlight(rank, self.slots, has_scratch=in_backward)
+        self.in_flight = JobsInFlight(rank, self.slots, has_scratch=self._in_backward)
         self.verification = Verification(rank, self.in_flight)
-        self._verifies = verifies
         self._longest = self._largest_lag = 0
         self._ahead = 0.0  # steps by which published weights are predicted, in the step that is submitted
         self._dropped: list[int] = []  # slots of interrupted steps, free after the next flush
@@ -65,9 +58,7 @@ class JobQueue:
         self.set_schedule(schedule)
 
     def set_schedule(self, schedule: UpdateSchedule) -> None:
-        """Uses another S and d from the next submission on. The quotient of the two S is a power of two, so no window is ever longer than
-        the longer S.
-        """
+        """Uses another S and d from the next submission on; no window is ever longer than the longer S (`SchedulePolicy`)."""
         rank = self._rank
         self.schedule = StaggeredSchedule(
             **asdict(schedule), n_blocks=len(rank.blocks), in_backward=self._in_backward, in_place=rank.in_place
@@ -106,9 +97,10 @@ class JobQueue:
         for block in blocks:
             if block.slot is None and block.resident is None:
                 while not self.slots.free:
-                    if not self.in_flight.read_answer("slot"):
+                    if not self.in_flight.read_answer():
                         self._commit_early(step)
-                self.slots.acquire(block)
+                with self._rank.records:
+                    block.slot = self.slots.free.pop()
 
     def seal(self, step: int, factor: Tensor) -> None:
         """Phase *seal*; `factor` is 0-D float32 on the device, NaN if the step changes nothing."""
@@ -150,7 +142,7 @@ class JobQueue:
         step, ahead = context.number, self._steps_ahead(context.inputs.groups)
         while (buffer := self.in_flight.free_buffer(block)) is None:
             # Every job that was submitted in this backward pass gives its own back.
-            answered = self.in_flight.read_answer("slot")
+            answered = self.in_flight.read_answer()
             assert answered, "as many jobs are in flight as buffers are in use"
         copied = self.in_flight.free_buffers[buffer]
         self._write_word(self._rank.arena.block_words[block.number], word, behind=[copied])
@@ -191,7 +183,9 @@ class JobQueue:
             self._drop_open_step(step)
         self.in_flight.forget_overwritable()
         if self._rank.in_place:
-            self._wait_for_readers()
+            # The worker may then write to free buffers without a word of the device that orders it behind their readers.
+            with self._rank.telemetry.measure("flush"):
+                runtime_of(self._rank.device).synchronize()
         for block in self._hosted:
             self._submit(block, due_step=step, cause="flush")
         self.in_flight.publish(step, "flush", due_only=False)
@@ -211,11 +205,6 @@ class JobQueue:
         assert sorted(acquired + self.slots.free) == list(range(self.slots.n_slots)), "each slot has one owner"
         self.in_flight.check_integrity()
 
-    def _wait_for_readers(self) -> None:
-        """Waits until the worker may write to free buffers without a word of the device that orders it behind their readers."""
-        with self._rank.telemetry.measure("flush"):
-            runtime_of(self._rank.device).synchronize()
-
     def _forget_words(self, step: int) -> None:
         """Forgets words of a step whose backward pass or end was interrupted: they would match when the step is repeated."""
         with self._rank.telemetry.measure("flush"):
@@ -228,7 +217,7 @@ class JobQueue:
         """Phase *publish* of the blocks of one slice, whose weights are about to be fetched; in place."""
         if self.verification.is_in_doubt:
             self.verification.before_fetch()
-        self.in_flight.publish_blocks(self._rank.blocks.of_slice[index], "publish_wait")
+        self.in_flight.publish_blocks(self._rank.blocks.of_slice[index])
 
     def is_written(self, index: int) -> bool:
         """Whether `await_slice` would return at once; reads the answers that are there."""

@@ -66,7 +66,8 @@ class OwnerMoves:
     Attributes:
         memory: what steps need beside the blocks.
         watches: whether device memory is watched, in every step; on a CPU all memory is the host's.
-        is_written: whether `take_written` has something to do.
+        is_written: whether `take_written` has something to do: set by who changes the exact state right after a flush, in the arena, if all
+            of it is there, or by owners.
     """
 
     def __init__(self, rank: RankState, residents: Residents, ownership: Ownership, *, moves: bool) -> None:
@@ -91,10 +92,6 @@ class OwnerMoves:
                 "ZenFlow: before step %d offload_ratio=%.2f on this rank: the backward pass is expected to lack %.2f GiB",
                 *(number + 1, 1 - n_blocks / len(self._rank.blocks), lack / 2**30),
             )
-
-    def state_written(self) -> None:
-        """Notes that the exact state has been changed right after a flush, in the arena, if all of it is there, or by owners."""
-        self.is_written = True
 
     @torch.no_grad()
     def take_written(self, number: int) -> None:

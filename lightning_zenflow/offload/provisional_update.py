@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zenflow.core.device import runtime_of
@@ -58,10 +59,11 @@ class ProvisionalUpdate:
     nothing here, and its gradient is not in the second moment, so that an unclipped one never is. Ranks use different rounding noise.
     """
 
-    def __init__(self, rank: RankState, compensation: StalenessCompensation, *, rank_number: int) -> None:
+    def __init__(self, rank: RankState, compensation: StalenessCompensation) -> None:
         self._rank = rank
         self._compensation = compensation
-        self._noise = RoundingNoise(_SEED + rank_number, rank.device)
+        number = 0 if rank.group is None else dist.get_rank(rank.group)
+        self._noise = RoundingNoise(_SEED + number, rank.device)
         self._clip = torch.full((), torch.nan, dtype=torch.float32, device=rank.device)
         # On the gradients of the open step. Both stay in their memory: backward and the step use different streams.
         self._factor = self._clip.clone()
@@ -107,11 +109,8 @@ class ProvisionalUpdate:
             self._moment(slice_index), squared_norms, beta2=h.beta2, lr=h.lr, scale=self._factor
         )
         whole = Update(step=step, weights=rows, gradient=gradient, factors=factors, beta1=h.beta1)
-        of_tiles = []
-        for block, _ in late:
-            # The age: gradients that the block's weights lack, this one included.
-            age = step - self._exact_for.setdefault(block, step - 1)
-            of_tiles.append((age, block.is_overwritten))
+        # The age: gradients that the block's weights lack, this one included.
+        of_tiles = [(step - self._exact_for.setdefault(block, step - 1), block.is_overwritten) for block, _ in late]
         is_whole = sum(place.slot.numel() for _, place in late) == rows.numel()
         if is_whole and len(set(of_tiles)) == 1 and not of_tiles[0][1]:
             self._apply(whole, of_tiles[0][0], schedule)

@@ -95,8 +95,6 @@ class Job:
     """Publish buffer; None: the weights are discarded."""
     submission: Submission
     """The job's message to the worker, and its answer."""
-    committed_slots: Sequence[int]
-    """Slots that become free with its answer."""
     holds_buffer: bool
     """Whether the buffer is still to be given back."""
     read: set[int]
@@ -288,11 +286,6 @@ class SlotPool:
             self.free[:0] = reversed(range(self.n_slots, n_slots))
             self.n_slots = max(self.n_slots, n_slots)
 
-    def acquire(self, block: Block) -> None:
-        """Takes a free slot, of which there must be one, for a block's gradient of the present or next step."""
-        with self._rank.records:
-            block.slot = self.free.pop()
-
     def view(self, tile_index: int) -> Tensor:
         """Destination of a tile's gradient in the slot that its block has acquired: [rows, width], model dtype, host memory (page-locked
         for a CUDA device), or on the device where the block is resident; to be written in stream order.
@@ -301,7 +294,7 @@ class SlotPool:
         block = self._rank.blocks.of_tile[tile_index]
         if block.resident is not None:
             return block.resident.slot(tile_index, self._rank.partition.tiles[tile_index])
-        assert block.slot is not None, "`acquire` comes before"
+        assert block.slot is not None, "`JobQueue.acquire` comes before"
         slot = block.slot
         view = self._views.get((tile_index, slot))
         if view is None:

@@ -20,7 +20,6 @@ from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import Elements
 from lightning_zenflow.offload.jobs import JobQueue
 from lightning_zenflow.offload.rank_state import Block, RankState, runs_of
-from lightning_zenflow.worker.moments import Moment
 
 
 def last_arrivals(partition: Partition, positions: Sequence[int]) -> list[int]:
@@ -106,7 +105,7 @@ class ResidentBlock:
         n = self.state.shape[1]
         if (storage := self.state.untyped_storage()).nbytes() == 0:
             storage.resize_(self.state.nbytes)
-        for ours, moment in zip(self.state, self._in_arena(), strict=True):
+        for ours, moment in zip(self.state, self._rank.arena.states, strict=True):
             ours.copy_(moment.read(self._block.begin, n))
         for *_, elements in self._runs:
             elements.done.zero_()
@@ -116,13 +115,9 @@ class ResidentBlock:
     def lay_down(self) -> None:
         """Copies the state to the arena."""
         # The second moment first: see `CodedMoment`.
-        for ours, moment in reversed([*zip(self.state, self._in_arena(), strict=True)]):
+        for ours, moment in reversed([*zip(self.state, self._rank.arena.states, strict=True)]):
             moment.write(self._block.begin, ours.cpu())
         self._rank.telemetry.d2h_bytes += self.state.nbytes
-
-    def _in_arena(self) -> tuple[Moment, Moment, Moment]:
-        arena = self._rank.arena
-        return Moment(arena.master), arena.exp_avg, arena.exp_avg_sq
 
 
 class Residents:

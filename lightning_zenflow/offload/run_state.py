@@ -75,8 +75,7 @@ class HostState:
 
     def __init__(self, optimizer: Optimizer, flats: Sequence[Tensor], *, partition: Partition, arena: Arena) -> None:
         self._optimizer, self._flats, self._begins = optimizer, list(flats), partition.group_begins
-        self.states: dict[str | None, Moment] = {None: Moment(arena.master)}
-        self.states.update(zip(MOMENTS, (arena.exp_avg, arena.exp_avg_sq), strict=True))
+        self.states: dict[str | None, Moment] = dict(zip((None, *MOMENTS), arena.states, strict=True))
         for flat, begin in zip(self._flats, self._begins, strict=True):
             numel = flat.numel()
             master = arena.master.narrow(0, begin, numel)

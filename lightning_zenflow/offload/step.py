@@ -106,9 +106,8 @@ class ZenFlowStep:
             self._opened()
 
     def complete(self) -> None:
-        """Ends the backward passes of a step: the one before was the last, if there was one."""
-        if self.micro_batches:
-            self._opened()
+        """Ends the backward passes of a step, of which there was one: the one before was the last."""
+        self._opened()
 
     def receive(self, slice_index: int, gradient: Tensor, *, last: bool) -> None:
         """Takes one slice's reduced gradient of a micro-batch, the step's last one or not; called in backward, in stream order behind its

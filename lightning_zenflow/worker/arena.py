@@ -54,6 +54,7 @@ class Arena:
     Attributes:
         fd: the memfd, for the worker to inherit; owned by the arena.
         master: [partition.numel] float32, the exact weights; beside it the moments, `exp_avg` and `exp_avg_sq`.
+        states: these three, in that order.
         rounds: whether the worker rounds moments at the end of each job.
         slots: [n_slots, slot_numel]; each holds one block's gradient of one step.
         publish: [n_publish_buffers, slot_numel]; each holds one block's new weights.
@@ -95,6 +96,7 @@ class Arena:
         if sizes.moments_dtype == torch.int8:
             both = CodedMoments(self.exp_avg.array, self.exp_avg_sq.array, array("scales"), partition.tiles)
             self.exp_avg, self.exp_avg_sq = (CodedMoment(both, is_first=is_first) for is_first in (True, False))
+        self.states: tuple[Moment, Moment, Moment] = Moment(self.master), self.exp_avg, self.exp_avg_sq
         self.slots, self.publish = map(array, ("slots", "publish"))
         records = array("step_records")
         self.step_words = records[:, native.StepRecord.word.offset :][:, :WORD_BYTES].view(torch.int32)

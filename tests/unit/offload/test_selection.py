@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import column_count
 from lightning_zenflow.offload.columns import Selector, select_columns
 from recorded_device.tensors import DEVICE
@@ -27,7 +28,9 @@ def test_select_columns_with_ties(squared_norms: list[float], ratio: float) -> N
 
 
 def selector_of(columns: list[int], *, by_epoch: bool = False, interval: int = 1, device: Any = "cpu") -> Selector:
-    return Selector(columns, topk_ratio=0.5, by_epoch=by_epoch, interval=interval, device=torch.device(device))
+    strategy: Any = "epoch" if by_epoch else "step"
+    config = ZenFlowConfig(topk_ratio=0.5, select_strategy=strategy, select_interval=interval)
+    return Selector(config, columns, torch.device(device))
 
 
 def test_one_copy_has_all_that_a_selection_reads(monkeypatch: pytest.MonkeyPatch) -> None:
