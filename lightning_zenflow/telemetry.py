@@ -140,11 +140,6 @@ class Telemetry:
         self._add_reached()
         return dict(self._device_seconds)
 
-    @property
-    def device_s(self) -> float:
-        """Sum of `device_seconds`."""
-        return sum(self.device_seconds.values())
-
     @contextmanager
     def measure(self, cause: Cause) -> Iterator[None]:
         """Adds the time spent in the context to a cause; `torch.profiler` shows the context as "zenflow wait: (cause)"."""

@@ -110,7 +110,8 @@ class ZenFlowOptimizer(ZeROOptimizer, Engine):  # type: ignore[misc]  # DeepSpee
 
     @override
     def refuse_use(self) -> None:
-        self.sleep.refuse()
+        if self.sleep.away:
+            self.sleep.refuse()
         if len(self.optimizer.param_groups) > len(self.users.params):
             self.add_param_group({})
 

@@ -81,7 +81,8 @@ class UsersOptimizer:
 
     def give_back(self, *, has_trained: bool) -> None:
         """Gives the user's optimizer back, with a step of it or without."""
-        in_saves = _InSaves([dict(group) for group in self.given.param_groups], self.given.defaults)
+        # Groups and state without a step.
+        in_saves = Optimizer([dict(group) for group in self.given.param_groups], self.given.defaults)
         in_saves.state = self.given.state
         self._set(self._order)
         self.optimizer = in_saves
@@ -95,10 +96,6 @@ class UsersOptimizer:
     def _set(self, of_groups: Sequence[Sequence[Tensor]]) -> None:
         for group, params in zip(self.optimizer.param_groups, of_groups, strict=True):
             group["params"] = list(params)
-
-
-class _InSaves(Optimizer):
-    """Groups and state without a step."""
 
 
 def _refuse_reading(_: Optimizer) -> None:

@@ -338,12 +338,8 @@ def _make(
 
 def _description(config: ZenFlowConfig, rank: RankState, schedule: UpdateSchedule, cores: WorkerCores) -> str:
     ratio = 1 if config.offload_ratio == "auto" else config.offload_ratio
-    given = {
-        "update_interval": schedule.update_interval,
-        "publish_lag": schedule.publish_lag,
-        "offload_ratio": ratio,
-    }
-    begins = [f"{key}={value:g}{' (auto)' if getattr(config, key) == 'auto' else ''}" for key, value in given.items()]
+    first = {**asdict(schedule), "offload_ratio": ratio}
+    begins = [f"{key}={value:g}{' (auto)' if getattr(config, key) == 'auto' else ''}" for key, value in first.items()]
     if "topk_ratio" in config.model_fields_set and config.owned_ratio < config.topk_ratio:
         begins.append(f"topk_ratio={config.topk_ratio:g} without effect, as no weight is ever late")
     return (

@@ -274,11 +274,6 @@ class Ownership:
             self.current.load("flush")
             self.current.write_weights()
 
-    @property
-    def numel(self) -> int:
-        """Number of device-owned entries on this rank."""
-        return 0 if self.current is None else self.current.numel
-
     def state_dict(self) -> dict[str, Any]:
         """The columns; the values of their entries are the arena's, right after a flush."""
         columns = {} if self.current is None else {1: list(self.current.columns)}

@@ -196,7 +196,7 @@ class ScheduleControl:
 
     def _clocks(self) -> tuple[float, float, float]:
         telemetry = self._rank.telemetry
-        return time.perf_counter(), telemetry.device_s, telemetry.counts.worker_busy_s
+        return time.perf_counter(), sum(telemetry.device_seconds.values()), telemetry.counts.worker_busy_s
 
     def _reduce(self, *numbers: float) -> AsyncHostCopy:
         """The largest of all ranks, float64."""

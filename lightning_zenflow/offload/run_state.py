@@ -183,7 +183,7 @@ class StepParts:
             factor_error=self.fill.factor_error.read(),
             update_interval=jobs.schedule.update_interval,
             publish_lag=jobs.schedule.publish_lag,
-            owned_norm_share=self.selector.owned_norm_share.read() if self.ownership.numel else None,
+            owned_norm_share=self.selector.owned_norm_share.read() if self.ownership.selections else None,
             resident_share=len(self.residents.blocks) / len(rank.blocks) if self.residents.blocks else None,
             movable_bytes=is_movable * sum(self.residents.sizes),
         )

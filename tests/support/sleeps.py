@@ -47,7 +47,7 @@ class Sleeps(Behind):
         # Frozen weights too; under stage 3 the rank's pieces.
         storages = [getattr(p, "ds_tensor", p).untyped_storage() for p in trainer.lightning_module.parameters()]
         engine.offload_states(**self._options)
-        assert not any(storage.nbytes() for storage in storages) and optimizer.training.parts.ownership.numel == 0
+        assert not any(storage.nbytes() for storage in storages) and optimizer.training.parts.ownership.current is None
         shown = snapshot(trainer.lightning_module)
         if self._asleep is not None:
             self._asleep(trainer)
