@@ -31,8 +31,22 @@ from recorded_device.clocks import HOST, WORKER, Clock, Span, join
 from recorded_device.device import DeviceMemory, RecordedAccelerator, RecordedDevice, one_launch_a_pass, place
 from recorded_device.tensors import DEVICE, Transfer, tell_apart
 
-_UNTOUCHED = {"_unsafe_view", "unsafe_split", "set_", "is_pinned"}
-"""Operations beside views that neither read nor write memory."""
+_VIEWS = {
+    *(
+        "view",
+        "view_as",
+        "_unsafe_view",
+        "_reshape_alias",
+        "as_strided",
+        "alias",
+        "detach",
+        "set_",
+        "lift_fresh",
+        "is_pinned",
+    ),
+    *("expand", "permute", "slice", "select", "narrow", "t", "transpose", "unsqueeze", "squeeze", "unbind", "split"),
+    *("unsafe_split", "split_with_sizes"),
+}
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _SHAPE_ONLY = {
     *("new_zeros", "zeros_like", "new_empty", "empty_like", "ones_like", "full_like", "new_full", "new_ones"),
@@ -63,7 +77,7 @@ class Watch(TorchDispatchMode):
         if func.namespace == "c10d" and packet != "barrier":
             self._refuse_of_host(packet, [t for t in tree_iter(args) if isinstance(t, Tensor)])
         out = func(*args, **kwargs)
-        if func.is_view or packet in _UNTOUCHED:
+        if packet in _VIEWS:
             return out
         reads: list[Tensor] = []
         writes: list[Tensor] = []
