@@ -94,7 +94,7 @@ class StepResult:
     step_s: list[float] = field(default_factory=list)
     """Wall time of each counted step."""
     stall_s: list[float] = field(default_factory=list)
-    """Waiting in each counted step, by `Telemetry.device_s`."""
+    """Waiting in each counted step, the sum of `Telemetry.device_seconds`."""
     worker_s: list[float] = field(default_factory=list)
     """The worker's time for the jobs published in each counted step."""
     schedule: list[int] = field(default_factory=list)
@@ -146,7 +146,7 @@ def _clocks(optimizer: ZenFlowOptimizer | OptimizerEngine | None) -> tuple[float
     if optimizer is None:
         return time.perf_counter(), 0.0, 0.0
     stalls = optimizer.training.telemetry
-    return time.perf_counter(), stalls.device_s, stalls.counts.worker_busy_s
+    return time.perf_counter(), sum(stalls.device_seconds.values()), stalls.counts.worker_busy_s
 
 
 def _counted(optimizer: ZenFlowOptimizer | OptimizerEngine, link: links.HostLink) -> tuple[int, int]:

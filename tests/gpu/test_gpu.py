@@ -111,7 +111,10 @@ def test_state_is_the_same_to_the_bit(sequence: str, schedule: str, on_cuda: dic
 
 def test_auto_decides_and_changes_no_bit() -> None:
     device_s: list[float] = []
-    clock = At("on_train_batch_end", lambda t: device_s.append(optimizer_of(t).training.telemetry.device_s))
+    clock = At(
+        "on_train_batch_end",
+        lambda t: device_s.append(sum(optimizer_of(t).training.telemetry.device_seconds.values())),
+    )
     case = replace(RACES["fixed gradients"], steps=120)
     with patch.object(SchedulePolicy, "observe", autospec=True, side_effect=SchedulePolicy.observe) as observe:
         run = run_here(case.with_keys(select_strategy="step", select_interval="auto", **AUTO), callbacks=[clock])
