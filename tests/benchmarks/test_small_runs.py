@@ -23,6 +23,7 @@ from tiny_models import save_tiny_model
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_step_time_of_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--device", "simulated", "--params", "13e6", "--asynchronous", "--ranks", "2"]
     arguments += ["--worker-shares", "0.5,0.1"]
