@@ -211,10 +211,8 @@ class Kernels:
 
     def select_parts(self, gradient: Tensor, destinations: Sequence[Destination]) -> None:
         """Gathers the selected columns of a gradient."""
-        for destination in destinations:
-            if (selection := destination.selection) is None:
-                continue
-            part = destination.part_of(gradient)
+        chosen = ((d.part_of(gradient), d.selection) for d in destinations if d.selection is not None)
+        for part, selection in chosen:
             if selection.columns is None:
                 selection.entries.copy_(part)
             else:

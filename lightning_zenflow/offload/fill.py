@@ -142,7 +142,7 @@ class VectorGradients:
         """Fills some blocks; `values` is the concatenation of theirs."""
         if not values.numel():
             return ()
-        for index in (self.of_slice.keys() - arrived) & {index for block in blocks for index in block.slices}:
+        for index in {i for block in blocks for i in block.slices if i in self.of_slice and i not in arrived}:
             self.of_slice[index].zero_()
         of_blocks = [self._of_block[block] for block in blocks]
         # A copy to the host is a call of its own, so that neighbours are copied as one.
