@@ -125,7 +125,6 @@ class Training:
         """`ZenFlowStep.receive`."""
         if not self.in_backward:
             raise other_backward(self.calls)
-        self.gradients.change()
         self.steps.receive(slice_index, gradient, last=last)
         if last and self._updates_in_backward:
             self.written.note_arrival(self.parts.rank.partition.slices[slice_index].parameter)

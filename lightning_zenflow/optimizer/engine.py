@@ -98,6 +98,7 @@ class OptimizerEngine(Engine):
                 "OffloadAdamW: a backward pass must not run inside of another one, nor behind one that an exception has interrupted: use"
                 " `checkpoint(use_reentrant=False)`, or call `optimizer.zero_grad()` behind the exception"
             )
+        self._gradients.change()
         # Its memory may be of another stream, and is freed behind this call.
         self._runtime.keep_for(self._stream, gradient)
         index, is_last = self.training.slice_of[parameter], self.training.steps.is_complete
